@@ -97,7 +97,7 @@ fn known(guide: &mut Guide) -> &TokenMask {
 
 /// Measures many sequences at once, from accepting a step's tokens until all masks are ready.
 fn batch(name: &str, guides: &Guides, spec: &GuideSpec, size: usize) {
-    let grammar = guides.make(spec).unwrap();
+    let grammar = guides.compile(spec).unwrap();
     let mut sequences: Vec<Guide> = (0..32).map(|_| grammar.guide(false).unwrap()).collect();
     let (mut dice, mut times) = (Dice(5), Vec::new());
     for _ in 0..40 {
@@ -150,7 +150,7 @@ fn main() {
         ),
     ] {
         let start = Instant::now();
-        let grammar = guides.make(&spec).unwrap();
+        let grammar = guides.compile(&spec).unwrap();
         let made = start.elapsed();
         let (mut first, mut times, mut bytes) = (Vec::new(), Vec::new(), 0);
         for seed in 0..20 {

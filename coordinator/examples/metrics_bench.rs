@@ -128,7 +128,7 @@ fn step(on: bool, batch: u32, steps: u32) {
         max_steps_in_flight: 2,
     };
     let scheduler = Scheduler::new(config).expect("sizes that fit");
-    let observer = if on { Observer::new() } else { Observer::off() };
+    let observer = if on { Observer::new() } else { Observer::disabled() };
     let limits = DriverLimits {
         step_timeout: Duration::from_secs(60),
         step_floor: Duration::from_secs(60),

@@ -9,7 +9,7 @@ pub(crate) struct Addresses(Arc<Mutex<HashMap<IpAddr, usize>>>);
 
 impl Addresses {
     /// Returns a place for one more connection of this address's party, if it has fewer than `max`.
-    pub(crate) fn enter(&self, address: IpAddr, max: usize) -> Option<Place> {
+    pub(crate) fn try_add(&self, address: IpAddr, max: usize) -> Option<ConnectionSlot> {
         let address = network(address);
         let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let count = taken.entry(address).or_default();
@@ -17,7 +17,7 @@ impl Addresses {
             return None;
         }
         *count += 1;
-        Some(Place { addresses: self.clone(), address })
+        Some(ConnectionSlot { addresses: self.clone(), address })
     }
 }
 
@@ -50,12 +50,12 @@ pub(crate) fn is_private(address: IpAddr) -> bool {
 
 /// A connection's place among its party's; freed when dropped.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct ConnectionSlot {
     addresses: Addresses,
     address: IpAddr,
 }
 
-impl Drop for Place {
+impl Drop for ConnectionSlot {
     fn drop(&mut self) {
         let mut taken = self.addresses.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(count) = taken.get_mut(&self.address) {
@@ -75,8 +75,8 @@ mod tests {
     fn an_address_has_its_share_of_places_and_no_more() {
         const MAX: usize = 64;
         let addresses = Addresses::default();
-        let enter = |address: &str| addresses.enter(address.parse().unwrap(), MAX);
-        let mut places: Vec<Place> = Vec::new();
+        let enter = |address: &str| addresses.try_add(address.parse().unwrap(), MAX);
+        let mut places: Vec<ConnectionSlot> = Vec::new();
         for _ in 0..MAX {
             places.push(enter("10.0.0.1").unwrap());
         }
@@ -86,7 +86,7 @@ mod tests {
         let again = enter("10.0.0.1").unwrap();
         assert!(enter("10.0.0.1").is_none());
         // An IPv6 network is one party.
-        let six: Vec<Place> =
+        let six: Vec<ConnectionSlot> =
             (0..MAX).map(|host| enter(&format!("2001:db8:1:2::{host:x}")).unwrap()).collect();
         assert!(enter("2001:db8:1:2:ffff::").is_none() && enter("2001:db8:1:3::").is_some());
         drop((places, other, again, six));

@@ -18,7 +18,7 @@ use shared::metrics::catalogue::{TOTALS_CHECKPOINT, TOTALS_CHECKPOINT_INTERVAL};
 use shared::metrics::merger::checkpoint::{Checkpoint, CheckpointError};
 use tokio::sync::{oneshot, watch};
 
-pub use self::publication::{Moment, Publication};
+pub use self::publication::{PageSnapshot, Publication};
 use crate::metrics::Hub;
 
 /// Interval between attempts to read what the last leader left.
@@ -84,7 +84,7 @@ impl Checkpoints {
         // A thread of its own, since the other one waits for etcd.
         std::thread::Builder::new().name("beats".into()).spawn(move || {
             while let Some(publication) = beats.upgrade() {
-                publication.beat();
+                publication.record_progress();
                 drop(publication);
                 std::thread::sleep(stall / 4);
             }
@@ -150,7 +150,7 @@ impl Writer {
             if let Err(error) = self.save(idle) {
                 let fenced = matches!(error, SaveError::Ledger(LedgerError::Fenced));
                 if fenced && self.view.borrow().connected {
-                    self.pages.kept();
+                    self.pages.keep_page();
                 }
                 self.failed("the totals cannot be written to etcd", &error);
                 wait = interval.min(AGAIN);

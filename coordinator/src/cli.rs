@@ -9,7 +9,7 @@
 //! - `serve`, `elected`: a single coordinator, and one of several
 //! - `work`, `host`, `children`: a worker, all workers of a host, and supervised worker processes
 //! - `front`: a front end
-//! - `operate`, `asking`: commands to a running cluster, and how they reach it
+//! - `operate`, `http_client`: commands to a running cluster, and how they reach it
 //! - `doctor`, `devices`, `bench`: what a host has, and whether it will do
 //! - `options`, `config_file`: options, and files of them
 //! - `reference`: the page of all options
@@ -21,7 +21,6 @@
 //! - `hub`: models by their names on the hub
 //! - `logging`, `output`: the log, and what is printed
 mod api;
-mod asking;
 mod bench;
 mod children;
 mod claims;
@@ -34,6 +33,7 @@ mod etcd;
 mod front;
 mod heartbeat;
 mod host;
+mod http_client;
 mod hub;
 mod logging;
 mod lora;

@@ -10,20 +10,22 @@
 //! - `reconcile`: from the members there are to the replicas there shall be; [`placement`]: which
 //!   workers go together
 //! - `formation`: how an epoch comes to be; `replica`, `replicas`: a replica's life, and who is
-//!   whose rank; `silence`: who was told something and has not answered; `vain`: whose formations
-//!   come to nothing
+//!   whose rank; `pending_answers`: who was told something and has not answered;
+//!   `failed_formations`: whose formations come to nothing
 //! - `quarantine`: devices that fail again and again
 //! - [`roster`], `slots`: identities of workers; [`absence`]: workers expected back; [`records`]:
 //!   logs and ends of worker processes
-//! - [`affinity`]: which replica a request goes to; [`orphanage`]: requests between replicas
+//! - [`affinity`]: which replica a request goes to; [`migration`]: requests between replicas
 //! - [`view`], [`status`]: what others and operators see
 pub mod absence;
 pub mod actor;
 pub mod affinity;
 pub mod config;
 pub mod effect;
+mod failed_formations;
 mod formation;
-pub mod orphanage;
+pub mod migration;
+mod pending_answers;
 pub mod placement;
 mod quarantine;
 mod reconcile;
@@ -31,10 +33,8 @@ pub mod records;
 mod replica;
 mod replicas;
 pub mod roster;
-mod silence;
 mod slots;
 pub mod status;
-mod vain;
 pub mod view;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -45,13 +45,13 @@ pub use effect::Effect;
 pub use placement::{PlacementRules, place};
 pub use replica::{ReplicaPhase, ReplicaStatus};
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
-use shared::membership::Desired;
+use shared::membership::DesiredState;
 use shared::protocol::{HeldShard, LoadProgress, ToWorker};
 
+use self::failed_formations::FailedFormations;
+use self::pending_answers::PendingAnswers;
 use self::quarantine::Quarantine;
 use self::replicas::Replicas;
-use self::silence::Silence;
-use self::vain::Vain;
 use crate::scheduler::EpochEnd;
 
 /// The cluster as the coordinator sees it.
@@ -65,12 +65,12 @@ pub struct Cluster {
     epoch: Epoch,
     /// Processes told to end, why, and whether they are to be started again. Kept because a link
     /// may break before the process hears it.
-    let_go: BTreeMap<WorkerId, (Incarnation, String, bool)>,
+    dismissed: BTreeMap<WorkerId, (Incarnation, String, bool)>,
     /// Workers that computed much slower than the others of their replica when last observed.
     slow: BTreeSet<WorkerId>,
     /// Ranks told to form that have not answered.
-    silence: Silence,
-    vain: Vain,
+    pending_answers: PendingAnswers,
+    failed_formations: FailedFormations,
     /// Devices that fail again and again.
     quarantine: Quarantine,
     /// Weights that workers brought from another coordinator.
@@ -78,7 +78,7 @@ pub struct Cluster {
     /// Nodes of workers that are about to join.
     expected: BTreeSet<String>,
     /// What operators asked for, of this coordinator and of earlier leaders.
-    desired: Desired,
+    desired: DesiredState,
     /// Since when some workers have been here while others were expected.
     settling_since: Option<Duration>,
     /// The replicas' revision at the start of the last pass.
@@ -94,13 +94,13 @@ impl Cluster {
         Self {
             config,
             held: BTreeMap::new(),
-            let_go: BTreeMap::new(),
+            dismissed: BTreeMap::new(),
             slow: BTreeSet::new(),
-            silence: Silence::default(),
-            vain: Vain::default(),
+            pending_answers: PendingAnswers::default(),
+            failed_formations: FailedFormations::default(),
             quarantine: Quarantine::default(),
             expected: BTreeSet::new(),
-            desired: Desired::default(),
+            desired: DesiredState::default(),
             settling_since: None,
             members: BTreeMap::new(),
             replicas: Replicas::default(),
@@ -120,18 +120,18 @@ impl Cluster {
     }
 
     /// Adopts what operators told the last leader. Call it before any worker joins.
-    pub fn go_by(&mut self, desired: Desired) {
+    pub fn adopt_desired(&mut self, desired: DesiredState) {
         self.desired = desired;
     }
 
     /// What operators asked for, of this coordinator and of earlier leaders.
     #[must_use]
-    pub fn desired(&self) -> &Desired {
+    pub fn desired(&self) -> &DesiredState {
         &self.desired
     }
 
     /// Notes which weights, if any, a worker that is about to join already holds.
-    pub fn holds(&mut self, worker: WorkerId, shard: Option<HeldShard>) {
+    pub fn set_held_weights(&mut self, worker: WorkerId, shard: Option<HeldShard>) {
         match shard {
             Some(shard) => self.held.insert(worker, shard),
             None => self.held.remove(&worker),
@@ -151,7 +151,7 @@ impl Cluster {
     }
 
     /// Name by which operators know a worker.
-    fn named(&self, worker: WorkerId) -> String {
+    fn display_name(&self, worker: WorkerId) -> String {
         self.members.get(&worker).map_or_else(|| worker.to_string(), |member| member.node.clone())
     }
 
@@ -178,7 +178,7 @@ impl Cluster {
             self.worker_left(now, worker, incarnation, "it restarted", effects);
         }
         let (worker, incarnation) = (member.worker, member.incarnation);
-        let told = self.let_go.get(&worker).filter(|(told, ..)| *told == incarnation);
+        let told = self.dismissed.get(&worker).filter(|(told, ..)| *told == incarnation);
         let told = told.map(|(_, reason, again)| (reason.clone(), *again)).or_else(|| {
             // An earlier leader was told to drain it but did not inform the worker.
             let drained = self.desired.drains(&member.node, incarnation.0);
@@ -187,9 +187,9 @@ impl Cluster {
         self.members.insert(worker, member);
         self.release_held();
         match told {
-            Some((reason, again)) => self.let_go(now, worker, &reason, again, effects),
+            Some((reason, again)) => self.dismiss_worker(now, worker, &reason, again, effects),
             None => {
-                self.let_go.remove(&worker);
+                self.dismissed.remove(&worker);
                 self.reconcile(now, effects);
             }
         }
@@ -208,11 +208,11 @@ impl Cluster {
             return;
         }
         let node = self.members.remove(&worker).map(|member| member.node).unwrap_or_default();
-        self.silence.left(worker);
-        self.vain.forget(worker);
+        self.pending_answers.left(worker);
+        self.failed_formations.forget(worker);
         self.release_held();
         if self.slow.remove(&worker) {
-            effects.push(Effect::Pace { worker, slow: false });
+            effects.push(Effect::WorkerPace { worker, slow: false });
         }
         if let Some(id) = self.replicas.of(worker) {
             let reason = format!("{node}: {reason}");
@@ -234,27 +234,27 @@ impl Cluster {
             return;
         };
         let reason = format!("{}: {reason}", member.node);
-        self.let_go(now, worker, &reason, false, effects);
+        self.dismiss_worker(now, worker, &reason, false, effects);
     }
 
     /// A worker reports that its device failed; the process is about to end.
     pub fn device_failed(&mut self, now: Duration, worker: WorkerId, effects: &mut Vec<Effect>) {
         let Some(member) = self.members.get(&worker) else { return };
         if let Some(lasts) = self.quarantine.failed(now, member.device()) {
-            effects.push(Effect::SetAside { worker, lasts });
+            effects.push(Effect::Quarantined { worker, lasts });
         }
     }
 
     /// Whether a worker gets no rank because its device failed again and again.
     #[must_use]
     pub fn is_aside(&self, worker: WorkerId) -> bool {
-        self.members.get(&worker).is_some_and(|member| self.quarantine.rests(member.device()))
+        self.members.get(&worker).is_some_and(|member| self.quarantine.is_resting(member.device()))
     }
 
     /// A rank reports the progress of loading its weights.
     pub fn load_progressed(&mut self, now: Duration, worker: WorkerId, progress: LoadProgress) {
         let LoadProgress { epoch, bytes_done, bytes_total } = progress;
-        self.silence.heard(now, worker);
+        self.pending_answers.heard(now, worker);
         // Even for a formation that is over: the next one waits until this load ends.
         if let Some(id) = self.replicas.of(worker) {
             self.replicas.change(id, |replica| replica.advanced(now));
@@ -266,7 +266,7 @@ impl Cluster {
 
     /// A rank's executor sent something that is no answer: it is at work.
     pub fn executor_heard(&mut self, now: Duration, worker: WorkerId) {
-        self.silence.heard(now, worker);
+        self.pending_answers.heard(now, worker);
     }
 
     /// A step of this epoch takes too long that these ranks have not finished.
@@ -276,7 +276,7 @@ impl Cluster {
             return;
         }
         for worker in workers.iter().filter(|worker| self.members.contains_key(worker)) {
-            self.silence.hangs(*worker);
+            self.pending_answers.mark_hung(*worker);
         }
     }
 
@@ -313,7 +313,7 @@ impl Cluster {
         }
         let changed = if slow { self.slow.insert(worker) } else { self.slow.remove(&worker) };
         if changed {
-            effects.push(Effect::Pace { worker, slow });
+            effects.push(Effect::WorkerPace { worker, slow });
         }
         self.reconcile(now, effects);
     }
@@ -321,9 +321,9 @@ impl Cluster {
     /// A rank has answered the last thing it was told, or an earlier one.
     fn answered(&mut self, now: Duration, worker: WorkerId, the_last: bool) {
         if the_last {
-            self.silence.answered(worker);
+            self.pending_answers.answered(worker);
         } else {
-            self.silence.heard(now, worker);
+            self.pending_answers.heard(now, worker);
         }
     }
 
@@ -349,7 +349,7 @@ impl Cluster {
         let (epoch, was_ready, ranks) = (replica.epoch(), replica.is_serving(), replica.ranks());
         self.replicas.change(id, |replica| replica.broke(now, reason));
         for worker in ranks {
-            self.silence.pause(now, worker);
+            self.pending_answers.pause(now, worker);
             if self.members.contains_key(&worker) {
                 effects.push(Effect::Send { worker, epoch, message: ToWorker::Abort { epoch } });
             }

@@ -1,6 +1,6 @@
 //! Puts a coordinator together: listeners, cluster actor, replicas, HTTP, the stats log line. There
-//! are two steps: [`Prepared`] has checked everything and bound the addresses; [`Coordinator`]
-//! serves.
+//! are two steps: [`PreparedCoordinator`] has checked everything and bound the addresses;
+//! [`Coordinator`] serves.
 //!
 //! Everything except HTTP lives on one arbiter (thread): links, cluster and replicas exchange
 //! messages without crossing threads, and no step waits for a lock that another thread holds for
@@ -21,7 +21,7 @@ use shared::clock::{Clock, SystemClock, since_1970};
 use shared::host::HostThread;
 use shared::hub::HubModel;
 use shared::ids::{Incarnation, ReplicaId};
-use shared::membership::{Desires, Role, View};
+use shared::membership::{DesiredStateSender, Role, View};
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{EngineConfig, Serving};
 use tokio::sync::{mpsc, watch};
@@ -31,7 +31,7 @@ use crate::cluster::ClusterConfig;
 use crate::cluster::actor::{
     ClusterActor, Command, Drain, ProcessEnded, ReplicaFactory, Stop, Supervised,
 };
-use crate::cluster::records::Ended;
+use crate::cluster::records::ProcessExit;
 use crate::cluster::view::{ClusterView, not_ready};
 use crate::engine::{EngineCommand, EngineHandle};
 use crate::frontends::Frontends;
@@ -50,9 +50,9 @@ use crate::replica::actor::{ReplicaActor, ReplicaLoad};
 use crate::replica::driver::{DriverLimits, ReplicaDriver};
 use crate::scheduler::{Scheduler, SchedulerConfig};
 
-pub use self::options::{CoordinatorOptions, LogStats, StartError, Told};
-pub(crate) use self::prepared::Bound;
-pub use self::prepared::Prepared;
+pub use self::options::{CoordinatorOptions, LogStats, ModelSources, StartError};
+pub(crate) use self::prepared::BoundListener;
+pub use self::prepared::PreparedCoordinator;
 
 /// Deadline of a collective's set-up and of each of its operations.
 const COLLECTIVE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -72,7 +72,7 @@ pub struct Leadership {
     /// The cluster as etcd has it.
     pub view: watch::Receiver<View>,
     /// Where operators' commands are left for the next leader.
-    pub desires: Desires,
+    pub desires: DesiredStateSender,
     /// What `/metrics` shows, if totals outlive the leader.
     pub publication: Option<Arc<Publication>>,
 }
@@ -112,16 +112,27 @@ impl Coordinator {
     /// # Errors
     /// [`StartError`].
     pub fn start(options: CoordinatorOptions) -> Result<Self, StartError> {
-        Self::serve(Prepared::new(options)?, None)
+        Self::serve(PreparedCoordinator::new(options)?, None)
     }
 
     /// Starts to serve; with `leadership`, as the leader.
     ///
     /// # Errors
     /// [`StartError`].
-    pub fn serve(prepared: Prepared, leadership: Option<Leadership>) -> Result<Self, StartError> {
-        let Prepared { options, text, engine, scheduling, hub, http, cluster: bound, metrics } =
-            prepared;
+    pub fn serve(
+        prepared: PreparedCoordinator,
+        leadership: Option<Leadership>,
+    ) -> Result<Self, StartError> {
+        let PreparedCoordinator {
+            options,
+            text,
+            engine,
+            scheduling,
+            hub,
+            http,
+            cluster: bound,
+            metrics,
+        } = prepared;
         let (http_addr, cluster_addr) = (http.address, bound.address);
         let tls = options.api.tls.clone();
         let max_model_len = engine.max_model_len;
@@ -154,7 +165,7 @@ impl Coordinator {
             view_sender,
             actors.clone(),
         );
-        let cluster = led(cluster, leadership.as_ref()).start();
+        let cluster = with_leadership(cluster, leadership.as_ref()).start();
         let listener = tokio::net::TcpListener::from_std(bound.listener).map_err(|error| {
             StartError::Listen { address: cluster_addr, option: "--cluster-listen", error }
         })?;
@@ -293,7 +304,7 @@ impl Coordinator {
     }
 
     /// A worker process started by this process has ended; recorded for those who ask why.
-    pub fn process_ended(&self, ended: Ended) {
+    pub fn process_ended(&self, ended: ProcessExit) {
         self.cluster.do_send(ProcessEnded(ended));
     }
 
@@ -352,12 +363,12 @@ fn cluster_config(options: &CoordinatorOptions, engine: EngineConfig) -> Cluster
         reshard_after: RESHARD_AFTER,
         max_replicas: options.max_replicas,
         placement: options.placement.clone(),
-        model: options.told.model.clone(),
+        model: options.sources.model.clone(),
         identity: identity(options),
         dtype: options.dtype,
         quantization: options.quantization,
-        lora: options.told.lora.clone(),
-        draft_model: options.told.draft_model.clone(),
+        lora: options.sources.lora.clone(),
+        draft_model: options.sources.draft_model.clone(),
         engine,
         collective_timeout: COLLECTIVE_TIMEOUT,
         form_timeout: options.form_timeout,
@@ -369,10 +380,10 @@ fn cluster_config(options: &CoordinatorOptions, engine: EngineConfig) -> Cluster
 
 fn serving(options: &CoordinatorOptions, max_model_len: u32, text_fingerprint: u64) -> Serving {
     Serving {
-        model: options.told.model.clone(),
+        model: options.sources.model.clone(),
         served_model_name: options.served_model_name.clone(),
         model_aliases: options.model_aliases.clone(),
-        adapters: options.told.lora.adapters.clone(),
+        adapters: options.sources.lora.adapters.clone(),
         max_model_len,
         text_fingerprint,
         priorities: options.priorities,
@@ -407,7 +418,7 @@ fn page(
 fn identity(options: &CoordinatorOptions) -> Option<ModelIdentity> {
     let read = ModelIdentity::read(&options.model, &options.lora);
     read.inspect_err(|reason| {
-        if HubModel::parse(&options.told.model).is_some() {
+        if HubModel::parse(&options.sources.model).is_some() {
             // Its commit says what it is.
             return;
         }
@@ -417,7 +428,7 @@ fn identity(options: &CoordinatorOptions) -> Option<ModelIdentity> {
 }
 
 /// Prepares the cluster's actor to continue where the last leader ended, if there was one.
-fn led(cluster: ClusterActor, leadership: Option<&Leadership>) -> ClusterActor {
+fn with_leadership(cluster: ClusterActor, leadership: Option<&Leadership>) -> ClusterActor {
     let Some(leadership) = leadership else { return cluster };
     let told = leadership.view.borrow().desired.clone();
     if let Some(replicas) = told.as_ref().and_then(|told| told.replicas) {
@@ -450,12 +461,12 @@ fn readiness(
 
 /// Serves `/metrics` and probes on a separate address.
 fn start_metrics(
-    bound: Bound,
+    bound: BoundListener,
     page: Arc<MetricsPage>,
     readiness: ReadinessCheck,
     tls: Option<&Tls>,
 ) -> Result<(SocketAddr, ServerHandle), StartError> {
-    let Bound { listener, address } = bound;
+    let BoundListener { listener, address } = bound;
     let failed = |error| StartError::Listen { address, option: "--metrics-listen", error };
     let server = metrics_page::start(listener, page, readiness, tls).map_err(failed)?;
     let handle = server.handle();
@@ -482,9 +493,9 @@ fn replica_factory(
         let scheduler = Scheduler::new(scheduling)?;
         let observer = hub.observer().clone();
         let driver = ReplicaDriver::new(clock.now(), id, scheduler, observer, limits);
-        let (orphanage, paces) = (cluster.clone().recipient(), cluster.clone().recipient());
+        let (migrations, paces) = (cluster.clone().recipient(), cluster.clone().recipient());
         let cluster = cluster.recipient();
-        Ok(ReplicaActor::new(id, driver, clock.clone(), load, cluster, orphanage, paces))
+        Ok(ReplicaActor::new(id, driver, clock.clone(), load, cluster, migrations, paces))
     })
 }
 

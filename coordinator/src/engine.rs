@@ -221,14 +221,14 @@ pub const TAKEN_WITHIN: Duration = Duration::from_secs(60);
 
 /// Tracks whether a request's events are taken.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Reading {
+pub struct ReaderProgress {
     sent: u64,
     taken: u64,
     /// When events were last seen to be taken, or none waited.
     since: Duration,
 }
 
-impl Reading {
+impl ReaderProgress {
     /// Starts at `now` with nothing sent.
     #[must_use]
     pub fn new(now: Duration) -> Self {
@@ -259,16 +259,16 @@ impl Reading {
 
 /// The receiver of a request's events is gone: the client or its front end left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Gone;
+pub struct ReceiverGone;
 
 impl EventSender {
     /// Sends one event; never waits.
     ///
     /// # Errors
-    /// [`Gone`].
-    pub fn send(&self, event: EngineEvent) -> Result<(), Gone> {
+    /// [`ReceiverGone`].
+    pub fn send(&self, event: EngineEvent) -> Result<(), ReceiverGone> {
         match self {
-            Self::Local(events) => events.try_send(event).map_err(|_| Gone),
+            Self::Local(events) => events.try_send(event).map_err(|_| ReceiverGone),
             Self::Remote(events) => events.send(event),
         }
     }
@@ -374,7 +374,7 @@ impl EngineHandle {
             mpsc::error::TrySendError::Full(_) => EngineError::QueueFull {
                 queued: COMMAND_QUEUE_MAX as u32,
                 max: COMMAND_QUEUE_MAX as u32,
-                retry_after_s: soon(id),
+                retry_after_s: retry_after_seconds(id),
             },
             mpsc::error::TrySendError::Closed(_) => EngineError::ShuttingDown,
         })?;
@@ -383,7 +383,7 @@ impl EngineHandle {
 }
 
 /// The request's events ended without a reason; a replica that shuts down gives one.
-fn deserted() -> EngineError {
+fn replica_crashed() -> EngineError {
     let message = "the replica that ran this request crashed and is restarting; try again";
     EngineError::Unavailable { message: message.to_owned() }
 }
@@ -400,7 +400,7 @@ impl Generation {
             return Poll::Ready(None);
         }
         let event = ready!(self.events.poll_recv(context));
-        let event = event.unwrap_or_else(|| EngineEvent::Failed(deserted()));
+        let event = event.unwrap_or_else(|| EngineEvent::Failed(replica_crashed()));
         self.choices_left = event.left_after(self.choices_left);
         Poll::Ready(Some(event))
     }
@@ -432,7 +432,7 @@ impl Drop for Generation {
 /// Returns the seconds after which a request may retry if what it found full empties within
 /// moments. Each request has its own, so that those refused together do not retry together.
 #[must_use]
-pub fn soon(request: RequestId) -> u32 {
+pub fn retry_after_seconds(request: RequestId) -> u32 {
     1 + (mix(request.0, &[0]) % 3) as u32
 }
 
@@ -463,7 +463,7 @@ mod tests {
         let secs = Duration::from_secs;
         let (events, mut taken) = mpsc::channel(100);
         let events = EventSender::Local(events);
-        let mut reading = Reading::new(secs(5));
+        let mut reading = ReaderProgress::new(secs(5));
         assert!(!reading.is_stuck(secs(500), events.waiting()), "there is nothing to take");
         for _ in 0..10 {
             let token = EngineEvent::Token { choice: 0, token: 1, logprobs: None };

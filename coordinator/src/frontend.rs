@@ -8,11 +8,11 @@
 //! - `dial`: dials until a coordinator answers
 //! - `uplink`: the link to the coordinator
 //! - `requests`: PURE: the requests, whichever coordinator has them
-//! - `asked`: PURE: one request, with what was accepted so far
+//! - `open_request`: PURE: one request, with what was accepted so far
 //! - `held`: PURE: requests that wait for a coordinator that can take them
-mod asked;
 mod dial;
 mod held;
+mod open_request;
 mod requests;
 mod uplink;
 
@@ -24,7 +24,7 @@ use std::time::Duration;
 use actix_web::dev::ServerHandle;
 use shared::actor::ActorRuntime;
 use shared::clock::{Clock, SystemClock, since_1970};
-use shared::hub::{Hub, HubError, HubModel, Part, Watch};
+use shared::hub::{DownloadHandle, Hub, HubError, HubModel, ModelPart};
 use shared::ids::Incarnation;
 use shared::membership::CoordinatorAddress;
 use shared::metrics::application::Metrics;
@@ -121,24 +121,25 @@ async fn text_of(model: &str, hub: &Result<Hub, String>) -> Result<PathBuf, Fron
     let hub = hub.clone().map_err(FrontendError::NoFiles)?;
     let wanted = model.map_err(FrontendError::NoFiles)?.wanted();
     let (done, fetched) = oneshot::channel();
-    let watch = Arc::new(Watch::default());
-    let called_off = CallOff(watch.clone());
+    let watch = Arc::new(DownloadHandle::default());
+    let called_off = CancelOnDrop(watch.clone());
     // Not one of the runtime's threads, for whose ends it waits.
     let thread = std::thread::Builder::new().name("fetch".to_owned());
-    let spawned = thread.spawn(move || drop(done.send(hub.fetch(&wanted, Part::Text, &watch))));
+    let spawned =
+        thread.spawn(move || drop(done.send(hub.fetch(&wanted, ModelPart::Text, &watch))));
     spawned
         .map_err(|error| FrontendError::NoFiles(format!("no thread to download with: {error}")))?;
-    let fetched = fetched.await.unwrap_or(Err(HubError::CalledOff));
+    let fetched = fetched.await.unwrap_or(Err(HubError::Cancelled));
     drop(called_off);
     fetched.map(|it| it.folder).map_err(|error| FrontendError::NoFiles(error.to_string()))
 }
 
 /// Calls a download off when nobody waits for it any more.
-struct CallOff(Arc<Watch>);
+struct CancelOnDrop(Arc<DownloadHandle>);
 
-impl Drop for CallOff {
+impl Drop for CancelOnDrop {
     fn drop(&mut self) {
-        self.0.call_off();
+        self.0.cancel();
     }
 }
 

@@ -7,13 +7,13 @@
 //!
 //! - `events`: events on their way to a front end
 //! - `link`: the receiving side of a front end's link
-//! - `making`: requests that wait for a grammar, or for accepted tokens to be replayed
+//! - `preparation`: requests that wait for a grammar, or for accepted tokens to be replayed
 //! - `request`: converts a front end's request to the engine's
 //! - `resume`: PURE: replays what was accepted of a request to its stop checks and guides
 //! - `slots`: PURE: which front end has which slot
 mod events;
 mod link;
-mod making;
+mod preparation;
 mod request;
 mod resume;
 mod slots;
@@ -36,11 +36,13 @@ use shared::protocol::{
 use tokio::sync::mpsc;
 
 pub use self::events::RemoteEvents;
-use self::events::{LinkRequests, Open};
+use self::events::{LinkRequests, LinkState};
 use self::link::Receiver;
-use self::slots::{Admitted, Before, Slots};
-use crate::cluster::actor::Refusal;
-use crate::engine::{EngineCommand, EngineError, EventSender, GenerateRequest, soon};
+use self::slots::{AdmittedFrontend, Replaced, Slots};
+use crate::cluster::actor::JoinRefusal;
+use crate::engine::{
+    EngineCommand, EngineError, EventSender, GenerateRequest, retry_after_seconds,
+};
 use crate::http::gate::Gate;
 use crate::http::params::Limits;
 use crate::http::state::ReadinessCheck;
@@ -65,14 +67,14 @@ pub struct Frontends {
     limits: Limits,
     readiness: ReadinessCheck,
     gate: Gate,
-    slots: Mutex<Slots<Linked>>,
+    slots: Mutex<Slots<LinkedFrontend>>,
     /// The next link's number; number 0 is this process's own front end.
     links: AtomicU64,
 }
 
 /// An open link.
 #[derive(Debug)]
-struct Linked {
+struct LinkedFrontend {
     /// Unique among all links ever made.
     number: u64,
     pid: u32,
@@ -127,7 +129,7 @@ impl Frontends {
         let waiting = || {
             let slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
             let links = || slots.linked().map(|(_, _, link)| link);
-            let waits = |link: &Linked| link.queue.capacity() < EVENTS_MAX;
+            let waits = |link: &LinkedFrontend| link.queue.capacity() < EVENTS_MAX;
             (links().count(), links().any(|link| waits(link) || link.handle.has_queued()))
         };
         let flushed = async {
@@ -146,11 +148,11 @@ impl Frontends {
     ///
     /// # Errors
     /// Why this front end is rejected, as a sentence for its log.
-    pub fn admit(&self, hello: &FrontendHello) -> Result<FrontendWelcome, Refusal> {
+    pub fn admit(&self, hello: &FrontendHello) -> Result<FrontendWelcome, JoinRefusal> {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let admitted = slots.admit(self.clock.now(), &hello.node, hello.incarnation, hello.slot);
         drop(slots);
-        let Admitted { frontend, freed } = admitted?;
+        let AdmittedFrontend { frontend, freed } = admitted?;
         if let Some(closed) = freed {
             self.hub.retire(Source::Frontend(frontend), closed);
         }
@@ -174,7 +176,7 @@ impl Frontends {
     /// Starts the link of a front end that has got its welcome.
     pub fn joined(self: &Arc<Self>, hello: &FrontendHello, id: FrontendId, connection: Connection) {
         let (queue, incoming) = mpsc::channel(EVENTS_MAX);
-        let open = Open::new();
+        let open = LinkState::new();
         let incarnation = hello.incarnation;
         let link_number = self.links.fetch_add(1, Ordering::Relaxed);
         let peer = self.actors.reserve_peer();
@@ -185,11 +187,11 @@ impl Frontends {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
         let (number, pid, handle) = (link_number, hello.pid, link.clone());
-        let linked = Linked { number, pid, handle, queue };
+        let linked = LinkedFrontend { number, pid, handle, queue };
         let joined = slots.joined(&hello.node, id, incarnation, linked);
         drop(slots);
         match joined {
-            Ok(Before { run, link: old }) => {
+            Ok(Replaced { run, link: old }) => {
                 if let Some(run) = run {
                     self.hub.retire(Source::Frontend(id), run);
                 }
@@ -260,8 +262,8 @@ impl Frontends {
     }
 
     /// Passes a request to the engine.
-    fn enter(&self, request: Box<GenerateRequest>, events: RemoteEvents) {
-        let retry_after_s = soon(request.id);
+    fn submit_to_engine(&self, request: Box<GenerateRequest>, events: RemoteEvents) {
+        let retry_after_s = retry_after_seconds(request.id);
         let command = EngineCommand::Submit { request, events: EventSender::Remote(events) };
         if let Err(mpsc::error::TrySendError::Full(command)) = self.commands.try_send(command)
             && let EngineCommand::Submit { events, .. } = command
@@ -272,7 +274,7 @@ impl Frontends {
     }
 
     /// Passes a request to the engine as soon as its queue has room.
-    async fn enter_when_room(&self, request: Box<GenerateRequest>, events: RemoteEvents) {
+    async fn submit_when_room(&self, request: Box<GenerateRequest>, events: RemoteEvents) {
         let command = EngineCommand::Submit { request, events: EventSender::Remote(events) };
         // If nobody takes it any more, dropping it reports its end.
         let _ = self.commands.send(command).await;

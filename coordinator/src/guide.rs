@@ -1,22 +1,22 @@
 //! Structured output (guided decoding): which tokens may come next so that the whole text matches a
 //! JSON schema, a regular expression or a grammar. The grammars are llguidance's.
 //!
-//! A request's specification is compiled to a [`Grammar`] once, on separate threads ([`Making`]).
-//! Each of its sequences follows the grammar with a [`Guide`], which gives the scheduler masks and
-//! takes accepted tokens ([`crate::engine::TokenGuide`]).
+//! A request's specification is compiled to a [`Grammar`] once, on separate threads
+//! ([`GrammarCompiler`]). Each of its sequences follows the grammar with a [`Guide`], which gives
+//! the scheduler masks and takes accepted tokens ([`crate::engine::TokenGuide`]).
 //!
 //! - `bounds`: PURE: bounds on what makes compiling a schema expensive
 //! - `cache`: PURE: the recently compiled specifications
 //! - `closed`: PURE: schemas whose objects allow no unnamed properties
 //! - `grammar`: a compiled specification, and one sequence's place in it
-//! - `making`: how many grammars are compiled at a time, on which threads
+//! - `compiler`: how many grammars are compiled at a time, on which threads
 //! - `masks`: threads that compute masks
 //! - `vocabulary`: the bytes of each token
 mod bounds;
 mod cache;
 mod closed;
+mod compiler;
 mod grammar;
-mod making;
 mod masks;
 mod vocabulary;
 
@@ -25,16 +25,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 pub(crate) use closed::{closed, without_unique_items};
+pub use compiler::{GrammarCompiler, GrammarError};
 pub use grammar::{Grammar, Guide};
-pub(crate) use grammar::{json_schema, whole};
+pub(crate) use grammar::{json_schema, without_anchors};
 use llguidance::ParserFactory;
 use llguidance::api::ParserLimits;
 use llguidance::earley::SlicedBiasComputer;
 use llguidance::toktrie::{InferenceCapabilities, TokenId};
-pub use making::{GrammarError, Making};
 use shared::protocol::GuideSpec;
 
-use self::cache::{Cache, Made};
+use self::cache::{Cache, Compiled};
 use self::masks::Masks;
 use self::vocabulary::Vocabulary;
 use crate::text::model::TextModel;
@@ -78,31 +78,31 @@ impl Guides {
     }
 
     /// Returns the cached result for a specification.
-    pub(crate) fn made(&self, spec: &GuideSpec) -> Option<Made<Grammar>> {
+    pub(crate) fn cached(&self, spec: &GuideSpec) -> Option<Compiled<Grammar>> {
         self.made.lock().unwrap_or_else(PoisonError::into_inner).get(spec)
     }
 
     /// Compiles a specification, however long that takes: milliseconds for a schema of a few
-    /// fields, many seconds for the most expensive one within all bounds. Requests use [`Making`]
-    /// instead.
+    /// fields, many seconds for the most expensive one within all bounds. Requests use
+    /// [`GrammarCompiler`] instead.
     ///
     /// # Errors
     /// One sentence that continues after the field's name.
-    pub fn make(&self, spec: &GuideSpec) -> Result<Arc<Grammar>, String> {
-        // A stack overflow would end the process: see `making`.
+    pub fn compile(&self, spec: &GuideSpec) -> Result<Arc<Grammar>, String> {
+        // A stack overflow would end the process: see `compiler`.
         std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().stack_size(STACK_BYTES);
-            let thread = thread.spawn_scoped(scope, || self.make_here(spec));
+            let thread = thread.spawn_scoped(scope, || self.compile_on_this_thread(spec));
             let thread = thread.map_err(|error| format!("cannot be compiled now: {error}"))?;
             let broke = || Err("cannot be compiled: the compiler was interrupted".to_owned());
             thread.join().unwrap_or_else(|_| broke())
         })
     }
 
-    /// Like [`make`](Self::make), on the current thread, which must have a stack of
+    /// Like [`compile`](Self::compile), on the current thread, which must have a stack of
     /// [`STACK_BYTES`].
-    fn make_here(&self, spec: &GuideSpec) -> Result<Arc<Grammar>, String> {
-        if let Some(made) = self.made(spec) {
+    fn compile_on_this_thread(&self, spec: &GuideSpec) -> Result<Arc<Grammar>, String> {
+        if let Some(made) = self.cached(spec) {
             return made;
         }
         let start = Instant::now();

@@ -23,7 +23,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
 use crate::addresses::Addresses;
-use crate::cluster::actor::{Admit, ClusterActor, Joined, NotJoined, Refusal};
+use crate::cluster::actor::{Admit, ClusterActor, JoinRefusal, Joined, NotJoined};
 use crate::frontends::Frontends;
 
 /// The address of one worker.
@@ -49,7 +49,7 @@ pub async fn accept(
 ) {
     let half_open = Arc::new(Semaphore::new(HALF_OPEN_MAX));
     let addresses = Addresses::default();
-    let complaints = Arc::new(Mutex::new(Complaints::default()));
+    let warnings = Arc::new(Mutex::new(WarningLimiter::default()));
     loop {
         // When all places are taken, new connections wait in the kernel's backlog instead of being
         // refused.
@@ -62,10 +62,10 @@ pub async fn accept(
                 continue;
             }
         };
-        let Some(place) = addresses.enter(peer.ip(), HALF_OPEN_PER_ADDRESS) else {
+        let Some(place) = addresses.try_add(peer.ip(), HALF_OPEN_PER_ADDRESS) else {
             frontends.hub().observer().record().handshake_refused(HandshakeRefusal::Crowded);
-            complain(
-                &complaints,
+            warn_rejected(
+                &warnings,
                 peer,
                 &format!("{HALF_OPEN_PER_ADDRESS} connections of its address are half open"),
             );
@@ -74,12 +74,12 @@ pub async fn accept(
         let (cluster, frontends) = (cluster.clone(), frontends.clone());
         // They may change between two links.
         let secret = secrets.as_ref().map(Keyring::first);
-        let complaints = complaints.clone();
+        let warnings = warnings.clone();
         actix::spawn(async move {
             let shaken = shake_hands(stream, &cluster, &frontends, secret.as_ref()).await;
-            if let Err(Stranger { refusal, reason }) = shaken {
+            if let Err(RejectedPeer { refusal, reason }) = shaken {
                 frontends.hub().observer().record().handshake_refused(refusal);
-                complain(&complaints, peer, &reason);
+                warn_rejected(&warnings, peer, &reason);
             }
             drop((permit, place));
         });
@@ -88,26 +88,26 @@ pub async fn accept(
 
 /// Rate limit for warnings about rejected connections, so that they do not fill the log.
 #[derive(Debug, Default)]
-struct Complaints {
+struct WarningLimiter {
     last: Option<Instant>,
-    unsaid: u64,
+    suppressed: u64,
 }
 
-impl Complaints {
+impl WarningLimiter {
     /// Whether to log this one; if so, the number of earlier ones not logged.
-    fn may_say(&mut self, now: Instant) -> Option<u64> {
+    fn may_warn(&mut self, now: Instant) -> Option<u64> {
         if self.last.is_some_and(|last| now.duration_since(last) < COMPLAINT_INTERVAL) {
-            self.unsaid += 1;
+            self.suppressed += 1;
             return None;
         }
         self.last = Some(now);
-        Some(std::mem::take(&mut self.unsaid))
+        Some(std::mem::take(&mut self.suppressed))
     }
 }
 
-fn complain(complaints: &Mutex<Complaints>, peer: SocketAddr, reason: &str) {
-    let mut complaints = complaints.lock().unwrap_or_else(PoisonError::into_inner);
-    match complaints.may_say(Instant::now()) {
+fn warn_rejected(warnings: &Mutex<WarningLimiter>, peer: SocketAddr, reason: &str) {
+    let mut warnings = warnings.lock().unwrap_or_else(PoisonError::into_inner);
+    match warnings.may_warn(Instant::now()) {
         Some(0) => tracing::warn!(%peer, reason, "a connection was not accepted"),
         Some(others) => {
             tracing::warn!(
@@ -120,18 +120,18 @@ fn complain(complaints: &Mutex<Complaints>, peer: SocketAddr, reason: &str) {
 }
 
 /// A rejected peer, and the reason.
-struct Stranger {
+struct RejectedPeer {
     refusal: HandshakeRefusal,
     reason: String,
 }
 
-impl Stranger {
+impl RejectedPeer {
     fn new(refusal: HandshakeRefusal, reason: impl std::fmt::Display) -> Self {
         Self { refusal, reason: reason.to_string() }
     }
 }
 
-impl From<CloseReason> for Stranger {
+impl From<CloseReason> for RejectedPeer {
     fn from(reason: CloseReason) -> Self {
         let refusal = match &reason {
             it if it.other_version().is_some() => HandshakeRefusal::Version,
@@ -171,10 +171,10 @@ async fn shake_hands(
     cluster: &Addr<ClusterActor>,
     frontends: &Arc<Frontends>,
     secret: Option<&Secret>,
-) -> Result<(), Stranger> {
-    let ended = |error: actix::MailboxError| Stranger::new(HandshakeRefusal::Admission, error);
-    let mut connection =
-        Connection::new(stream).map_err(|error| Stranger::new(HandshakeRefusal::Gone, error))?;
+) -> Result<(), RejectedPeer> {
+    let ended = |error: actix::MailboxError| RejectedPeer::new(HandshakeRefusal::Admission, error);
+    let mut connection = Connection::new(stream)
+        .map_err(|error| RejectedPeer::new(HandshakeRefusal::Gone, error))?;
     let frame = greet(&mut connection, secret).await?;
     match frame.kind {
         FrameKind::Hello => {
@@ -183,9 +183,9 @@ async fn shake_hands(
                 .and_then(|()| check_build(&hello.build, &hello.gpu));
             let admitted = match names.and_then(|()| hello.offer.check()) {
                 Ok(()) => cluster.send(Admit(hello.clone())).await.map_err(ended)?,
-                Err(reason) => Err(Refusal::Never(reason)),
+                Err(reason) => Err(JoinRefusal::Never(reason)),
             };
-            if let Err(Refusal::Fetch(to_fetch)) = &admitted {
+            if let Err(JoinRefusal::Fetch(to_fetch)) = &admitted {
                 // It is no stranger, and will be back.
                 let body = codec::encode(to_fetch).map_err(malformed)?;
                 return in_time(connection.send(FrameKind::Fetch, &body)).await;
@@ -206,7 +206,7 @@ async fn shake_hands(
         FrameKind::FrontendHello => {
             let hello: FrontendHello = decode(&frame.body)?;
             let admitted = check(&[("node", &hello.node)])
-                .map_err(Refusal::Never)
+                .map_err(JoinRefusal::Never)
                 .and_then(|()| frontends.admit(&hello));
             let welcome = answer(&mut connection, admitted).await;
             let welcome = welcome.inspect_err(|_| frontends.not_joined(&hello.node))?;
@@ -221,7 +221,7 @@ async fn shake_hands(
         }
         kind => {
             let reason = format!("expected a hello, got {kind:?}");
-            Err(Stranger::new(HandshakeRefusal::Malformed, reason))
+            Err(RejectedPeer::new(HandshakeRefusal::Malformed, reason))
         }
     }
 }
@@ -257,45 +257,46 @@ async fn greet(connection: &mut Connection, secret: Option<&Secret>) -> Result<F
     Err(reason)
 }
 
-fn malformed(error: impl std::fmt::Display) -> Stranger {
-    Stranger::new(HandshakeRefusal::Malformed, error)
+fn malformed(error: impl std::fmt::Display) -> RejectedPeer {
+    RejectedPeer::new(HandshakeRefusal::Malformed, error)
 }
 
-fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, Stranger> {
+fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, RejectedPeer> {
     codec::decode_message(body).map_err(malformed)
 }
 
 /// Sends a frame to a peer that may not read it, within the deadline.
 async fn in_time<E: Into<CloseReason>>(
     sending: impl Future<Output = Result<(), E>>,
-) -> Result<(), Stranger> {
+) -> Result<(), RejectedPeer> {
     match tokio::time::timeout(HELLO_DEADLINE, sending).await {
         Ok(Ok(())) => Ok(()),
         Ok(Err(error)) => Err(error.into().into()),
-        Err(_) => {
-            Err(Stranger::new(HandshakeRefusal::Silent, "it did not read the answer to its hello"))
-        }
+        Err(_) => Err(RejectedPeer::new(
+            HandshakeRefusal::Silent,
+            "it did not read the answer to its hello",
+        )),
     }
 }
 
 /// Sends the welcome or the refusal; returns the welcome.
 async fn answer<T: Serialize>(
     connection: &mut Connection,
-    admitted: Result<T, Refusal>,
-) -> Result<T, Stranger> {
+    admitted: Result<T, JoinRefusal>,
+) -> Result<T, RejectedPeer> {
     let (kind, body) = match &admitted {
         Ok(welcome) => (FrameKind::Welcome, codec::encode(welcome)),
-        Err(Refusal::NotYet(reason)) => (FrameKind::NotYet, codec::encode(reason)),
-        Err(Refusal::Never(reason)) => (FrameKind::Refused, codec::encode(reason)),
-        Err(Refusal::Fetch(to_fetch)) => (FrameKind::Fetch, codec::encode(to_fetch)),
+        Err(JoinRefusal::NotYet(reason)) => (FrameKind::NotYet, codec::encode(reason)),
+        Err(JoinRefusal::Never(reason)) => (FrameKind::Refused, codec::encode(reason)),
+        Err(JoinRefusal::Fetch(to_fetch)) => (FrameKind::Fetch, codec::encode(to_fetch)),
     };
     in_time(connection.send(kind, &body.map_err(malformed)?)).await?;
     admitted.map_err(|refusal| match refusal {
-        Refusal::NotYet(reason) | Refusal::Never(reason) => {
-            Stranger::new(HandshakeRefusal::Admission, reason)
+        JoinRefusal::NotYet(reason) | JoinRefusal::Never(reason) => {
+            RejectedPeer::new(HandshakeRefusal::Admission, reason)
         }
-        Refusal::Fetch(_) => {
-            Stranger::new(HandshakeRefusal::Admission, "it lacks the model's files")
+        JoinRefusal::Fetch(_) => {
+            RejectedPeer::new(HandshakeRefusal::Admission, "it lacks the model's files")
         }
     })
 }
@@ -330,13 +331,13 @@ mod tests {
 
     #[test]
     fn strangers_are_complained_about_once_in_a_while() {
-        let (mut complaints, now) = (Complaints::default(), Instant::now());
-        assert_eq!(complaints.may_say(now), Some(0));
+        let (mut warnings, now) = (WarningLimiter::default(), Instant::now());
+        assert_eq!(warnings.may_warn(now), Some(0));
         for _ in 0..5 {
-            assert_eq!(complaints.may_say(now + COMPLAINT_INTERVAL / 2), None);
+            assert_eq!(warnings.may_warn(now + COMPLAINT_INTERVAL / 2), None);
         }
-        assert_eq!(complaints.may_say(now + COMPLAINT_INTERVAL), Some(5));
-        assert_eq!(complaints.may_say(now + 2 * COMPLAINT_INTERVAL), Some(0));
+        assert_eq!(warnings.may_warn(now + COMPLAINT_INTERVAL), Some(5));
+        assert_eq!(warnings.may_warn(now + 2 * COMPLAINT_INTERVAL), Some(0));
     }
 
     #[tokio::test]

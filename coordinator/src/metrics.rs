@@ -8,7 +8,7 @@
 //! - [`logger`]: the trait of everything that takes the totals periodically, and its timer
 //! - [`interval`]: what happened between two readings of the totals
 //! - [`log_line`], [`json_lines`], [`throughput`]: the log line, JSON, the deprecated gauges
-//! - `level`: gauges that go up and down with what they count
+//! - `up_down_gauge`: gauges that go up and down with what they count
 //! - [`membership`]: series about the cluster's membership in etcd
 //! - [`markdown`]: the catalogue as documentation
 //!
@@ -19,13 +19,13 @@ pub mod frontend;
 pub mod hub;
 pub mod interval;
 pub mod json_lines;
-mod level;
 pub mod log_line;
 pub mod logger;
 pub mod markdown;
 pub mod membership;
 pub mod observe;
 pub mod throughput;
+mod up_down_gauge;
 
 pub use exposition::Exposition;
 pub use frontend::FrontendStats;

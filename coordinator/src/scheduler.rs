@@ -60,19 +60,19 @@ mod swap;
 mod tokens;
 mod weight;
 
-pub use accept::{ApplyError, Stopped, end_of};
-pub use blocks::{BlockPool, Found, Prefix};
+pub use accept::{ApplyError, StopCallback, end_of};
+pub use blocks::{BlockPool, CachedBlock, Prefix};
 pub use config::{ConfigError, SchedulerConfig};
-pub use effect::{Effect, Place, StepSummary};
+pub use effect::{Effect, RequestPlace, StepSummary};
 pub use epochs::{EpochEnd, SUSPICION_MAX};
-pub use moving::{HandedOver, Refused};
+pub use moving::{HandedOver, RefusedRequest};
 use plan::InFlight;
-use queue::Load;
+use queue::QueueLoad;
 use sequence::{Request, Sequence};
 use shared::ids::{Epoch, HostBlockId, RequestId, SeqId, StepId};
 use shared::mix::IdMap;
 use shared::protocol::Swap;
-pub use speculate::{Drafter, Lookup};
+pub use speculate::{NgramConfig, NgramDrafter};
 pub use speculation::{Method, Speculation};
 use std::collections::VecDeque;
 use std::task::Waker;
@@ -93,7 +93,7 @@ pub struct AwaitedMask {
 
 /// A sequence that waits for blocks.
 #[derive(Clone, Copy, Debug)]
-struct Waits {
+struct BlockWait {
     seq: SeqId,
     /// Number of its tokens.
     length: u32,
@@ -120,9 +120,9 @@ pub struct Scheduler {
     running: Vec<usize>,
     in_flight: VecDeque<InFlight>,
     /// Cached blocks of the sequence about to be admitted; a field so that its memory is reused.
-    found: Vec<Found>,
+    found: Vec<CachedBlock>,
     /// The sequence last found to be short of blocks.
-    waits_for: Option<Waits>,
+    waits_for: Option<BlockWait>,
     /// Answered steps, kept so that their lists are reused.
     spare: Vec<InFlight>,
     /// Sequences that the next plan tells the workers to forget.
@@ -137,7 +137,7 @@ pub struct Scheduler {
     num_running_requests: u32,
     num_swapped_requests: u32,
     /// Queue capacity taken by requests that have not run; this is what bounds the queue.
-    queued: Load,
+    queued: QueueLoad,
     /// Masks that the last [`Scheduler::masks`] found pending although all tokens before are known.
     masks_awaited: Vec<AwaitedMask>,
     /// Wakes the shell when a guide that was waited for is ready.
@@ -196,7 +196,7 @@ impl Scheduler {
             next_admission: 1,
             num_running_requests: 0,
             num_swapped_requests: 0,
-            queued: Load::default(),
+            queued: QueueLoad::default(),
             masks_awaited: Vec::new(),
             waker: Waker::noop().clone(),
         })
@@ -245,7 +245,7 @@ impl Scheduler {
 
     fn finish(&mut self, slot: usize, reason: FinishReason, effects: &mut Vec<Effect>) {
         let place = |scheduler: &Self, request| {
-            scheduler.requests.get(&request).map_or(Place::Waiting, Request::place)
+            scheduler.requests.get(&request).map_or(RequestPlace::Waiting, Request::place)
         };
         let Some(request) = self.sequences[slot].as_ref().map(|seq| seq.request) else { return };
         let before = place(self, request);

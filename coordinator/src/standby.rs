@@ -17,7 +17,7 @@ use shared::membership::View;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use crate::coordinator::{Bound, Prepared, StartError};
+use crate::coordinator::{BoundListener, PreparedCoordinator, StartError};
 use crate::http::error::ApiError;
 use crate::http::server::{self, get, get_version};
 use crate::http::tls::Tls;
@@ -36,8 +36,11 @@ impl Standby {
     ///
     /// # Errors
     /// If an address cannot be used.
-    pub fn start(prepared: &Prepared, view: &watch::Receiver<View>) -> Result<Self, StartError> {
-        let failed = |bound: &Bound, option| {
+    pub fn start(
+        prepared: &PreparedCoordinator,
+        view: &watch::Receiver<View>,
+    ) -> Result<Self, StartError> {
+        let failed = |bound: &BoundListener, option| {
             let address = bound.address;
             move |error| StartError::Listen { address, option, error }
         };
@@ -53,7 +56,7 @@ impl Standby {
         let cluster = prepared.cluster.listener.try_clone();
         let cluster = cluster.and_then(tokio::net::TcpListener::from_std);
         let cluster = cluster.map_err(failed(&prepared.cluster, "--cluster-listen"))?;
-        Ok(Self { servers, hanging_up: actix::spawn(hang_up(cluster)) })
+        Ok(Self { servers, hanging_up: actix::spawn(close_connections(cluster)) })
     }
 
     /// Stops. Connections from now on wait for the next listener on these addresses.
@@ -88,7 +91,7 @@ fn url(http: &str) -> String {
     format!("{scheme}{http}")
 }
 
-async fn hang_up(listener: tokio::net::TcpListener) {
+async fn close_connections(listener: tokio::net::TcpListener) {
     loop {
         if listener.accept().await.is_err() {
             tokio::time::sleep(Duration::from_millis(100)).await;

@@ -100,7 +100,7 @@ pub(crate) fn vector(
 }
 
 /// Checks that all `numbers` are below `bound`.
-pub(crate) fn named(
+pub(crate) fn below_bound(
     op: &'static str,
     what: &str,
     numbers: &[u32],

@@ -12,25 +12,25 @@
 //! - [`local`]: threads of one process
 //! - `region`: the protocol of ranks that share memory, used by `local` and `shared_memory`
 //! - [`mod@shared_memory`]: processes of one host
-//! - [`tally`]: bytes that each transport carried
+//! - [`byte_counters`]: bytes that each transport carried
 //! - [`mod@tcp`]: processes of several hosts
 pub mod abort;
+pub mod byte_counters;
 mod exchange;
 pub mod local;
 mod region;
 pub mod shared_memory;
 pub mod single;
-pub mod tally;
 pub mod tcp;
 
 use std::fmt::Debug;
 use std::sync::Arc;
 
 pub use abort::AbortAll;
+pub use byte_counters::ByteCounters;
 pub use local::local_group;
 pub use shared_memory::{SharedMemoryOptions, shared_memory, shared_memory_bytes};
 pub use single::single_rank;
-pub use tally::Tally;
 pub use tcp::{TcpOptions, tcp};
 
 use crate::error::CollectiveError;

@@ -23,7 +23,7 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::backend::Tensors as _;
-use crate::collective::{Collective, Tally};
+use crate::collective::{ByteCounters, Collective};
 use crate::error::KernelError;
 use crate::pool::Pool;
 
@@ -76,7 +76,7 @@ pub struct CpuBackend {
     pool: Pool,
     collective: Box<dyn Collective>,
     collective_time: Duration,
-    exchanged: Tally,
+    exchanged: ByteCounters,
     /// Scratch: activations laid out for a product.
     acts: Scratch<u32>,
     /// Scratch: intermediates of fused operations.
@@ -136,7 +136,7 @@ impl CpuBackend {
             pool: Pool::new(threads)?,
             collective,
             collective_time: Duration::ZERO,
-            exchanged: Tally::default(),
+            exchanged: ByteCounters::default(),
             acts: Scratch::new("activations of a product")?,
             wide: Scratch::new("results within a fused operation")?,
             tiles: Vec::new(),

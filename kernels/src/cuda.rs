@@ -63,7 +63,7 @@ pub mod tensors;
 mod uploads;
 
 pub use backend::CudaBackend;
-pub use choice::Exchange;
-pub use connect::{GroupSetup, Joining, Relay};
+pub use choice::ExchangePolicy;
+pub use connect::{GroupSetup, JoinedGroup, Relay};
 pub use device::{CudaOptions, has_kernels};
 pub use experts::{CudaRoutes, CudaStack};

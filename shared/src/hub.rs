@@ -19,29 +19,29 @@ pub mod files;
 pub mod name;
 pub mod settings;
 
-pub use self::fetch::{Fetched, Hub, Watch};
-pub use self::files::Part;
-pub use self::name::{HubModel, ModelArgument, Wanted};
-pub use self::settings::Settings;
+pub use self::fetch::{DownloadHandle, FetchedModel, Hub};
+pub use self::files::ModelPart;
+pub use self::name::{HubModel, ModelArgument, RequestedModel};
+pub use self::settings::HubSettings;
 
 /// Why a model is not here and cannot be had.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HubError {
     /// Somebody has to do something about it: one line says what.
     #[error("{0}")]
-    Lasting(String),
+    Permanent(String),
     /// The hub or the way to it is at fault; later it may work.
     #[error("{0}")]
-    Passing(String),
+    Transient(String),
     /// It was called off.
     #[error("the download was called off")]
-    CalledOff,
+    Cancelled,
 }
 
 impl HubError {
     /// Whether trying again by itself may help.
     #[must_use]
-    pub fn may_pass(&self) -> bool {
-        matches!(self, Self::Passing(_))
+    pub fn is_transient(&self) -> bool {
+        matches!(self, Self::Transient(_))
     }
 }

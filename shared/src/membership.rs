@@ -5,15 +5,15 @@
 //! - [`view`]: PURE: the cluster as a process knows it, from lists and events
 //! - [`desired`]: PURE: operators' commands to the leader, which the next leader follows too
 //! - [`connect`]: how to connect to etcd
-//! - [`keeper`]: PURE: a process's lease, registration and candidacy
+//! - [`core`]: PURE: a process's lease, registration and candidacy
 //! - [`etcd`]: the thread that registers this process, keeps its lease, watches, and campaigns
 //!
 //! etcd is never on the path of a request. While it cannot be reached, all processes continue with
 //! the last view; only joining and a change of leader wait.
 pub mod connect;
+pub mod core;
 pub mod desired;
 pub mod etcd;
-pub mod keeper;
 pub mod ledger;
 pub mod view;
 
@@ -22,9 +22,9 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
-pub use self::connect::{EtcdOptions, FULL_REMEDY, Fullness, ProbeError, Tls};
-pub use self::desired::Desired;
-pub use self::etcd::{Desires, EtcdMembership};
+pub use self::connect::{DatabaseUsage, EtcdOptions, FULL_REMEDY, ProbeError, Tls};
+pub use self::desired::DesiredState;
+pub use self::etcd::{DesiredStateSender, EtcdMembership};
 pub use self::view::View;
 
 /// Role of a process.
@@ -73,12 +73,12 @@ pub struct Record {
     pub version: String,
     /// Which state of a model of the hub a coordinator serves; none for others, and for folders.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub model: Option<Box<Pinned>>,
+    pub model: Option<Box<PinnedRevision>>,
 }
 
 /// Which commit a revision of a model on the hub was when a cluster began to serve it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Pinned {
+pub struct PinnedRevision {
     /// `ORG/NAME`.
     pub name: String,
     /// As it was asked for: a branch, a tag or a commit.

@@ -34,7 +34,7 @@ pub use definition::{
 };
 pub use local::{Counter, Exemplar, Exemplars, Gauge, Histogram, LocalStats, SharedStats};
 pub use merged::Merged;
-pub use merger::{Applied, Limits, Merger, Refused, Source};
+pub use merger::{Limits, Merger, ReportOutcome, ReportRefused, Source};
 pub use rank::RankStats;
 pub use report::{MAX_SNAPSHOT_BYTES, SnapshotError, decode_snapshot, encode_snapshot};
 pub use snapshot::{HistogramTotals, LabelValues, PartialSnapshot, SeriesSnapshot, Value};

@@ -45,14 +45,14 @@ pub fn wrappers() -> impl Iterator<Item = &'static str> {
 /// # Errors
 /// One sentence if `text_config` is missing or of an unknown type.
 pub fn text_model(config: Value) -> Result<Value, String> {
-    let mut text = taken_out(config)?;
+    let mut text = extract_text_config(config)?;
     if text["architectures"][0] == GEMMA3 {
         gemma3::complete(&mut text);
     }
     Ok(text)
 }
 
-fn taken_out(mut config: Value) -> Result<Value, String> {
+fn extract_text_config(mut config: Value) -> Result<Value, String> {
     let architecture = config["architectures"][0].as_str().unwrap_or_default();
     let known: Vec<_> = WRAPPERS.iter().filter(|(outer, ..)| *outer == architecture).collect();
     let Some((wrapper, usual, _)) = known.first() else { return Ok(config) };

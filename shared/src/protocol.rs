@@ -104,15 +104,15 @@ pub enum FromWorker {
         /// Why, for the coordinator's log.
         reason: String,
         /// Whether it ends on purpose.
-        parting: Parting,
+        exit: ExitReason,
     },
     /// NCCL's unique id, from rank 0 of an epoch that is being formed, for its other ranks only.
     GroupId(GroupId),
 }
 
-/// Why a worker ends.
+/// Why a worker exits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Parting {
+pub enum ExitReason {
     /// It was told to, or is not needed: not counted as a failure.
     OnPurpose,
     /// It cannot go on.

@@ -37,7 +37,7 @@ use tokio::sync::oneshot;
 use worker::actor::{Uplink, WorkerActor, WorkerConfig, WorkerEnd};
 use worker::executor::Executor;
 use worker::outbox::LinkOutbox;
-use worker::rank::{AbortSlot, FormError, FormNews, Rank, RankReady, StepSource};
+use worker::rank::{AbortSlot, FormError, FormObserver, Rank, RankReady, StepSource};
 
 /// An ordinary word of the demo model.
 const TOKEN: u32 = 300;
@@ -81,9 +81,9 @@ impl Rank for IdleRank {
         &mut self,
         form: &Form,
         _abort: &AbortSlot,
-        news: &mut dyn FormNews,
+        observer: &mut dyn FormObserver,
     ) -> Result<RankReady, FormError> {
-        news.progress(1, 1);
+        observer.progress(1, 1);
         let identity = ModelIdentity::read(form.model.as_ref(), &form.lora)
             .map_err(|message| FormError { message, permanent: true })?;
         Ok(RankReady {

@@ -10,7 +10,7 @@ use kernels::backend::Buffer as _;
 use kernels::backend::prelude::*;
 use kernels::collective::{AbortAll, AbortHandle, Collective, local_group};
 use kernels::cuda::choice::Capability;
-use kernels::cuda::{CudaBackend, CudaOptions, Exchange, GroupSetup};
+use kernels::cuda::{CudaBackend, CudaOptions, ExchangePolicy, GroupSetup};
 use kernels::{CollectiveError, KernelError};
 use testkit::fake_cuda::{FakeCuda, fake_cuda_of, fake_nccl};
 use testkit::relay::SharedRelay;
@@ -31,7 +31,7 @@ fn options(rank: u32) -> CudaOptions {
         ordinal: rank,
         folders: vec![cuda.libraries.clone()],
         kernels: Some(cuda.kernels.clone()),
-        exchange: Exchange::Nccl,
+        exchange: ExchangePolicy::Nccl,
         nccl_lib: Some(nccl.clone()),
         ..CudaOptions::default()
     }
@@ -241,7 +241,7 @@ fn ranks_that_do_not_connect_are_given_up() {
     let joins = ranks.tell(0, move |backend| join(backend, first, relay, short).map(|_| ()));
     // The announcement of a rank on another GPU.
     let says = Capability {
-        wish: Exchange::Nccl,
+        wish: ExchangePolicy::Nccl,
         gpu: [7; 16],
         nccl: 22_809,
         graphs: true,

@@ -8,7 +8,7 @@ use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{Drafts, NewSequence, SequenceOutput, SequenceStep, StepPlan, TokenMask};
 use shared::sampling::SamplingParams;
 use worker::engine::Engine;
-use worker::rank::{NoSteps, StepSource};
+use worker::rank::{EmptyStepSource, StepSource};
 
 use crate::speed::Sizes;
 
@@ -60,7 +60,9 @@ impl Driver<'_> {
         plan.epoch = Epoch(1);
         plan.step = StepId(self.step);
         let mut outputs = Vec::new();
-        self.engine.step(&plan, &mut NoSteps, &mut outputs).map_err(|error| error.to_string())?;
+        self.engine
+            .step(&plan, &mut EmptyStepSource, &mut outputs)
+            .map_err(|error| error.to_string())?;
         sound(&outputs)
     }
 
@@ -169,7 +171,7 @@ impl Driver<'_> {
             }
             let mut outputs = Vec::new();
             self.engine
-                .step(&plan, &mut NoSteps, &mut outputs)
+                .step(&plan, &mut EmptyStepSource, &mut outputs)
                 .map_err(|error| error.to_string())?;
             if outputs.is_empty() {
                 return Err("a step with drafts yields no token".to_owned());

@@ -18,7 +18,7 @@ use worker::model::decoder::Decoder;
 use worker::model::safetensors::WeightFiles;
 use worker::model::shard::Shard;
 use worker::model::weights::{self, Source};
-use worker::rank::NoSteps;
+use worker::rank::EmptyStepSource;
 
 use crate::{Options, Step, graphs_made};
 
@@ -142,7 +142,9 @@ pub(crate) fn follow(
             drafts: Drafts::none(),
         });
         let mut outputs = Vec::new();
-        engine.step(&plan, &mut NoSteps, &mut outputs).map_err(|error| error.to_string())?;
+        engine
+            .step(&plan, &mut EmptyStepSource, &mut outputs)
+            .map_err(|error| error.to_string())?;
         (start, count) = (start + count, 1);
         // The other ranks continue, whatever the first one finds.
         if parted || engine.backend().rank() > 0 {
@@ -196,7 +198,7 @@ fn forget(
         finished: vec![seq],
         ..StepPlan::default()
     };
-    engine.step(&plan, &mut NoSteps, &mut Vec::new()).map_err(|error| error.to_string())?;
+    engine.step(&plan, &mut EmptyStepSource, &mut Vec::new()).map_err(|error| error.to_string())?;
     if worst.is_nan() || worst > TOLERANCE {
         return Err(format!("{}: a log-probability is off by {worst}", golden.name));
     }
@@ -247,7 +249,9 @@ fn verify(
         let drafts = drafts.into();
         plan.sequences.push(SequenceStep { seq, start, count, new_blocks, sample, masked, drafts });
         let mut outputs = Vec::new();
-        engine.step(&plan, &mut NoSteps, &mut outputs).map_err(|error| error.to_string())?;
+        engine
+            .step(&plan, &mut EmptyStepSource, &mut outputs)
+            .map_err(|error| error.to_string())?;
         for (at, got) in (compared..greedy.len()).zip(&outputs) {
             if !agrees(golden, at, got, &mut worst)? {
                 forget(engine, golden, (seq, number), worst)?;

@@ -51,7 +51,7 @@ use kernels::collective::single_rank;
 use kernels::cuda::context::{Context, Driver};
 use kernels::cuda::devices::{Survey, survey};
 use kernels::cuda::peer::tuning::Thresholds;
-use kernels::cuda::{CudaBackend, CudaOptions, Exchange};
+use kernels::cuda::{CudaBackend, CudaOptions, ExchangePolicy};
 
 /// Command-line options.
 #[derive(Clone, Debug)]
@@ -64,7 +64,7 @@ struct Options {
     /// message.
     child: Option<(u32, String, PathBuf)>,
     /// How such a process exchanges data, and whether it continues until the other rank is gone.
-    exchange: Exchange,
+    exchange: ExchangePolicy,
     endless: bool,
     /// The model folder whose golden values such a process checks.
     golden: Option<PathBuf>,
@@ -102,7 +102,7 @@ impl Options {
             kernels: None,
             nccl_lib: None,
             child: None,
-            exchange: Exchange::Nccl,
+            exchange: ExchangePolicy::Nccl,
             endless: false,
             golden: None,
             thresholds: None,
@@ -131,7 +131,7 @@ impl Options {
                 "--nccl-lib" => options.nccl_lib = Some(PathBuf::from(value()?)),
                 "--exchange" => {
                     let wanted = value()?;
-                    let known = Exchange::NAMES.into_iter().find(|(name, _)| *name == wanted);
+                    let known = ExchangePolicy::NAMES.into_iter().find(|(name, _)| *name == wanted);
                     options.exchange = known.ok_or("--exchange wants a name")?.1;
                 }
                 "--unmeasured" => options.thresholds = Some(Thresholds::default()),

@@ -17,7 +17,7 @@ use kernels::collective::{
 };
 use kernels::cuda::choice::NCCL_SHARING_MIN;
 use kernels::cuda::peer::tuning::Thresholds;
-use kernels::cuda::{CudaBackend, CudaOptions, Exchange, GroupSetup, Relay};
+use kernels::cuda::{CudaBackend, CudaOptions, ExchangePolicy, GroupSetup, Relay};
 use kernels::sampling::{SampleParams, SampleRow};
 use kernels::{CollectiveError, KernelError};
 use testkit::models::goldens;
@@ -67,7 +67,7 @@ impl Relay for FileRelay {
 /// Joins a rank to its group; also returns the kind of group.
 fn joined(
     options: &Options,
-    (exchange, timeout): (Exchange, Duration),
+    (exchange, timeout): (ExchangePolicy, Duration),
     ordinal: u32,
     collective: Box<dyn Collective>,
     relay: &mut dyn Relay,
@@ -222,7 +222,7 @@ impl Meeting {
 /// two processes.
 fn sums(
     options: &Options,
-    exchange: Exchange,
+    exchange: ExchangePolicy,
     gpus: [u32; 2],
 ) -> Result<Vec<(usize, Duration)>, String> {
     let options = &tuned(options, gpus);
@@ -338,7 +338,7 @@ fn until_the_other_is_gone(backend: &mut CudaBackend) -> Result<String, String> 
 /// Starts this program as each of two ranks.
 fn start(
     options: &Options,
-    exchange: Exchange,
+    exchange: ExchangePolicy,
     gpus: [u32; 2],
     relay: &Path,
     task: &[&OsStr],
@@ -365,7 +365,7 @@ fn lost(options: &Options, gpus: [u32; 2], signal: &str) -> Result<String, Strin
     let words = |error: std::io::Error| error.to_string();
     let folder = tempfile::tempdir().map_err(words)?;
     let relay = folder.path().join("id");
-    let mut children = start(options, Exchange::Peers, gpus, &relay, &["--endless".as_ref()])
+    let mut children = start(options, ExchangePolicy::Peers, gpus, &relay, &["--endless".as_ref()])
         .map_err(words)?
         .into_iter();
     let (Some(mut survivor), Some(mut victim)) = (children.next(), children.next()) else {
@@ -411,7 +411,7 @@ fn lost(options: &Options, gpus: [u32; 2], signal: &str) -> Result<String, Strin
 
 fn processes(
     options: &Options,
-    exchange: Exchange,
+    exchange: ExchangePolicy,
     gpus: [u32; 2],
     task: &[&OsStr],
 ) -> Result<String, String> {
@@ -433,9 +433,9 @@ fn processes(
 /// As [`processes`] with this project's own kernels. Where processes cannot share memory, that is
 /// no fault: what ranks do instead is checked then.
 fn neighbours(options: &Options, gpus: [u32; 2], task: &[&OsStr]) -> Result<String, String> {
-    match processes(options, Exchange::Peers, gpus, task) {
+    match processes(options, ExchangePolicy::Peers, gpus, task) {
         Err(fault) if is_unshared(&fault) => {
-            let instead = processes(options, Exchange::Auto, gpus, task);
+            let instead = processes(options, ExchangePolicy::Auto, gpus, task);
             let instead = instead.map_err(|other| format!("{fault}; and without that: {other}"))?;
             Ok(format!("{UNCHECKED}: {fault}; without that: {instead}"))
         }
@@ -455,7 +455,7 @@ fn alone(options: &Options, ordinal: u32) -> Result<String, String> {
         }
     }
     let words = |error: KernelError| error.to_string();
-    let how = (Exchange::Nccl, TIMEOUT);
+    let how = (ExchangePolicy::Nccl, TIMEOUT);
     let (mut backend, _) =
         joined(options, how, ordinal, single_rank(), &mut Nobody).map_err(words)?;
     exchange(&mut backend).map_err(words)
@@ -486,16 +486,16 @@ pub(crate) fn steps<'a>(options: &'a Options, ordinal: u32, part: &str) -> Vec<S
                 }));
             }
             match pairs {
-                Ok(()) => steps.extend(by_processes(options, Exchange::Nccl, gpus)),
+                Ok(()) => steps.extend(by_processes(options, ExchangePolicy::Nccl, gpus)),
                 Err(reason) => steps.push(unchecked("NCCL, two ranks", reason)),
             }
             steps
         }
         _ => {
             // Threads share one GPU; otherwise they cannot access each other's memory.
-            let mut steps = vec![sums_step(options, Exchange::Peers, [ordinal; 2])];
+            let mut steps = vec![sums_step(options, ExchangePolicy::Peers, [ordinal; 2])];
             match pairs {
-                Ok(()) => steps.push(sums_step(options, Exchange::Nccl, gpus)),
+                Ok(()) => steps.push(sums_step(options, ExchangePolicy::Nccl, gpus)),
                 Err(reason) => steps.push(unchecked("nccl: sums", reason)),
             }
             steps
@@ -508,9 +508,9 @@ fn unchecked<'a>(what: &'static str, reason: String) -> Step<'a> {
 }
 
 fn peers(options: &Options, ordinal: u32, other: Option<u32>) -> Vec<Step<'_>> {
-    let mut steps = by_processes(options, Exchange::Peers, [ordinal; 2]);
+    let mut steps = by_processes(options, ExchangePolicy::Peers, [ordinal; 2]);
     if let Some(other) = other {
-        steps.extend(by_processes(options, Exchange::Peers, [ordinal, other]));
+        steps.extend(by_processes(options, ExchangePolicy::Peers, [ordinal, other]));
     }
     // Ranks that share a GPU do not measure unless requested.
     let name = "peers: ways of exchanging measured, two processes on one GPU";
@@ -529,12 +529,12 @@ fn peers(options: &Options, ordinal: u32, other: Option<u32>) -> Vec<Step<'_>> {
 }
 
 /// The steps of two processes with the given way of exchanging data.
-fn by_processes(options: &Options, exchange: Exchange, gpus: [u32; 2]) -> Vec<Step<'_>> {
+fn by_processes(options: &Options, exchange: ExchangePolicy, gpus: [u32; 2]) -> Vec<Step<'_>> {
     let how = if gpus[0] == gpus[1] { "one GPU" } else { "two GPUs" };
     let by = exchange.name();
     let name = format!("{by}: two processes on {how}");
     let run = move |task: &[&OsStr]| match exchange {
-        Exchange::Peers => neighbours(options, gpus, task),
+        ExchangePolicy::Peers => neighbours(options, gpus, task),
         _ => processes(options, exchange, gpus, task),
     };
     let mut steps = vec![Step::new(name.clone(), move |table| table.add(name, run(&[])))];
@@ -555,7 +555,7 @@ fn by_processes(options: &Options, exchange: Exchange, gpus: [u32; 2]) -> Vec<St
     steps
 }
 
-fn sums_step(options: &Options, exchange: Exchange, gpus: [u32; 2]) -> Step<'_> {
+fn sums_step(options: &Options, exchange: ExchangePolicy, gpus: [u32; 2]) -> Step<'_> {
     let how = if gpus[0] == gpus[1] { "one GPU" } else { "two GPUs" };
     let by = exchange.name();
     Step::new(format!("{by}: sums"), move |table| match sums(options, exchange, gpus) {

@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use shared::hub::{Fetched, Hub, HubError, Part, Settings, Wanted, Watch};
+use shared::hub::{
+    DownloadHandle, FetchedModel, Hub, HubError, HubSettings, ModelPart, RequestedModel,
+};
 use tempfile::TempDir;
 use testkit::fake_hub::FakeHub;
 use testkit::models::{demo, variant};
@@ -26,19 +28,19 @@ impl Rig {
         Self { hub, folder: tempfile::tempdir().unwrap(), commit }
     }
 
-    fn settings(&self) -> Settings {
+    fn settings(&self) -> HubSettings {
         let cache = self.folder.path().to_owned();
-        Settings { cache, endpoint: self.hub.url(), token: None, offline: false }
+        HubSettings { cache, endpoint: self.hub.url(), token: None, offline: false }
     }
 
-    fn fetch(&self, part: Part) -> Result<Fetched, HubError> {
+    fn fetch(&self, part: ModelPart) -> Result<FetchedModel, HubError> {
         fetch(self.settings(), NAME, "main", part)
     }
 
     /// What must go wrong for good.
-    fn error(&self, part: Part) -> String {
+    fn error(&self, part: ModelPart) -> String {
         match self.fetch(part) {
-            Err(HubError::Lasting(message)) => message,
+            Err(HubError::Permanent(message)) => message,
             other => panic!("{other:?}"),
         }
     }
@@ -48,9 +50,14 @@ impl Rig {
     }
 }
 
-fn fetch(settings: Settings, name: &str, revision: &str, part: Part) -> Result<Fetched, HubError> {
-    let wanted = Wanted { name: name.to_owned(), revision: revision.to_owned() };
-    Hub::new(settings).fetch(&wanted, part, &Arc::new(Watch::default()))
+fn fetch(
+    settings: HubSettings,
+    name: &str,
+    revision: &str,
+    part: ModelPart,
+) -> Result<FetchedModel, HubError> {
+    let wanted = RequestedModel { name: name.to_owned(), revision: revision.to_owned() };
+    Hub::new(settings).fetch(&wanted, part, &Arc::new(DownloadHandle::default()))
 }
 
 /// All files below a folder, by their paths there.
@@ -71,7 +78,7 @@ fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     found
 }
 
-fn same_as_demo(fetched: &Fetched, names: &[&str]) {
+fn same_as_demo(fetched: &FetchedModel, names: &[&str]) {
     let got = files(&fetched.folder);
     assert_eq!(got.keys().map(String::as_str).collect::<Vec<_>>(), names);
     for (name, content) in got {
@@ -90,19 +97,19 @@ const TEXTS: [&str; 5] = [
 #[test]
 fn each_part_is_what_its_users_read_and_comes_once() {
     let rig = Rig::new();
-    let text = rig.fetch(Part::Text).unwrap();
+    let text = rig.fetch(ModelPart::Text).unwrap();
     same_as_demo(&text, &TEXTS);
     assert_eq!(text.model.commit, rig.commit);
     assert!(rig.hub.asked().iter().all(|asked| !asked.elsewhere), "no weights");
-    let all = rig.fetch(Part::All).unwrap();
+    let all = rig.fetch(ModelPart::All).unwrap();
     assert_eq!(all, text);
     same_as_demo(&all, &[&TEXTS[..2], &[WEIGHTS], &TEXTS[2..]].concat());
     let asked = rig.hub.asked();
     assert_eq!(asked.iter().filter(|asked| asked.path.contains("/resolve/")).count(), 1);
     // All of it is there: the hub is asked for its list alone, and for a commit not even for that.
-    rig.fetch(Part::All).unwrap();
+    rig.fetch(ModelPart::All).unwrap();
     assert_eq!(rig.hub.asked().len(), 1);
-    fetch(rig.settings(), NAME, &rig.commit, Part::Weights).unwrap();
+    fetch(rig.settings(), NAME, &rig.commit, ModelPart::Weights).unwrap();
     assert_eq!(rig.hub.asked().len(), 0);
     let root = rig.folder.path().join("models--org--demo");
     assert_eq!(std::fs::read_to_string(root.join("refs/main")).unwrap(), rig.commit);
@@ -121,13 +128,13 @@ fn weights_in_several_files_are_those_of_the_index() {
         all.insert(other.to_owned(), Arc::new(vec![0; 100]));
     }
     rig.hub.put_files("org/sharded", "main", all.clone());
-    let weights = fetch(rig.settings(), "org/sharded", "main", Part::Weights).unwrap();
+    let weights = fetch(rig.settings(), "org/sharded", "main", ModelPart::Weights).unwrap();
     let names: Vec<String> = files(&weights.folder).into_keys().collect();
     assert_eq!(names.len(), 6, "{names:?}");
     assert!(names.iter().all(|it| it.starts_with("model-0") || it.ends_with(".json")), "{names:?}");
     all.remove("model-00003-of-00004.safetensors");
     rig.hub.put_files("org/sharded", "main", all);
-    let error = fetch(rig.settings(), "org/sharded", "main", Part::Weights).unwrap_err();
+    let error = fetch(rig.settings(), "org/sharded", "main", ModelPart::Weights).unwrap_err();
     assert!(error.to_string().contains("model-00003-of-00004.safetensors"), "{error}");
 }
 
@@ -137,7 +144,7 @@ fn connections_that_break_are_gone_on_with_where_they_ended() {
     let cuts = vec![1 << 20, 70_000, 2 << 20];
     rig.hub.fail(|faults| drop(faults.ends_after.insert(WEIGHTS.to_owned(), cuts)));
     rig.hub.fail(|faults| drop(faults.ends_after.insert("tokenizer.json".to_owned(), vec![0, 9])));
-    let all = rig.fetch(Part::All).unwrap();
+    let all = rig.fetch(ModelPart::All).unwrap();
     same_as_demo(&all, &[&TEXTS[..2], &[WEIGHTS], &TEXTS[2..]].concat());
     let asked = rig.hub.asked();
     let ranges = |of: &str| {
@@ -158,7 +165,7 @@ fn connections_that_break_are_gone_on_with_where_they_ended() {
 fn what_an_earlier_process_left_is_gone_on_with_and_verified() {
     let rig = Rig::new();
     let whole = std::fs::read(demo().join(WEIGHTS)).unwrap();
-    rig.fetch(Part::All).unwrap();
+    rig.fetch(ModelPart::All).unwrap();
     let blob = std::fs::read_dir(rig.blobs()).unwrap().flatten().map(|it| it.path());
     let blob = blob.max_by_key(|path| path.metadata().unwrap().len()).unwrap();
     let incomplete =
@@ -167,7 +174,7 @@ fn what_an_earlier_process_left_is_gone_on_with_and_verified() {
         std::fs::remove_file(&blob).unwrap();
         std::fs::write(&incomplete, left).unwrap();
         let _ = rig.hub.asked();
-        let all = rig.fetch(Part::All).unwrap();
+        let all = rig.fetch(ModelPart::All).unwrap();
         assert!(std::fs::read(all.folder.join(WEIGHTS)).unwrap() == whole);
         assert!(!incomplete.exists());
         let asked = rig.hub.asked().into_iter().filter(|asked| asked.elsewhere);
@@ -188,10 +195,10 @@ fn what_an_earlier_process_left_is_gone_on_with_and_verified() {
 fn a_wrong_checksum_is_tried_again_once() {
     let rig = Rig::new();
     rig.hub.fail(|faults| _ = faults.corrupts.insert(WEIGHTS.to_owned(), 1));
-    rig.fetch(Part::All).unwrap();
+    rig.fetch(ModelPart::All).unwrap();
     let rig = Rig::new();
     rig.hub.fail(|faults| _ = faults.corrupts.insert(WEIGHTS.to_owned(), 9));
-    let error = rig.error(Part::All);
+    let error = rig.error(ModelPart::All);
     assert!(error.contains(WEIGHTS) && error.contains("checksum"), "{error}");
     let kept: Vec<String> = files(&rig.blobs()).into_keys().collect();
     // The weights' names have 64 digits. Other files may have been interrupted, and continue.
@@ -206,12 +213,12 @@ fn a_busy_hub_is_asked_again_and_one_that_stays_so_is_given_up() {
     let busy = (429, "Retry-After: 1\r\n".to_owned());
     rig.hub.fail(|faults| faults.answers = vec![busy, (503, String::new())]);
     let began = Instant::now();
-    rig.fetch(Part::Text).unwrap();
+    rig.fetch(ModelPart::Text).unwrap();
     assert!(began.elapsed() >= Duration::from_secs(1), "as long as it said");
     let rig = Rig::new();
     rig.hub.fail(|faults| faults.answers = vec![(500, String::new()); 99]);
-    let error = rig.fetch(Part::Text).unwrap_err();
-    assert!(error.may_pass() && error.to_string().contains("500"), "{error}");
+    let error = rig.fetch(ModelPart::Text).unwrap_err();
+    assert!(error.is_transient() && error.to_string().contains("500"), "{error}");
     assert!(rig.hub.asked().len() < 9);
 }
 
@@ -220,7 +227,7 @@ fn a_full_disk_is_noticed_before_anything_is_written() {
     let rig = Rig::new();
     let huge = 1 << 60;
     rig.hub.fail(|faults| _ = faults.sizes.insert(WEIGHTS.to_owned(), huge));
-    let error = rig.error(Part::Weights);
+    let error = rig.error(ModelPart::Weights);
     assert!(error.contains("1073741824.0 GiB") && error.contains("free"), "{error}");
     assert!(
         error.contains("--download-dir") && error.contains(rig.folder.path().to_str().unwrap())
@@ -230,7 +237,7 @@ fn a_full_disk_is_noticed_before_anything_is_written() {
         faults.sizes.clear();
         faults.sizes.insert("tokenizer.json".to_owned(), 1 << 40);
     });
-    assert!(rig.error(Part::Text).contains("tokenizer.json"));
+    assert!(rig.error(ModelPart::Text).contains("tokenizer.json"));
 }
 
 #[test]
@@ -247,7 +254,7 @@ fn names_that_lead_out_of_the_folder_are_never_taken() {
         ".tokenizer.json",
     ];
     rig.hub.fail(|faults| faults.lists_too = hostile.map(str::to_owned).to_vec());
-    same_as_demo(&rig.fetch(Part::Text).unwrap(), &TEXTS);
+    same_as_demo(&rig.fetch(ModelPart::Text).unwrap(), &TEXTS);
     assert!(!outside.exists());
     let index = br#"{"weight_map":{"a":"../../../../outside"}}"#.to_vec();
     let mut all: BTreeMap<String, Arc<Vec<u8>>> = BTreeMap::new();
@@ -257,7 +264,7 @@ fn names_that_lead_out_of_the_folder_are_never_taken() {
         all.insert(name.to_owned(), Arc::new(content));
     }
     rig.hub.put_files(NAME, "main", all);
-    let error = rig.error(Part::Weights);
+    let error = rig.error(ModelPart::Weights);
     assert!(error.contains("plain file name"), "{error}");
     assert!(!outside.exists());
 }
@@ -270,7 +277,7 @@ fn the_token_goes_to_the_hub_alone() {
         let token = Some(token.to_owned().into()).filter(|_| !token.is_empty());
         let mut settings = rig.settings();
         settings.token = token;
-        fetch(settings, NAME, "main", Part::All)
+        fetch(settings, NAME, "main", ModelPart::All)
     };
     let error = with("").unwrap_err().to_string();
     assert!(error.contains("HF_TOKEN") && error.contains(&format!("{}/{NAME}", rig.hub.url())));
@@ -287,7 +294,7 @@ fn the_token_goes_to_the_hub_alone() {
     for to in ["file:///etc/passwd", "ftp://x/", "//x"] {
         let rig = Rig::new();
         rig.hub.fail(|faults| faults.redirect = Some(to.to_owned()));
-        assert!(rig.error(Part::Weights).contains("redirects"), "{to}");
+        assert!(rig.error(ModelPart::Weights).contains("redirects"), "{to}");
     }
 }
 
@@ -295,7 +302,7 @@ fn the_token_goes_to_the_hub_alone() {
 fn what_is_not_there_is_said_with_what_to_do() {
     let rig = Rig::new();
     let error = |name: &str, revision: &str| {
-        fetch(rig.settings(), name, revision, Part::Text).unwrap_err().to_string()
+        fetch(rig.settings(), name, revision, ModelPart::Text).unwrap_err().to_string()
     };
     let absent = error("org/absent", "main");
     assert!(absent.contains("org/absent") && absent.contains("private"), "{absent}");
@@ -306,50 +313,55 @@ fn what_is_not_there_is_said_with_what_to_do() {
         ("model.gguf".to_owned(), Arc::new(b"x".to_vec())),
     ]);
     rig.hub.put_files("org/gguf", "main", gguf);
-    let gguf = fetch(rig.settings(), "org/gguf", "main", Part::Weights).unwrap_err().to_string();
+    let gguf =
+        fetch(rig.settings(), "org/gguf", "main", ModelPart::Weights).unwrap_err().to_string();
     assert!(gguf.contains("only files in .gguf") && gguf.contains("safetensors"), "{gguf}");
-    let nobody = Settings { endpoint: "http://127.0.0.1:9".to_owned(), ..rig.settings() };
-    let nobody = fetch(nobody, NAME, "main", Part::Text).unwrap_err();
-    assert!(nobody.may_pass() && nobody.to_string().contains("http://127.0.0.1:9"), "{nobody}");
+    let nobody = HubSettings { endpoint: "http://127.0.0.1:9".to_owned(), ..rig.settings() };
+    let nobody = fetch(nobody, NAME, "main", ModelPart::Text).unwrap_err();
+    assert!(nobody.is_transient() && nobody.to_string().contains("http://127.0.0.1:9"), "{nobody}");
 }
 
 #[test]
 fn without_a_network_the_cache_is_enough() {
     let rig = Rig::new();
-    let offline = || Settings { offline: true, ..rig.settings() };
-    let error = fetch(offline(), NAME, "main", Part::Text).unwrap_err().to_string();
+    let offline = || HubSettings { offline: true, ..rig.settings() };
+    let error = fetch(offline(), NAME, "main", ModelPart::Text).unwrap_err().to_string();
     assert!(error.contains("HF_HUB_OFFLINE") && error.contains(NAME), "{error}");
-    let text = rig.fetch(Part::Text).unwrap();
+    let text = rig.fetch(ModelPart::Text).unwrap();
     let _ = rig.hub.asked();
-    assert_eq!(fetch(offline(), NAME, "main", Part::Text).unwrap(), text);
-    assert_eq!(fetch(offline(), NAME, &rig.commit, Part::Text).unwrap(), text);
-    assert!(fetch(offline(), NAME, "main", Part::Weights).is_err(), "its weights are not there");
+    assert_eq!(fetch(offline(), NAME, "main", ModelPart::Text).unwrap(), text);
+    assert_eq!(fetch(offline(), NAME, &rig.commit, ModelPart::Text).unwrap(), text);
+    assert!(
+        fetch(offline(), NAME, "main", ModelPart::Weights).is_err(),
+        "its weights are not there"
+    );
     assert!(rig.hub.asked().is_empty());
     // A hub that is away, or lets nobody in any more, is none worse than that.
-    let away = Settings { endpoint: "http://127.0.0.1:9".to_owned(), ..rig.settings() };
-    assert_eq!(fetch(away, NAME, "main", Part::Text).unwrap(), text);
+    let away = HubSettings { endpoint: "http://127.0.0.1:9".to_owned(), ..rig.settings() };
+    assert_eq!(fetch(away, NAME, "main", ModelPart::Text).unwrap(), text);
     rig.hub.restrict(NAME, "hf_new");
-    assert_eq!(rig.fetch(Part::Text).unwrap(), text);
+    assert_eq!(rig.fetch(ModelPart::Text).unwrap(), text);
 }
 
 #[test]
 fn a_revision_is_what_it_was_or_what_it_is_now() {
     let rig = Rig::new();
-    let first = rig.fetch(Part::All).unwrap();
+    let first = rig.fetch(ModelPart::All).unwrap();
     let mut changed = files(&demo());
     changed.insert("config.json".to_owned(), b"{\"changed\": true}".to_vec());
     let changed = changed.into_iter().map(|(name, content)| (name, Arc::new(content))).collect();
     let commit = rig.hub.put_files(NAME, "main", changed);
     let _ = rig.hub.asked();
-    let second = rig.fetch(Part::All).unwrap();
+    let second = rig.fetch(ModelPart::All).unwrap();
     assert_eq!(second.model.commit, commit);
     assert!(!rig.hub.asked().iter().any(|asked| asked.elsewhere), "the weights are the same");
-    let config = |fetched: &Fetched| std::fs::read(fetched.folder.join("config.json")).unwrap();
+    let config =
+        |fetched: &FetchedModel| std::fs::read(fetched.folder.join("config.json")).unwrap();
     assert_ne!(config(&first), config(&second));
-    let old = fetch(rig.settings(), NAME, &rig.commit, Part::All).unwrap();
+    let old = fetch(rig.settings(), NAME, &rig.commit, ModelPart::All).unwrap();
     assert_eq!(old, first);
     rig.hub.put(NAME, "refs/pr/7", &demo());
-    assert_eq!(fetch(rig.settings(), NAME, "refs/pr/7", Part::Text).unwrap(), first);
+    assert_eq!(fetch(rig.settings(), NAME, "refs/pr/7", ModelPart::Text).unwrap(), first);
     assert!(rig.folder.path().join("models--org--demo/refs/refs/pr/7").is_file());
 }
 
@@ -357,7 +369,7 @@ fn a_revision_is_what_it_was_or_what_it_is_now() {
 fn lists_without_sizes_are_made_good_by_asking_for_each_file() {
     let rig = Rig::new();
     rig.hub.fail(|faults| faults.bare_lists = true);
-    let all = rig.fetch(Part::All).unwrap();
+    let all = rig.fetch(ModelPart::All).unwrap();
     same_as_demo(&all, &[&TEXTS[..2], &[WEIGHTS], &TEXTS[2..]].concat());
     assert!(rig.hub.asked().iter().any(|asked| asked.method == "HEAD"));
 }
@@ -369,7 +381,7 @@ fn of_several_at_once_one_downloads_and_all_have_it() {
     let threads: Vec<_> = (0..4)
         .map(|_| {
             let settings = rig.settings();
-            std::thread::spawn(move || fetch(settings, NAME, "main", Part::All).unwrap())
+            std::thread::spawn(move || fetch(settings, NAME, "main", ModelPart::All).unwrap())
         })
         .collect();
     for thread in threads {
@@ -382,11 +394,11 @@ fn of_several_at_once_one_downloads_and_all_have_it() {
 fn a_download_that_is_called_off_ends_at_once_and_keeps_what_has_come() {
     let rig = Rig::new();
     rig.hub.fail(|faults| faults.pause = Duration::from_millis(200));
-    let (settings, watch) = (rig.settings(), Arc::new(Watch::default()));
+    let (settings, watch) = (rig.settings(), Arc::new(DownloadHandle::default()));
     let watched = watch.clone();
     let thread = std::thread::spawn(move || {
-        let wanted = Wanted { name: NAME.to_owned(), revision: "main".to_owned() };
-        Hub::new(settings).fetch(&wanted, Part::Weights, &watched)
+        let wanted = RequestedModel { name: NAME.to_owned(), revision: "main".to_owned() };
+        Hub::new(settings).fetch(&wanted, ModelPart::Weights, &watched)
     });
     while watch.progress().0 < 100_000 {
         std::thread::sleep(Duration::from_millis(10));
@@ -394,8 +406,8 @@ fn a_download_that_is_called_off_ends_at_once_and_keeps_what_has_come() {
     let (done, total) = watch.progress();
     assert!(done < total && total > 5_000_000, "{done} of {total}");
     let began = Instant::now();
-    watch.call_off();
-    assert_eq!(thread.join().unwrap(), Err(HubError::CalledOff));
+    watch.cancel();
+    assert_eq!(thread.join().unwrap(), Err(HubError::Cancelled));
     assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
     let kept = files(&rig.blobs());
     assert!(kept.iter().any(|(name, bytes)| name.ends_with(".incomplete") && bytes.len() > 60_000));

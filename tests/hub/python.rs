@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use shared::hub::{Hub, Part, Settings, Wanted, Watch};
+use shared::hub::{DownloadHandle, Hub, HubSettings, ModelPart, RequestedModel};
 use testkit::fake_hub::FakeHub;
 use testkit::models::{repository, variant};
 
@@ -61,13 +61,14 @@ impl Oracle {
     }
 }
 
-fn settings(hub: &FakeHub, cache: &Path, offline: bool) -> Settings {
-    Settings { cache: cache.to_owned(), endpoint: hub.url(), token: None, offline }
+fn settings(hub: &FakeHub, cache: &Path, offline: bool) -> HubSettings {
+    HubSettings { cache: cache.to_owned(), endpoint: hub.url(), token: None, offline }
 }
 
-fn fetch(settings: Settings, revision: &str) -> PathBuf {
-    let wanted = Wanted { name: NAME.to_owned(), revision: revision.to_owned() };
-    let fetched = Hub::new(settings).fetch(&wanted, Part::All, &Arc::new(Watch::default()));
+fn fetch(settings: HubSettings, revision: &str) -> PathBuf {
+    let wanted = RequestedModel { name: NAME.to_owned(), revision: revision.to_owned() };
+    let fetched =
+        Hub::new(settings).fetch(&wanted, ModelPart::All, &Arc::new(DownloadHandle::default()));
     fetched.unwrap().folder
 }
 

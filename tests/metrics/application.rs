@@ -126,7 +126,7 @@ fn processes_add_up_and_the_first_declaration_holds() {
         merger
             .apply(worker(index), Incarnation(u64::from(index)), sequence, report(metrics))
             .unwrap();
-        let unsaid = merger.take_unsaid();
+        let unsaid = merger.take_warnings();
         (merger.merged(), unsaid)
     };
     let all: Vec<Metrics> = (0..3).map(|_| Metrics::new()).collect();

@@ -13,7 +13,7 @@ use shared::metrics::catalogue::{
 };
 use shared::metrics::merger::checkpoint::Checkpoint;
 use shared::metrics::{
-    Applied, LocalStats, Merged, Merger, PartialSnapshot, Source, Value, decode_snapshot,
+    LocalStats, Merged, Merger, PartialSnapshot, ReportOutcome, Source, Value, decode_snapshot,
     encode_snapshot,
 };
 use shared::protocol::FrontendId;
@@ -127,7 +127,7 @@ struct Report {
 }
 
 impl Report {
-    fn apply(&self, merger: &mut Merger) -> Option<Applied> {
+    fn apply(&self, merger: &mut Merger) -> Option<ReportOutcome> {
         let bytes = encode_snapshot(&self.snapshot).unwrap();
         let snapshot = decode_snapshot(&bytes).unwrap();
         merger.apply(self.source, self.incarnation, self.sequence, snapshot).ok()
@@ -360,7 +360,7 @@ proptest! {
         // Once in the order of sending.
         let mut orderly = Merger::default();
         for report in &world.network {
-            prop_assert_eq!(report.apply(&mut orderly), Some(Applied::Fresh));
+            prop_assert_eq!(report.apply(&mut orderly), Some(ReportOutcome::Fresh));
         }
         // And shuffled, with repetitions.
         let mut shuffled = Merger::default();
@@ -375,7 +375,7 @@ proptest! {
             if again.sequence <= report.sequence && again.source == report.source
                 && again.incarnation == report.incarnation
             {
-                prop_assert_eq!(again.apply(&mut shuffled), Some(Applied::Stale));
+                prop_assert_eq!(again.apply(&mut shuffled), Some(ReportOutcome::Stale));
             }
         }
         prop_assume!(left.is_empty());

@@ -7,7 +7,7 @@ use shared::metrics::catalogue::{
 };
 use shared::metrics::labels::{LabelValue, ReportRefusal};
 use shared::metrics::{
-    Applied, HistogramTotals, LabelValues, Limits, Merger, PartialSnapshot, SeriesId,
+    HistogramTotals, LabelValues, Limits, Merger, PartialSnapshot, ReportOutcome, SeriesId,
     SeriesSnapshot, Source, Value,
 };
 use shared::protocol::FrontendId;
@@ -42,7 +42,7 @@ fn report(series: Vec<SeriesSnapshot>) -> PartialSnapshot {
 /// Applies `bad` after a correct report.
 fn refused(bad: PartialSnapshot, reason: ReportRefusal) {
     let mut merger = Merger::default();
-    assert_eq!(merger.apply(WORKER, RUN, 1, report(honest())), Ok(Applied::Fresh));
+    assert_eq!(merger.apply(WORKER, RUN, 1, report(honest())), Ok(ReportOutcome::Fresh));
     let before = merger.merged();
     let refusal = merger.apply(WORKER, RUN, 2, bad).unwrap_err();
     assert_eq!(refusal.reason, reason, "{refusal}");
@@ -60,7 +60,7 @@ fn refused(bad: PartialSnapshot, reason: ReportRefusal) {
     };
     assert_eq!(others(&before), others(&after), "nothing of it was merged");
     // A correct one continues where the last one ended.
-    assert_eq!(merger.apply(WORKER, RUN, 3, report(honest())), Ok(Applied::Fresh));
+    assert_eq!(merger.apply(WORKER, RUN, 3, report(honest())), Ok(ReportOutcome::Fresh));
 }
 
 fn with(index: usize, value: Value) -> PartialSnapshot {
@@ -82,10 +82,10 @@ fn another_catalogue() {
         (merged.histogram_sum(RANK_STEP).count(), merged.counter_sum_of(REPORTS_REFUSED, label))
     };
     assert_eq!(newer(RUN, 1, &mut merger), (10, 1));
-    let said = merger.take_unsaid();
+    let said = merger.take_warnings();
     assert!(said.len() == 1 && said[0].contains("tutti_of_tomorrow_total"), "{said:?}");
     assert_eq!(newer(RUN, 2, &mut merger), (10, 1));
-    assert!(merger.take_unsaid().is_empty());
+    assert!(merger.take_warnings().is_empty());
     merger.retire(WORKER, RUN);
     assert_eq!(newer(Incarnation(10), 1, &mut merger), (20, 2));
 }
@@ -119,7 +119,7 @@ fn gauges_may_disappear() {
     merger.apply(WORKER, RUN, 1, report(honest())).unwrap();
     let mut series = honest();
     series.remove(1);
-    assert_eq!(merger.apply(WORKER, RUN, 2, report(series)), Ok(Applied::Fresh));
+    assert_eq!(merger.apply(WORKER, RUN, 2, report(series)), Ok(ReportOutcome::Fresh));
     assert_eq!(merger.merged().gauge(RANK_WEIGHTS, ["0", "1", "3"]), None);
 }
 
@@ -214,12 +214,12 @@ fn more_label_sets_than_allowed() {
     // Series beyond the bound are left out. The rest of the report counts, now and later.
     let mut more = answers(&["200", "404", "500"]);
     more.series[0].value = Value::Counter(5);
-    assert_eq!(merger.apply(front, RUN, 2, more.clone()), Ok(Applied::Fresh));
+    assert_eq!(merger.apply(front, RUN, 2, more.clone()), Ok(ReportOutcome::Fresh));
     assert_eq!(count(&merger), (8, 1));
     more.series[0].value = Value::Counter(7);
-    assert_eq!(merger.apply(front, RUN, 3, more), Ok(Applied::Fresh));
+    assert_eq!(merger.apply(front, RUN, 3, more), Ok(ReportOutcome::Fresh));
     assert_eq!(count(&merger), (10, 1), "each is refused once, however often it is reported");
-    let said = merger.take_unsaid();
+    let said = merger.take_warnings();
     assert!(said.len() == 1 && said[0].contains("tutti_http_requests_total has 2"), "{said:?}");
     // The slot's next process continues with the known series.
     merger.retire(front, RUN);

@@ -14,7 +14,7 @@ use shared::sampling::{Pooling, SamplingParams};
 use testkit::models::variant;
 use testkit::relay::SharedRelay;
 use worker::engine::{Engine, EngineError};
-use worker::rank::NoSteps;
+use worker::rank::EmptyStepSource;
 
 use crate::cuda::{Script, Waiting};
 use crate::masks;
@@ -440,7 +440,7 @@ fn a_mixed_step_that_waits_for_another_rank_is_aborted() {
         let leaver = scope.spawn(move || {
             let (mut engine, _) = joined(1, there, other);
             for plan in plans.plans.iter().take(COME) {
-                engine.step(plan, &mut NoSteps, &mut Vec::new()).unwrap();
+                engine.step(plan, &mut EmptyStepSource, &mut Vec::new()).unwrap();
             }
             let _ = is_over.recv();
         });

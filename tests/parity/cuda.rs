@@ -18,7 +18,7 @@ use kernels::cuda::{CudaBackend, CudaOptions};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
 use worker::engine::Engine;
-use worker::rank::{NoSteps, StepSource};
+use worker::rank::{EmptyStepSource, StepSource};
 
 use crate::checkpoint::Folder;
 use crate::goldens::follow;
@@ -168,7 +168,7 @@ fn step(
 ) {
     let plan = plan(number, running);
     let mut outputs = Vec::new();
-    engine.step(&plan, &mut NoSteps, &mut outputs).unwrap();
+    engine.step(&plan, &mut EmptyStepSource, &mut outputs).unwrap();
     for (seq, output) in running.iter_mut().zip(outputs) {
         assert!(output.seq == seq.seq && !output.corrupted);
         let token = output.token.unwrap();

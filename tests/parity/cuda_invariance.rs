@@ -6,7 +6,7 @@ use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{Drafts, NewSequence, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
 use worker::engine::Engine;
-use worker::rank::NoSteps;
+use worker::rank::EmptyStepSource;
 
 use crate::cuda::{BLOCK_SIZE, BLOCKS, engine_on};
 use crate::rig::fake_cuda_with;
@@ -78,7 +78,7 @@ fn run(engine: &mut Engine<CudaBackend>, requests: &mut [Request], tokens: usize
             request.plan(&mut plan);
         }
         let mut outputs = Vec::new();
-        engine.step(&plan, &mut NoSteps, &mut outputs).unwrap();
+        engine.step(&plan, &mut EmptyStepSource, &mut outputs).unwrap();
         for output in outputs {
             let request = requests.iter_mut().find(|it| it.seq == output.seq).unwrap();
             request.tokens.push(output.token.unwrap());

@@ -7,18 +7,18 @@ use shared::protocol::{CollectiveSpec, Dtype, EngineConfig, Form, Lora, Quantiza
 use testkit::models::variant;
 use worker::device::{CpuDevice, CudaDevice, Device};
 use worker::engine_rank::EngineRank;
-use worker::rank::{AbortSlot, FormNews, Rank as _};
+use worker::rank::{AbortSlot, FormObserver, Rank as _};
 
 use crate::rig::fake_nccl_options;
 
 /// Relays rank 0's group id to rank 1 and, if requested, ends the epoch while the rank loads.
-struct News<'a> {
+struct FormReporter<'a> {
     epoch: Epoch,
     other: &'a AbortSlot,
     ends: Option<&'a AbortSlot>,
 }
 
-impl FormNews for News<'_> {
+impl FormObserver for FormReporter<'_> {
     fn progress(&mut self, _: u64, _: u64) {
         if let Some(own) = self.ends {
             own.abort(self.epoch);
@@ -72,8 +72,8 @@ fn formed(rank: u32, slots: &[AbortSlot; 2]) -> [f64; 2] {
     [1, 2].map(|epoch| {
         let form = form(rank, epoch);
         let ends = (epoch == 1).then_some(own);
-        let mut news = News { epoch: form.epoch, other: &slots[1], ends };
-        let ready = engine.form(&form, own, &mut news).unwrap();
+        let mut observer = FormReporter { epoch: form.epoch, other: &slots[1], ends };
+        let ready = engine.form(&form, own, &mut observer).unwrap();
         assert!(ready.weight_bytes > 0 && ready.kv_blocks > 0);
         engine.release();
         own.clear();
@@ -129,8 +129,8 @@ fn with_drafts<D: Device>(device: D) {
     let slots = [AbortSlot::default(), AbortSlot::default()];
     let mut rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
     let mut form = |epoch, draft| {
-        let mut news = News { epoch: Epoch(epoch), other: &slots[1], ends: None };
-        let ready = rank.form(&alone(epoch, draft), &slots[0], &mut news).unwrap();
+        let mut observer = FormReporter { epoch: Epoch(epoch), other: &slots[1], ends: None };
+        let ready = rank.form(&alone(epoch, draft), &slots[0], &mut observer).unwrap();
         rank.start(ready.kv_blocks, ready.host_blocks).unwrap();
         rank.release();
         slots[0].clear();
@@ -146,8 +146,9 @@ fn with_drafts<D: Device>(device: D) {
     assert_eq!((again.load_seconds, again.kv_blocks), (0.0, drafting.kv_blocks));
     let other = form(4, Some("smollm3"));
     assert!(other.load_seconds > 0.0 && other.kv_blocks < drafting.kv_blocks, "{other:?}");
-    let mut news = News { epoch: Epoch(5), other: &slots[1], ends: None };
-    let error = rank.form(&alone(5, Some("../../models/demo")), &slots[0], &mut news).unwrap_err();
+    let mut observer = FormReporter { epoch: Epoch(5), other: &slots[1], ends: None };
+    let error =
+        rank.form(&alone(5, Some("../../models/demo")), &slots[0], &mut observer).unwrap_err();
     assert!(error.permanent, "{error}");
     let message = error.to_string();
     assert!(message.contains("demo/config.json: vocab_size is 2048, but the model"), "{message}");
@@ -183,8 +184,8 @@ fn a_cache_beyond_the_hosts_memory_is_refused() {
         let (block_size, max_num_seqs) = (1 << 18, 1 << 16);
         let engine = EngineConfig { block_size, max_num_seqs, kv_cache_bytes, ..plain.engine };
         let engine = EngineConfig { swap_bytes: 0, ..engine };
-        let mut news = News { epoch: Epoch(1), other: &slots[1], ends: None };
-        let ready = rank.form(&Form { engine, ..plain }, &slots[0], &mut news);
+        let mut observer = FormReporter { epoch: Epoch(1), other: &slots[1], ends: None };
+        let ready = rank.form(&Form { engine, ..plain }, &slots[0], &mut observer);
         rank.release();
         ready
     };
@@ -220,8 +221,11 @@ fn a_folder_that_was_replaced_is_loaded_anew() {
             model: model.to_str().unwrap().to_owned(),
             ..form(0, epoch)
         };
-        let ready =
-            engine.form(&form, &own, &mut News { epoch: form.epoch, other: &other, ends: None });
+        let ready = engine.form(
+            &form,
+            &own,
+            &mut FormReporter { epoch: form.epoch, other: &other, ends: None },
+        );
         engine.release();
         own.clear();
         ready.map(|ready| (ready.load_seconds > 0.0, ready.identity))

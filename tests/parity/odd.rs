@@ -8,7 +8,7 @@ use serde_json::json;
 use shared::ids::{BlockId, SeqId, StepId};
 use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
-use worker::rank::NoSteps;
+use worker::rank::EmptyStepSource;
 
 use crate::checkpoint::{Folder, Tensor};
 use crate::rig::{On, Rig, Seq, engine_of};
@@ -143,7 +143,7 @@ fn logits_that_are_not_finite_are_reported_and_the_engine_goes_on() {
     ];
     for plan in steps {
         let mut outputs = Vec::new();
-        engine.step(&plan, &mut NoSteps, &mut outputs).unwrap();
+        engine.step(&plan, &mut EmptyStepSource, &mut outputs).unwrap();
         assert_eq!(outputs.len(), 1);
         assert!(outputs[0].corrupted, "{:?}", outputs[0]);
     }

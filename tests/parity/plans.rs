@@ -7,7 +7,7 @@ use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan
 use shared::sampling::{Pooling, SamplingParams};
 use testkit::models::variant;
 use worker::engine::Engine;
-use worker::rank::{NoSteps, StepSource};
+use worker::rank::{EmptyStepSource, StepSource};
 
 use crate::rig::{Given, engine_of};
 
@@ -64,7 +64,7 @@ fn run(seq: u64, start: u32, count: u32, blocks: &[u32]) -> SequenceStep {
 
 fn step(engine: &mut Engine<ReferenceBackend>, plan: &StepPlan) -> Result<Vec<u32>, String> {
     let mut outputs = Vec::new();
-    engine.step(plan, &mut NoSteps, &mut outputs).map_err(|error| error.to_string())?;
+    engine.step(plan, &mut EmptyStepSource, &mut outputs).map_err(|error| error.to_string())?;
     Ok(outputs.iter().filter_map(|output| output.token).collect())
 }
 
@@ -231,7 +231,8 @@ fn masks_that_do_not_fit_their_plan() {
     };
     let given = |masks: Vec<Option<TokenMask>>| step(&decode, &mut Given(masks));
     assert_eq!(given(vec![Some(TokenMask::Only(vec![7]))]), Ok(vec![7]));
-    let free = step(&StepPlan { sequences: vec![run(1, 5, 1, &[])], ..plan(2) }, &mut NoSteps);
+    let free =
+        step(&StepPlan { sequences: vec![run(1, 5, 1, &[])], ..plan(2) }, &mut EmptyStepSource);
     assert_eq!(given(vec![None]), free, "without one all may be sampled");
     for (masks, expected) in [
         (vec![], "0 masks came for 1 masked sequences"),
@@ -252,7 +253,7 @@ fn masks_that_do_not_fit_their_plan() {
     ] {
         assert_eq!(given(masks).unwrap_err(), format!("step 2: {expected}"));
     }
-    assert_eq!(step(&decode, &mut NoSteps).unwrap_err(), "step 2: no masks come here");
+    assert_eq!(step(&decode, &mut EmptyStepSource).unwrap_err(), "step 2: no masks come here");
     // Masks belong only to the masked entries, in the plan's order.
     let both = StepPlan {
         admitted: vec![new(2, &TOKENS, 5)],
@@ -308,7 +309,7 @@ fn a_prefix_computed_by_another_sequence_is_read() {
     let other = StepPlan { sequences: vec![run(2, 4, 2, &[5, 3])], ..whole.clone() };
     let scored = |plan: &StepPlan| {
         let mut outputs = Vec::new();
-        engine().step(plan, &mut NoSteps, &mut outputs).unwrap();
+        engine().step(plan, &mut EmptyStepSource, &mut outputs).unwrap();
         outputs
     };
     assert_eq!(scored(&shared), scored(&whole));

@@ -7,7 +7,7 @@ use std::time::Duration;
 use kernels::collective::{Collective, local_group, single_rank};
 use kernels::cpu::Precision;
 use kernels::cuda::peer::tuning::Thresholds;
-use kernels::cuda::{CudaBackend, CudaOptions, Exchange, GroupSetup};
+use kernels::cuda::{CudaBackend, CudaOptions, ExchangePolicy, GroupSetup};
 use kernels::reference::ReferenceBackend;
 use kernels::{Backend, CpuBackend};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
@@ -160,7 +160,7 @@ fn fake_peers_backend(one_shot: usize, collective: Box<dyn Collective>) -> CudaB
     let options = CudaOptions {
         folders: vec![fake.libraries],
         kernels: Some(fake.kernels),
-        exchange: Exchange::Peers,
+        exchange: ExchangePolicy::Peers,
         thresholds: Some(Thresholds { one_shot, two_shot: one_shot }),
         ..CudaOptions::default()
     };
@@ -190,7 +190,7 @@ pub(crate) fn fake_nccl_options(rank: u32) -> CudaOptions {
         ordinal: rank,
         folders: vec![fake.libraries],
         kernels: Some(fake.kernels),
-        exchange: Exchange::Nccl,
+        exchange: ExchangePolicy::Nccl,
         nccl_lib: Some(nccl),
         ..CudaOptions::default()
     }

@@ -8,7 +8,9 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use coordinator::engine::{GenerateRequest, GuideEnd, Guided, TokenGuide};
-use coordinator::scheduler::{Effect, Lookup, Method, Scheduler, SchedulerConfig, Speculation};
+use coordinator::scheduler::{
+    Effect, Method, NgramConfig, Scheduler, SchedulerConfig, Speculation,
+};
 use kernels::collective::{Collective, local_group, single_rank};
 use kernels::cpu::Precision;
 use kernels::cuda::CudaOptions;
@@ -314,7 +316,7 @@ fn run<B: Backend>(
 
 const DRAFTS: Speculation = Speculation {
     num_speculative_tokens: 3,
-    method: Method::Ngram(Lookup { prompt_lookup_max: 3, prompt_lookup_min: 1 }),
+    method: Method::Ngram(NgramConfig { prompt_lookup_max: 3, prompt_lookup_min: 1 }),
     disable_by_batch_size: None,
 };
 

@@ -10,12 +10,12 @@ use shared::protocol::control::{RESOURCE_NAME_MAX, RESOURCES_MAX};
 use shared::protocol::lora::{ADAPTER_NAME_MAX, ADAPTER_PATH_MAX, ADAPTERS_MAX};
 use shared::protocol::{
     AcceptedChoice, Adapter, BUILD_MAX, CollectiveSpec, DeviceKind, Drafts, Dtype, EngineConfig,
-    EngineError, EngineEvent, FinishReason, Form, FormFailed, Formed, FromFrontend, FromWorker,
-    FrontendHello, FrontendId, FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec, HeldShard, Hello,
-    LoadProgress, Lora, MODEL_NAME_MAX, MODEL_NAMES_MAX, NewSequence, NodeResources, Parting,
-    Quantization, Rejoin, SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed,
-    StepMasks, StepPlan, StepResult, StepTimings, SubmitRequest, Swap, SwapPair, ToFrontend,
-    ToWorker, TokenLogprobs, TokenMask, Whitespace, WorkerStats,
+    EngineError, EngineEvent, ExitReason, FinishReason, Form, FormFailed, Formed, FromFrontend,
+    FromWorker, FrontendHello, FrontendId, FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec,
+    HeldShard, Hello, LoadProgress, Lora, MODEL_NAME_MAX, MODEL_NAMES_MAX, NewSequence,
+    NodeResources, Quantization, Rejoin, SequenceOutput, SequenceStep, Serving, Start, Started,
+    StepFailed, StepMasks, StepPlan, StepResult, StepTimings, SubmitRequest, Swap, SwapPair,
+    ToFrontend, ToWorker, TokenLogprobs, TokenMask, Whitespace, WorkerStats,
 };
 use shared::sampling::{Pooling, SamplingParams};
 use shared::wire::codec::{self, CodecError};
@@ -164,7 +164,7 @@ fn every_message_survives_and_every_cut_is_noticed() {
         FromWorker::StepFailed(StepFailed { epoch, step: StepId(1), message: "m".to_owned() }),
         FromWorker::Stats(WorkerStats::default()),
         FromWorker::Logs(LogLines { first: 1 << 40, lines: vec!["l\u{e9}".to_owned()] }),
-        FromWorker::Goodbye { reason: "r".to_owned(), parting: Parting::DeviceLost },
+        FromWorker::Goodbye { reason: "r".to_owned(), exit: ExitReason::DeviceLost },
         FromWorker::GroupId(GroupId { epoch, bytes: vec![7; 128] }),
     ];
     from.iter().for_each(round_trip);

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use coordinator::engine::{EngineEvent, EventSender, GenerateRequest};
 use coordinator::metrics::{Hub, Observer};
+use coordinator::replica::core::{Outbound, ReplicaCore, ReplicaLoad};
 use coordinator::replica::driver::{DriverLimits, ReplicaDriver};
-use coordinator::replica::operation::{Operation, Outside, ReplicaLoad};
 use coordinator::scheduler::{EpochEnd, Scheduler, SchedulerConfig};
 use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId, StepId, WorkerId};
 use shared::metrics::catalogue::{FENCED_FRAMES, RANK_DISAGREEMENTS};
@@ -15,7 +15,7 @@ use tokio::sync::mpsc;
 use crate::rig::sizes;
 
 #[derive(Default)]
-pub(crate) struct Sent {
+pub(crate) struct SentMessages {
     pub(crate) plans: Vec<StepPlan>,
     /// Steps whose masks were sent.
     pub(crate) masks: Vec<StepId>,
@@ -24,7 +24,7 @@ pub(crate) struct Sent {
     pub(crate) hung: Vec<WorkerId>,
 }
 
-impl Outside for Sent {
+impl Outbound for SentMessages {
     fn send(&mut self, _epoch: Epoch, message: &ToWorker) -> Result<(), String> {
         match message {
             ToWorker::Step(plan) => self.plans.push(plan.clone()),
@@ -39,10 +39,10 @@ impl Outside for Sent {
         self.hung = hung;
     }
 
-    fn pace(&mut self, _epoch: Epoch, _worker: WorkerId, _slow: bool, _times: f64) {}
+    fn report_pace(&mut self, _epoch: Epoch, _worker: WorkerId, _slow: bool, _times: f64) {}
 }
 
-impl Sent {
+impl SentMessages {
     /// Returns a plan if the ranks have everything for it, including masks.
     pub(crate) fn runnable(&self, at: usize) -> Option<StepPlan> {
         let has_all = |plan: &&StepPlan| {
@@ -63,17 +63,17 @@ pub(crate) fn limits() -> DriverLimits {
     }
 }
 
-pub(crate) fn operation(observer: &Observer) -> Operation {
-    operation_of(observer, limits(), Arc::default())
+pub(crate) fn core(observer: &Observer) -> ReplicaCore {
+    core_of(observer, limits(), Arc::default())
 }
 
-/// Creates an operation with these limits; `load` is what others see of it.
-pub(crate) fn operation_of(
+/// Creates a core with these limits; `load` is what others see of it.
+pub(crate) fn core_of(
     observer: &Observer,
     limits: DriverLimits,
     load: Arc<ReplicaLoad>,
-) -> Operation {
-    operation_with(config(), observer, limits, load)
+) -> ReplicaCore {
+    core_with(config(), observer, limits, load)
 }
 
 pub(crate) fn config() -> SchedulerConfig {
@@ -85,17 +85,17 @@ pub(crate) fn config() -> SchedulerConfig {
     }
 }
 
-/// Creates an operation whose scheduler has these limits.
-pub(crate) fn operation_with(
+/// Creates a core whose scheduler has these limits.
+pub(crate) fn core_with(
     config: SchedulerConfig,
     observer: &Observer,
     limits: DriverLimits,
     load: Arc<ReplicaLoad>,
-) -> Operation {
+) -> ReplicaCore {
     let scheduler = Scheduler::new(config).unwrap();
     let id = ReplicaId(0);
     let driver = ReplicaDriver::new(Duration::ZERO, id, scheduler, observer.clone(), limits);
-    Operation::new(driver, load)
+    ReplicaCore::new(driver, load)
 }
 
 pub(crate) fn result(plan: &StepPlan, digest: u32) -> StepResult {
@@ -128,12 +128,12 @@ pub(crate) fn request() -> GenerateRequest {
 fn a_step_counts_once_all_ranks_agree_on_the_one_before() {
     for disagrees in [false, true] {
         let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
-        let mut operation = operation(hub.observer());
-        let mut sent = Sent::default();
+        let mut core = core(hub.observer());
+        let mut sent = SentMessages::default();
         let (events, mut tokens) = mpsc::channel(64);
         let now = Duration::from_millis(1);
-        operation.submit(now, request(), EventSender::Local(events), &mut sent);
-        operation.ready(now, Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
+        core.submit(now, request(), EventSender::Local(events), &mut sent);
+        core.epoch_formed(now, Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
         let accepted = |tokens: &mut mpsc::Receiver<EngineEvent>| {
             let mut count = 0;
             while let Ok(EngineEvent::Token { .. }) = tokens.try_recv() {
@@ -143,23 +143,23 @@ fn a_step_counts_once_all_ranks_agree_on_the_one_before() {
         };
         // The next step's share begins at a token of this one, which only the workers know.
         let (first, second) = (sent.plans[0].clone(), sent.plans[1].clone());
-        operation.step_done(now, WORKERS[0], result(&first, 5), &mut sent);
+        core.step_done(now, WORKERS[0], result(&first, 5), &mut sent);
         assert_eq!(accepted(&mut tokens), 1, "nothing came before");
-        operation.step_done(now, WORKERS[0], result(&second, 6), &mut sent);
+        core.step_done(now, WORKERS[0], result(&second, 6), &mut sent);
         assert_eq!(accepted(&mut tokens), 0, "the other rank may have something else");
         let digest = if disagrees { 55 } else { 5 };
-        operation.step_done(now, WORKERS[1], result(&first, digest), &mut sent);
+        core.step_done(now, WORKERS[1], result(&first, digest), &mut sent);
         let counted = hub.merged().counter_sum(RANK_DISAGREEMENTS);
         assert_eq!(counted, u64::from(disagrees));
         if disagrees {
             assert_eq!(sent.ends, ["ranks disagree on step-1: worker-1"]);
             assert_eq!(accepted(&mut tokens), 0);
             // Nothing more of this epoch counts.
-            operation.step_done(now, WORKERS[1], result(&second, 6), &mut sent);
+            core.step_done(now, WORKERS[1], result(&second, 6), &mut sent);
             assert_eq!((accepted(&mut tokens), sent.ends.len()), (0, 1));
             // The next epoch continues from what was accepted.
-            assert!(operation.lost(now, Epoch(3), EpochEnd::Failed));
-            operation.ready(now, Epoch(4), 8, 0, WORKERS.to_vec(), &mut sent);
+            assert!(core.epoch_ended(now, Epoch(3), EpochEnd::Failed));
+            core.epoch_formed(now, Epoch(4), 8, 0, WORKERS.to_vec(), &mut sent);
             let again = sent.plans.iter().find(|plan| plan.epoch == Epoch(4)).unwrap();
             assert_eq!(again.admitted.iter().map(|it| it.tokens.len()).max(), Some(4));
         } else {
@@ -177,20 +177,20 @@ fn a_rank_that_answers_what_it_was_not_sent_ends_the_epoch() {
     // Two steps were sent: one rank answers a third, one an unknown one, one skips the first.
     for (rank, step) in [(0, 3), (1, 3), (0, u64::MAX), (1, u64::MAX), (0, 2), (1, 2)] {
         let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
-        let mut operation = operation(hub.observer());
-        let mut sent = Sent::default();
+        let mut core = core(hub.observer());
+        let mut sent = SentMessages::default();
         let (events, mut tokens) = mpsc::channel(64);
-        operation.submit(now, request(), EventSender::Local(events), &mut sent);
-        operation.ready(now, Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
+        core.submit(now, request(), EventSender::Local(events), &mut sent);
+        core.epoch_formed(now, Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
         assert_eq!(sent.plans.len(), 2);
         let wrong = StepPlan { step: StepId(step), ..sent.plans[1].clone() };
         for _ in 0..3 {
-            operation.step_done(now, WORKERS[rank], result(&wrong, 5), &mut sent);
+            core.step_done(now, WORKERS[rank], result(&wrong, 5), &mut sent);
         }
         let who = WORKERS[rank];
         assert_eq!(sent.ends, [format!("{who} answered step-{step} after step-0")]);
         for who in WORKERS {
-            operation.step_done(now, who, result(&sent.plans[0].clone(), 5), &mut sent);
+            core.step_done(now, who, result(&sent.plans[0].clone(), 5), &mut sent);
         }
         assert!(tokens.try_recv().is_err(), "nothing more of it counts");
         assert_eq!(sent.ends.len(), 1);
@@ -201,15 +201,15 @@ fn a_rank_that_answers_what_it_was_not_sent_ends_the_epoch() {
 fn what_a_rank_says_again_counts_once() {
     let now = Duration::from_millis(1);
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
-    let mut operation = operation(hub.observer());
-    let mut sent = Sent::default();
+    let mut core = core(hub.observer());
+    let mut sent = SentMessages::default();
     let (events, mut tokens) = mpsc::channel(64);
-    operation.submit(now, request(), EventSender::Local(events), &mut sent);
-    operation.ready(now, Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
+    core.submit(now, request(), EventSender::Local(events), &mut sent);
+    core.epoch_formed(now, Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
     for step in 0..2 {
         let plan = sent.plans[step].clone();
         for who in [0, 0, 1, 0, 1, 1] {
-            operation.step_done(now, WORKERS[who], result(&plan, 5), &mut sent);
+            core.step_done(now, WORKERS[who], result(&plan, 5), &mut sent);
         }
     }
     let mut count = 0;

@@ -5,22 +5,22 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use coordinator::metrics::Hub;
+use coordinator::replica::core::{ReplicaCore, ReplicaLoad, TICK};
 use coordinator::replica::driver::DriverLimits;
-use coordinator::replica::operation::{Operation, ReplicaLoad, TICK};
 use coordinator::scheduler::{EpochEnd, SchedulerConfig};
 use shared::ids::{Epoch, Incarnation};
 use shared::metrics::catalogue::STEPS_OVERDUE;
 use tokio::sync::mpsc;
 
-use crate::agreement::{Sent, WORKERS, config, operation_with, request, result};
+use crate::agreement::{SentMessages, WORKERS, config, core_with, request, result};
 
 /// How long each step takes, as long as all is well.
 const STEP: Duration = Duration::from_millis(20);
 
 struct Rig {
     hub: Hub,
-    operation: Operation,
-    sent: Sent,
+    core: ReplicaCore,
+    sent: SentMessages,
     load: Arc<ReplicaLoad>,
     now: Duration,
     answered: usize,
@@ -40,17 +40,17 @@ impl Rig {
         };
         let load = Arc::new(ReplicaLoad::default());
         let config = SchedulerConfig { max_model_len: 4096, ..config() };
-        let operation = operation_with(config, hub.observer(), limits, load.clone());
+        let core = core_with(config, hub.observer(), limits, load.clone());
         let now = Duration::from_millis(1);
-        let sent = Sent::default();
-        let mut rig = Self { hub, operation, sent, load, now, answered: 0, unread: vec![] };
+        let sent = SentMessages::default();
+        let mut rig = Self { hub, core, sent, load, now, answered: 0, unread: vec![] };
         rig.form(3);
         rig
     }
 
     fn form(&mut self, epoch: u64) {
         let (workers, sent) = (WORKERS.to_vec(), &mut self.sent);
-        self.operation.ready(self.now, Epoch(epoch), 256, 0, workers, sent);
+        self.core.epoch_formed(self.now, Epoch(epoch), 256, 0, workers, sent);
     }
 
     /// All ranks answer so many steps, each after this time.
@@ -59,14 +59,14 @@ impl Rig {
             let until = self.now + takes;
             while self.now < until {
                 self.now = until.min(self.now + TICK);
-                self.operation.tick(self.now, &mut self.sent);
+                self.core.tick(self.now, &mut self.sent);
             }
             self.answer();
-            self.operation.tick(self.now, &mut self.sent);
+            self.core.tick(self.now, &mut self.sent);
             while self.sent.plans.len() == self.answered {
                 // Nothing to do: the next sign of life.
                 self.now += TICK;
-                self.operation.tick(self.now, &mut self.sent);
+                self.core.tick(self.now, &mut self.sent);
             }
         }
     }
@@ -75,7 +75,7 @@ impl Rig {
         let plan = self.sent.plans[self.answered].clone();
         self.answered += 1;
         for worker in WORKERS {
-            self.operation.step_done(self.now, worker, result(&plan, 5), &mut self.sent);
+            self.core.step_done(self.now, worker, result(&plan, 5), &mut self.sent);
         }
     }
 
@@ -85,7 +85,7 @@ impl Rig {
         let (since, ends) = (self.now, self.sent.ends.len());
         while self.now < since + at_most {
             self.now += tick;
-            self.operation.tick(self.now, &mut self.sent);
+            self.core.tick(self.now, &mut self.sent);
             if self.sent.ends.len() > ends {
                 return Some((self.now - since).as_millis() as u64);
             }
@@ -99,7 +99,7 @@ impl Rig {
         let (events, tokens) = mpsc::channel(4096);
         self.unread.push(tokens);
         let events = coordinator::engine::EventSender::Local(events);
-        self.operation.submit(self.now, request, events, &mut self.sent);
+        self.core.submit(self.now, request, events, &mut self.sent);
     }
 }
 
@@ -175,7 +175,7 @@ fn time_that_says_nothing_of_the_ranks_does_not_count() {
     rig.submit(2000);
     rig.run(100, STEP);
     rig.now += Duration::from_secs(30);
-    rig.operation.tick(rig.now, &mut rig.sent);
+    rig.core.tick(rig.now, &mut rig.sent);
     assert!(rig.sent.ends.is_empty(), "{:?}", rig.sent.ends);
     rig.run(100, STEP);
     // One rank is silent: how long it may be is decided elsewhere.
@@ -192,7 +192,7 @@ fn the_next_epoch_begins_to_learn_anew_and_the_next_alarm_takes_longer() {
     rig.submit(2000);
     rig.run(100, STEP);
     assert!(rig.hang(TICK, MINUTE).unwrap() < 5_200);
-    rig.operation.lost(rig.now, Epoch(3), EpochEnd::Failed);
+    rig.core.epoch_ended(rig.now, Epoch(3), EpochEnd::Failed);
     rig.answered = rig.sent.plans.len();
     rig.form(4);
     rig.run(4, STEP);

@@ -2,11 +2,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use coordinator::cluster::orphanage::Surplus;
+use coordinator::cluster::migration::QueueShare;
 use coordinator::engine::{EngineError, EngineEvent, EventSender, GenerateRequest, TAKEN_WITHIN};
 use coordinator::metrics::Hub;
+use coordinator::replica::core::{ReplicaCore, TICK};
 use coordinator::replica::driver::DriverLimits;
-use coordinator::replica::operation::{Operation, TICK};
 use coordinator::scheduler::{Effect, Scheduler, SchedulerConfig};
 use shared::ids::{Epoch, Incarnation, RequestId};
 use shared::metrics::catalogue::{REQUEST_SUCCESS, REQUESTS_EXPIRED};
@@ -15,9 +15,7 @@ use shared::protocol::StepPlan;
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
 
-use crate::agreement::{
-    self, Sent, WORKERS, operation, operation_of, operation_with, request, result,
-};
+use crate::agreement::{self, SentMessages, WORKERS, core, core_of, core_with, request, result};
 use crate::rig::sizes;
 
 const REQUESTS: u64 = 1024;
@@ -66,25 +64,25 @@ fn a_thousand_requests_end_in_a_moment() {
 #[test]
 fn a_reader_that_stops_reading_is_given_up_and_a_slow_one_is_not() {
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
-    let mut operation = operation(hub.observer());
-    let (mut sent, mut answered) = (Sent::default(), 0);
+    let mut core = core(hub.observer());
+    let (mut sent, mut answered) = (SentMessages::default(), 0);
     let (stopped, stopped_events) = mpsc::channel(64);
     let (slow, mut slow_events) = mpsc::channel(64);
     let ms = Duration::from_millis;
-    operation.submit(ms(1), request(), EventSender::Local(stopped), &mut sent);
+    core.submit(ms(1), request(), EventSender::Local(stopped), &mut sent);
     let other = GenerateRequest { id: RequestId(2), response_id: Arc::from("2"), ..request() };
-    operation.submit(ms(1), other, EventSender::Local(slow), &mut sent);
-    operation.ready(ms(1), Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
+    core.submit(ms(1), other, EventSender::Local(slow), &mut sent);
+    core.epoch_formed(ms(1), Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
     let mut cancelled = None;
     // A step every 4 s, as on a very slow machine: both requests take two minutes.
     for at in (50..110_000).step_by(50).map(ms) {
-        operation.tick(at, &mut sent);
+        core.tick(at, &mut sent);
         if at.as_millis().is_multiple_of(4_000)
             && let Some(plan) = sent.plans.get(answered).cloned()
         {
             answered += 1;
             for worker in WORKERS {
-                operation.step_done(at, worker, result(&plan, 5), &mut sent);
+                core.step_done(at, worker, result(&plan, 5), &mut sent);
             }
         }
         if at.as_millis().is_multiple_of(40_000) {
@@ -109,25 +107,25 @@ fn many_clients_that_leave_one_by_one_leave_in_a_moment() {
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
     let config = SchedulerConfig { max_queued_requests: 1 << 16, ..agreement::config() };
     let limits = agreement::limits();
-    let mut operation = operation_with(config, hub.observer(), limits, Arc::default());
-    let (mut sent, secs) = (Sent::default(), Duration::from_secs);
+    let mut core = core_with(config, hub.observer(), limits, Arc::default());
+    let (mut sent, secs) = (SentMessages::default(), Duration::from_secs);
     let mut events = Vec::new();
     for id in 0..WAITING {
         let (sender, taken) = mpsc::channel(64);
         events.push(taken);
         let request = GenerateRequest { id: RequestId(id), ..request() };
-        operation.submit(secs(1), request, EventSender::Local(sender), &mut sent);
+        core.submit(secs(1), request, EventSender::Local(sender), &mut sent);
     }
-    operation.ready(secs(1), Epoch(1), 64, 0, WORKERS.to_vec(), &mut sent);
+    core.epoch_formed(secs(1), Epoch(1), 64, 0, WORKERS.to_vec(), &mut sent);
     let aborted = || hub.merged().counter_sum_of(REQUEST_SUCCESS, FinishedReason::Abort);
     let began = Instant::now();
-    (0..WAITING).for_each(|id| operation.cancel(secs(2), RequestId(id), &mut sent));
+    (0..WAITING).for_each(|id| core.cancel(secs(2), RequestId(id), &mut sent));
     assert!(aborted() >= 4, "what runs is cancelled at once");
     // Another replica does not continue those that are about to be dropped.
-    let moved = operation.share(secs(2), Surplus { most: 100, room: 1000 }, &mut sent);
+    let moved = core.share(secs(2), QueueShare { most: 100, room: 1000 }, &mut sent);
     assert!(moved.is_empty(), "{}", moved.len());
     for at in 1..=20 {
-        operation.tick(secs(2) + at * TICK, &mut sent);
+        core.tick(secs(2) + at * TICK, &mut sent);
     }
     let took = began.elapsed();
     assert!(took < Duration::from_secs(10), "{took:?}");
@@ -167,25 +165,25 @@ fn who_waits_too_long_for_a_first_step_is_told_and_who_runs_goes_on() {
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
     let wait = Some(Duration::from_secs(3));
     let limits = DriverLimits { max_queue_wait: wait, ..agreement::limits() };
-    let mut operation = operation_of(hub.observer(), limits, Arc::default());
-    let (mut sent, secs) = (Sent::default(), Duration::from_secs);
-    operation.ready(secs(1), Epoch(1), 8, 0, WORKERS.to_vec(), &mut sent);
+    let mut core = core_of(hub.observer(), limits, Arc::default());
+    let (mut sent, secs) = (SentMessages::default(), Duration::from_secs);
+    core.epoch_formed(secs(1), Epoch(1), 8, 0, WORKERS.to_vec(), &mut sent);
     // Four run, the fifth waits.
     let mut events: Vec<_> = (0..5)
         .map(|id| {
             let (sender, events) = mpsc::channel(64);
             let request = GenerateRequest { id: RequestId(id), arrived: secs(1), ..request() };
             let at = secs(2);
-            operation.submit(at, request, EventSender::Local(sender), &mut sent);
+            core.submit(at, request, EventSender::Local(sender), &mut sent);
             events
         })
         .collect();
     for worker in WORKERS {
-        operation.step_done(secs(2), worker, result(&sent.plans[0], 0), &mut sent);
+        core.step_done(secs(2), worker, result(&sent.plans[0], 0), &mut sent);
     }
-    operation.tick(Duration::from_millis(3_900), &mut sent);
+    core.tick(Duration::from_millis(3_900), &mut sent);
     assert!(events.iter_mut().all(|events| failure(events).is_none()));
-    operation.tick(secs(4), &mut sent);
+    core.tick(secs(4), &mut sent);
     let told: Vec<_> = events.iter_mut().map(failure).collect();
     let (ran, waited) = told.split_at(4);
     assert!(ran.iter().all(Option::is_none), "{told:?}");
@@ -204,34 +202,35 @@ fn who_waits_too_long_for_a_first_step_is_told_and_who_runs_goes_on() {
 #[test]
 fn who_finds_the_queue_full_is_told_when_to_come_again_by_the_pace_of_late() {
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
-    let mut operation = operation(hub.observer());
-    let (mut sent, secs) = (Sent::default(), Duration::from_secs);
-    let told = |operation: &mut Operation, sent: &mut Sent, at: u64, ids: std::ops::Range<u64>| {
-        ids.filter_map(|id| {
-            let (sender, mut events) = mpsc::channel(64);
-            let request = GenerateRequest { id: RequestId(id), ..request() };
-            operation.submit(secs(at), request, EventSender::Local(sender), sent);
-            match failure(&mut events) {
-                Some(EngineError::QueueFull { retry_after_s, .. }) => Some(retry_after_s),
-                _ => None,
-            }
-        })
-        .collect::<Vec<u32>>()
-    };
+    let mut core = core(hub.observer());
+    let (mut sent, secs) = (SentMessages::default(), Duration::from_secs);
+    let told =
+        |core: &mut ReplicaCore, sent: &mut SentMessages, at: u64, ids: std::ops::Range<u64>| {
+            ids.filter_map(|id| {
+                let (sender, mut events) = mpsc::channel(64);
+                let request = GenerateRequest { id: RequestId(id), ..request() };
+                core.submit(secs(at), request, EventSender::Local(sender), sent);
+                match failure(&mut events) {
+                    Some(EngineError::QueueFull { retry_after_s, .. }) => Some(retry_after_s),
+                    _ => None,
+                }
+            })
+            .collect::<Vec<u32>>()
+        };
     // Four may wait; none ends.
-    let full = told(&mut operation, &mut sent, 1, 0..40);
+    let full = told(&mut core, &mut sent, 1, 0..40);
     assert_eq!(full.len(), 36);
     assert!(full.iter().all(|wait| (45..=60).contains(wait)), "{full:?}");
     let apart: std::collections::BTreeSet<_> = full.iter().collect();
     assert!(apart.len() > 4, "they do not come again together: {full:?}");
     // Those that waited leave, but still nobody finishes anything.
-    (0..4).for_each(|id| operation.cancel(secs(2), RequestId(id), &mut sent));
-    operation.tick(secs(2), &mut sent);
-    let full = told(&mut operation, &mut sent, 2, 40..80);
+    (0..4).for_each(|id| core.cancel(secs(2), RequestId(id), &mut sent));
+    core.tick(secs(2), &mut sent);
+    let full = told(&mut core, &mut sent, 2, 40..80);
     assert!(full.len() == 36 && full.iter().all(|wait| (45..=60).contains(wait)), "{full:?}");
     // The next four run and end within one second: so would four others.
-    operation.ready(secs(3), Epoch(1), 8, 0, WORKERS.to_vec(), &mut sent);
-    (40..44).for_each(|id| operation.cancel(secs(3), RequestId(id), &mut sent));
-    let full = told(&mut operation, &mut sent, 3, 80..120);
+    core.epoch_formed(secs(3), Epoch(1), 8, 0, WORKERS.to_vec(), &mut sent);
+    (40..44).for_each(|id| core.cancel(secs(3), RequestId(id), &mut sent));
+    let full = told(&mut core, &mut sent, 3, 80..120);
     assert!(full.len() >= 32 && full.iter().all(|wait| (1..=2).contains(wait)), "{full:?}");
 }

@@ -10,7 +10,7 @@ use shared::ids::{Epoch, Incarnation, RequestId};
 use shared::protocol::TokenMask;
 use tokio::sync::mpsc;
 
-use crate::agreement::{Sent, WORKERS, operation, request, result};
+use crate::agreement::{SentMessages, WORKERS, core, request, result};
 
 /// A guide that knows what may come first, and then never gets further.
 #[derive(Debug)]
@@ -43,24 +43,24 @@ impl TokenGuide for Stuck {
 fn a_request_whose_mask_never_comes_ends_and_the_others_go_on() {
     for knows in [0, 1, 3] {
         let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
-        let mut operation = operation(hub.observer());
-        let (mut sent, mut answered) = (Sent::default(), 0);
+        let mut core = core(hub.observer());
+        let (mut sent, mut answered) = (SentMessages::default(), 0);
         let (stuck, mut stuck_events) = mpsc::channel(64);
         let (other, mut other_events) = mpsc::channel(64);
         let guide = Stuck { first: TokenMask::Only(vec![7]), behind: 0, knows };
         let guided = GenerateRequest { guides: vec![Box::new(guide)], ..request() };
         let plain = GenerateRequest { id: RequestId(2), ..request() };
         let ms = Duration::from_millis;
-        operation.submit(ms(1), guided, EventSender::Local(stuck), &mut sent);
-        operation.submit(ms(1), plain, EventSender::Local(other), &mut sent);
-        operation.ready(ms(1), Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
+        core.submit(ms(1), guided, EventSender::Local(stuck), &mut sent);
+        core.submit(ms(1), plain, EventSender::Local(other), &mut sent);
+        core.epoch_formed(ms(1), Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
         let mut ended = None;
         for at in (50..20_000).step_by(50).map(ms) {
-            operation.tick(at, &mut sent);
+            core.tick(at, &mut sent);
             while let Some(plan) = sent.runnable(answered) {
                 answered += 1;
                 for worker in WORKERS {
-                    operation.step_done(at, worker, result(&plan, 5), &mut sent);
+                    core.step_done(at, worker, result(&plan, 5), &mut sent);
                 }
             }
             while let Ok(event) = stuck_events.try_recv() {
@@ -111,21 +111,21 @@ impl TokenGuide for Slow {
 #[test]
 fn masks_that_come_late_end_nothing() {
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
-    let mut operation = operation(hub.observer());
-    let (mut sent, mut answered) = (Sent::default(), 0);
+    let mut core = core(hub.observer());
+    let (mut sent, mut answered) = (SentMessages::default(), 0);
     let (events, mut received) = mpsc::channel(64);
     let guide = Slow { next: TokenMask::Only(vec![7]), asked: 0 };
     let guided = GenerateRequest { guides: vec![Box::new(guide)], ..request() };
     let ms = Duration::from_millis;
-    operation.submit(ms(1), guided, EventSender::Local(events), &mut sent);
-    operation.ready(ms(1), Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
+    core.submit(ms(1), guided, EventSender::Local(events), &mut sent);
+    core.epoch_formed(ms(1), Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
     for at in (500..40_000).step_by(500).map(ms) {
-        operation.tick(at, &mut sent);
+        core.tick(at, &mut sent);
         assert!(at > ms(5_000) || answered < 30, "longer than a mask may take");
         while let Some(plan) = sent.runnable(answered) {
             answered += 1;
             for worker in WORKERS {
-                operation.step_done(at, worker, result(&plan, 7), &mut sent);
+                core.step_done(at, worker, result(&plan, 7), &mut sent);
             }
         }
     }

@@ -2,31 +2,38 @@
 //! that there is none, but never that they asked for too much.
 use std::time::Duration;
 
-use coordinator::cluster::orphanage::{Home, Orphanage};
+use coordinator::cluster::migration::{Candidate, Migrations};
 use coordinator::engine::{EngineError, EngineEvent, EventSender, GenerateRequest};
 use coordinator::metrics::Hub;
-use coordinator::replica::driver::Moved;
-use coordinator::replica::operation::Operation;
+use coordinator::replica::core::ReplicaCore;
+use coordinator::replica::driver::MovedRequest;
 use coordinator::scheduler::EpochEnd;
 use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId};
 use tokio::sync::mpsc;
 
-use crate::agreement::{Sent, WORKERS, operation, request};
+use crate::agreement::{SentMessages, WORKERS, core, request};
 
 const BLOCKS: u32 = 4;
 
 /// The events of a request that stays, and the replica that holds it.
-type Stays = (mpsc::Receiver<EngineEvent>, Operation);
+type Stays = (mpsc::Receiver<EngineEvent>, ReplicaCore);
 
 /// A replica with a request that needs all its blocks and one that needs one block comes back with
 /// half of its blocks. Returns the requests that it gives up.
-fn outgrown(hub: &Hub) -> (Vec<Moved>, mpsc::Receiver<EngineEvent>, Stays) {
-    let (mut operation, mut sent) = (operation(hub.observer()), Sent::default());
+fn outgrown(hub: &Hub) -> (Vec<MovedRequest>, mpsc::Receiver<EngineEvent>, Stays) {
+    let (mut core, mut sent) = (core(hub.observer()), SentMessages::default());
     let at = Duration::from_millis(1);
-    let ready = |operation: &mut Operation, epoch, blocks| {
-        operation.ready(at, Epoch(epoch), blocks, 0, WORKERS.to_vec(), &mut Sent::default())
+    let ready = |core: &mut ReplicaCore, epoch, blocks| {
+        core.epoch_formed(
+            at,
+            Epoch(epoch),
+            blocks,
+            0,
+            WORKERS.to_vec(),
+            &mut SentMessages::default(),
+        )
     };
-    assert!(ready(&mut operation, 1, BLOCKS).is_empty());
+    assert!(ready(&mut core, 1, BLOCKS).is_empty());
     let ((large, large_events), (small, small_events)) = (mpsc::channel(64), mpsc::channel(64));
     let prompt = vec![1; 16];
     let large_one = GenerateRequest {
@@ -35,38 +42,43 @@ fn outgrown(hub: &Hub) -> (Vec<Moved>, mpsc::Receiver<EngineEvent>, Stays) {
         max_tokens: BLOCKS * 16 - 16,
         ..request()
     };
-    operation.submit(at, large_one, EventSender::Local(large), &mut sent);
+    core.submit(at, large_one, EventSender::Local(large), &mut sent);
     let small_one = GenerateRequest { id: RequestId(3), max_tokens: 8, ..request() };
-    operation.submit(at, small_one, EventSender::Local(small), &mut sent);
-    assert!(operation.lost(at, Epoch(1), EpochEnd::Failed));
-    let moved = ready(&mut operation, 2, BLOCKS / 2);
-    (moved, large_events, (small_events, operation))
+    core.submit(at, small_one, EventSender::Local(small), &mut sent);
+    assert!(core.epoch_ended(at, Epoch(1), EpochEnd::Failed));
+    let moved = ready(&mut core, 2, BLOCKS / 2);
+    (moved, large_events, (small_events, core))
 }
 
-fn home(id: u32, serving: bool, room: u32) -> Home {
-    Home { serving, room, ..Home::unknown(ReplicaId(id)) }
+fn candidate(id: u32, serving: bool, room: u32) -> Candidate {
+    Candidate { serving, room, ..Candidate::unknown(ReplicaId(id)) }
 }
 
 #[test]
 fn what_has_no_room_any_more_goes_on_where_there_is_some() {
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
     let (moved, mut large, (mut small, _replica)) = outgrown(&hub);
-    assert_eq!(moved.iter().map(Moved::id).collect::<Vec<_>>(), [RequestId(2)]);
+    assert_eq!(moved.iter().map(MovedRequest::id).collect::<Vec<_>>(), [RequestId(2)]);
     assert!(large.try_recv().is_err() && !large.is_closed(), "it is told nothing");
     assert!(small.try_recv().is_err() && !small.is_closed(), "the other one stays");
-    let mut orphanage = Orphanage::default();
-    orphanage.expect(ReplicaId(0));
-    let homes = [home(0, true, BLOCKS * 8), home(1, true, BLOCKS * 16), home(2, false, u32::MAX)];
-    let mut placed = orphanage.place(ReplicaId(0), moved, homes.into_iter());
-    assert!(placed.outgrown.is_empty() && placed.homeless.is_empty());
-    let (to, requests) = placed.homes.remove(0);
-    assert_eq!((to, placed.homes.len()), (ReplicaId(1), 0));
-    let (mut other, mut sent) = (operation(hub.observer()), Sent::default());
+    let mut migrations = Migrations::default();
+    migrations.expect(ReplicaId(0));
+    let candidates = [
+        candidate(0, true, BLOCKS * 8),
+        candidate(1, true, BLOCKS * 16),
+        candidate(2, false, u32::MAX),
+    ];
+    let mut placed = migrations.place(ReplicaId(0), moved, candidates.into_iter());
+    assert!(placed.outgrown.is_empty() && placed.unplaced.is_empty());
+    let (to, requests) = placed.by_replica.remove(0);
+    assert_eq!((to, placed.by_replica.len()), (ReplicaId(1), 0));
+    let (mut other, mut sent) = (core(hub.observer()), SentMessages::default());
     let at = Duration::from_millis(2);
-    let none = other.ready(at, Epoch(3), BLOCKS, 0, WORKERS.to_vec(), &mut sent);
+    let none = other.epoch_formed(at, Epoch(3), BLOCKS, 0, WORKERS.to_vec(), &mut sent);
     assert!(none.is_empty());
     other.adopt(at, requests, &mut sent);
-    let admitted = |sent: &Sent| sent.plans.iter().map(|plan| plan.admitted.len()).sum::<usize>();
+    let admitted =
+        |sent: &SentMessages| sent.plans.iter().map(|plan| plan.admitted.len()).sum::<usize>();
     other.tick(at, &mut sent);
     assert_eq!(admitted(&sent), 1, "it runs there");
 }
@@ -74,30 +86,30 @@ fn what_has_no_room_any_more_goes_on_where_there_is_some() {
 #[test]
 fn it_waits_where_there_may_be_room_and_else_is_told_that_there_is_none() {
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
-    let place = |homes: &[Home]| {
+    let place = |candidates: &[Candidate]| {
         let (moved, large, _small) = outgrown(&hub);
-        let mut orphanage = Orphanage::default();
-        orphanage.expect(ReplicaId(0));
-        (orphanage.place(ReplicaId(0), moved, homes.iter().copied()), large)
+        let mut migrations = Migrations::default();
+        migrations.expect(ReplicaId(0));
+        (migrations.place(ReplicaId(0), moved, candidates.iter().copied()), large)
     };
-    let here = home(0, true, BLOCKS * 8);
-    let (placed, _) = place(&[here, home(1, true, 8), home(2, false, BLOCKS * 16)]);
-    assert_eq!((placed.homes[0].0, placed.homes.len()), (ReplicaId(2), 1));
+    let here = candidate(0, true, BLOCKS * 8);
+    let (placed, _) = place(&[here, candidate(1, true, 8), candidate(2, false, BLOCKS * 16)]);
+    assert_eq!((placed.by_replica[0].0, placed.by_replica.len()), (ReplicaId(2), 1));
     // The only replica with room has a silent rank: most silences end, and others have room later.
-    let doubtful = |id, room| Home { doubtful: true, ..home(id, true, room) };
-    let (placed, _) = place(&[here, doubtful(1, BLOCKS * 16), home(2, false, BLOCKS * 16)]);
-    assert_eq!((placed.homes[0].0, placed.homes.len()), (ReplicaId(1), 1));
-    let (placed, _) = place(&[here, doubtful(1, BLOCKS * 16), home(2, true, BLOCKS * 16)]);
-    assert_eq!((placed.homes[0].0, placed.homes.len()), (ReplicaId(2), 1));
+    let doubtful = |id, room| Candidate { doubtful: true, ..candidate(id, true, room) };
+    let (placed, _) = place(&[here, doubtful(1, BLOCKS * 16), candidate(2, false, BLOCKS * 16)]);
+    assert_eq!((placed.by_replica[0].0, placed.by_replica.len()), (ReplicaId(1), 1));
+    let (placed, _) = place(&[here, doubtful(1, BLOCKS * 16), candidate(2, true, BLOCKS * 16)]);
+    assert_eq!((placed.by_replica[0].0, placed.by_replica.len()), (ReplicaId(2), 1));
     // No other replica has room, or ever had.
-    let (placed, _) = place(&[here, home(1, true, 8), home(2, false, 8)]);
-    assert!(placed.homes.is_empty());
+    let (placed, _) = place(&[here, candidate(1, true, 8), candidate(2, false, 8)]);
+    assert!(placed.by_replica.is_empty());
     assert_eq!((placed.outgrown.len(), placed.outgrown[0].1), (1, BLOCKS * 8));
     // A replica that took the request before it knew how many blocks it would have says the same.
     let (moved, mut large, _small) = outgrown(&hub);
-    let (mut other, mut sent) = (operation(hub.observer()), Sent::default());
+    let (mut other, mut sent) = (core(hub.observer()), SentMessages::default());
     let at = Duration::from_millis(2);
-    let none = other.ready(at, Epoch(3), 2, 0, WORKERS.to_vec(), &mut sent);
+    let none = other.epoch_formed(at, Epoch(3), 2, 0, WORKERS.to_vec(), &mut sent);
     assert!(none.is_empty());
     other.adopt(at, moved, &mut sent);
     let Ok(EngineEvent::Failed(EngineError::Unavailable { message })) = large.try_recv() else {
@@ -109,21 +121,21 @@ fn it_waits_where_there_may_be_room_and_else_is_told_that_there_is_none() {
 #[test]
 fn a_replica_that_answers_no_more_leaves_nothing_behind() {
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
-    let homes = [home(1, true, u32::MAX)];
-    let place = |orphanage: &mut Orphanage| {
+    let candidates = [candidate(1, true, u32::MAX)];
+    let place = |migrations: &mut Migrations| {
         let (moved, _large, _small) = outgrown(&hub);
-        orphanage.place(ReplicaId(0), moved, homes.into_iter())
+        migrations.place(ReplicaId(0), moved, candidates.into_iter())
     };
-    let mut orphanage = Orphanage::default();
-    orphanage.expect(ReplicaId(0));
-    orphanage.expect(ReplicaId(7));
-    orphanage.cancelled(RequestId(2));
-    assert_eq!(place(&mut orphanage).cancelled.len(), 1, "it was cancelled on its way");
-    orphanage.expect(ReplicaId(0));
-    assert_eq!(place(&mut orphanage).cancelled.len(), 1, "one more may be on its way");
+    let mut migrations = Migrations::default();
+    migrations.expect(ReplicaId(0));
+    migrations.expect(ReplicaId(7));
+    migrations.cancelled(RequestId(2));
+    assert_eq!(place(&mut migrations).cancelled.len(), 1, "it was cancelled on its way");
+    migrations.expect(ReplicaId(0));
+    assert_eq!(place(&mut migrations).cancelled.len(), 1, "one more may be on its way");
     // That replica's actor has panicked: a request that comes again under the same id is not
     // cancelled for ever.
-    orphanage.gone(ReplicaId(7));
-    orphanage.expect(ReplicaId(0));
-    assert_eq!(place(&mut orphanage).cancelled.len(), 0);
+    migrations.gone(ReplicaId(7));
+    migrations.expect(ReplicaId(0));
+    assert_eq!(place(&mut migrations).cancelled.len(), 0);
 }

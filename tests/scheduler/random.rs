@@ -1,6 +1,6 @@
 //! Random schedules of everything that can happen, with few blocks.
 use coordinator::engine::EngineError;
-use coordinator::scheduler::{Lookup, Method, SchedulerConfig, Speculation};
+use coordinator::scheduler::{Method, NgramConfig, SchedulerConfig, Speculation};
 use proptest::prelude::*;
 
 use shared::sampling::Pooling;
@@ -128,7 +128,7 @@ fn speculation() -> impl Strategy<Value = Option<Speculation>> {
     let size = prop::option::weighted(0.2, 2u32..6);
     let method = prop_oneof![
         (1u32..4, 0u32..3).prop_map(|(min, more)| {
-            Method::Ngram(Lookup { prompt_lookup_max: min + more, prompt_lookup_min: min })
+            Method::Ngram(NgramConfig { prompt_lookup_max: min + more, prompt_lookup_min: min })
         }),
         Just(Method::DraftModel),
     ];

@@ -6,7 +6,7 @@ use coordinator::engine::{
     EngineError, EngineEvent, EventSender, FinishReason, GenerateRequest, Resumed, ResumedChoice,
 };
 use coordinator::metrics::Hub;
-use coordinator::replica::operation::Operation;
+use coordinator::replica::core::ReplicaCore;
 use shared::ids::{Epoch, Incarnation, RequestId};
 use shared::metrics::catalogue::{
     GENERATION_TOKENS, PROMPT_TOKENS, REQUEST_SUCCESS, REQUESTS_ACCEPTED, TOKENS_RECOMPUTED,
@@ -14,7 +14,7 @@ use shared::metrics::catalogue::{
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
 
-use crate::agreement::{Sent, WORKERS, operation, request, result};
+use crate::agreement::{SentMessages, WORKERS, core, request, result};
 
 const NOW: Duration = Duration::from_millis(1);
 
@@ -42,12 +42,12 @@ fn resumed(id: u32, choices: &[(usize, Option<FinishReason>)]) -> GenerateReques
 }
 
 fn submit(
-    operation: &mut Operation,
+    core: &mut ReplicaCore,
     request: GenerateRequest,
-    sent: &mut Sent,
+    sent: &mut SentMessages,
 ) -> mpsc::Receiver<EngineEvent> {
     let (events, receiver) = mpsc::channel(64);
-    operation.submit(NOW, request, EventSender::Local(events), sent);
+    core.submit(NOW, request, EventSender::Local(events), sent);
     receiver
 }
 
@@ -57,22 +57,22 @@ fn events(receiver: &mut mpsc::Receiver<EngineEvent>) -> Vec<EngineEvent> {
 
 #[test]
 fn what_has_run_goes_before_what_has_not_and_takes_nothing_of_the_queue() {
-    let (hub, mut sent) = (hub(), Sent::default());
-    let mut operation = operation(hub.observer());
+    let (hub, mut sent) = (hub(), SentMessages::default());
+    let mut core = core(hub.observer());
     let mut kept = Vec::new();
     let fresh =
         |id: u32| GenerateRequest { id: RequestId(id.into()), prompt: vec![id; 3], ..request() };
     for id in 1..=4 {
-        kept.push(submit(&mut operation, fresh(id), &mut sent));
+        kept.push(submit(&mut core, fresh(id), &mut sent));
     }
     for id in [5, 6] {
-        kept.push(submit(&mut operation, resumed(id, &[(2, None)]), &mut sent));
+        kept.push(submit(&mut core, resumed(id, &[(2, None)]), &mut sent));
     }
-    let mut full = submit(&mut operation, fresh(7), &mut sent);
+    let mut full = submit(&mut core, fresh(7), &mut sent);
     let full = events(&mut full);
     assert!(matches!(full[..], [EngineEvent::Failed(EngineError::QueueFull { .. })]), "{full:?}");
     assert!(kept.iter_mut().all(|receiver| events(receiver).is_empty()));
-    operation.ready(NOW, Epoch(1), 64, 0, WORKERS.to_vec(), &mut sent);
+    core.epoch_formed(NOW, Epoch(1), 64, 0, WORKERS.to_vec(), &mut sent);
     let admitted = sent.plans.iter().flat_map(|plan| &plan.admitted);
     let admitted: Vec<(u32, usize)> =
         admitted.map(|new| (new.tokens[0], new.tokens.len())).collect();
@@ -81,23 +81,23 @@ fn what_has_run_goes_before_what_has_not_and_takes_nothing_of_the_queue() {
 
 #[test]
 fn a_choice_whose_end_was_not_heard_ends_at_once_and_the_others_go_on() {
-    let (hub, mut sent) = (hub(), Sent::default());
-    let mut operation = operation(hub.observer());
+    let (hub, mut sent) = (hub(), SentMessages::default());
+    let mut core = core(hub.observer());
     let stops = Some(FinishReason::StopString);
     let request = resumed(5, &[(2, None), (4, stops)]);
-    let mut client = submit(&mut operation, request, &mut sent);
+    let mut client = submit(&mut core, request, &mut sent);
     let end = EngineEvent::Finished { choice: 1, reason: FinishReason::StopString, cached: 0 };
     assert_eq!(events(&mut client), [end], "and no token again");
     let both = [resumed(6, &[(30, Some(FinishReason::Length))]), resumed(8, &[(1, stops)])];
     for request in both {
-        let mut client = submit(&mut operation, request, &mut sent);
+        let mut client = submit(&mut core, request, &mut sent);
         assert!(matches!(events(&mut client)[..], [EngineEvent::Finished { choice: 0, .. }]));
     }
-    operation.ready(NOW, Epoch(1), 64, 0, WORKERS.to_vec(), &mut sent);
+    core.epoch_formed(NOW, Epoch(1), 64, 0, WORKERS.to_vec(), &mut sent);
     let plan = sent.plans[0].clone();
     assert_eq!(plan.admitted.len(), 1);
     assert_eq!((&*plan.admitted[0].tokens, plan.admitted[0].num_prompt), (&[5, 5, 5, 7, 7][..], 3));
-    operation.step_done(NOW, WORKERS[0], result(&plan, 0), &mut sent);
+    core.step_done(NOW, WORKERS[0], result(&plan, 0), &mut sent);
     assert_eq!(events(&mut client), [EngineEvent::Token { choice: 0, token: 7, logprobs: None }]);
     // Only what this coordinator accepted is counted, not what the other one had.
     let merged = hub.merged();
@@ -110,15 +110,15 @@ fn a_choice_whose_end_was_not_heard_ends_at_once_and_the_others_go_on() {
 
 #[test]
 fn what_a_smaller_cache_has_no_room_for_ends_as_it_does_anywhere() {
-    let (hub, mut sent) = (hub(), Sent::default());
-    let mut operation = operation(hub.observer());
-    operation.ready(NOW, Epoch(1), 2, 0, WORKERS.to_vec(), &mut sent);
+    let (hub, mut sent) = (hub(), SentMessages::default());
+    let mut core = core(hub.observer());
+    core.epoch_formed(NOW, Epoch(1), 2, 0, WORKERS.to_vec(), &mut sent);
     let open = GenerateRequest { open_ended: true, max_tokens: 60, ..resumed(5, &[(30, None)]) };
-    let mut client = submit(&mut operation, open, &mut sent);
+    let mut client = submit(&mut core, open, &mut sent);
     let end = EngineEvent::Finished { choice: 0, reason: FinishReason::Length, cached: 0 };
     assert_eq!(events(&mut client), [end]);
     let bound = GenerateRequest { max_tokens: 60, ..resumed(6, &[(2, None)]) };
-    let mut client = submit(&mut operation, bound, &mut sent);
+    let mut client = submit(&mut core, bound, &mut sent);
     let failed = events(&mut client);
     let [EngineEvent::Failed(EngineError::Unavailable { message })] = &*failed else {
         panic!("{failed:?}")

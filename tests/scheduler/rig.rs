@@ -5,7 +5,9 @@ use std::sync::Arc;
 use coordinator::engine::{
     EngineError, FinishReason, GenerateRequest, Guided, Resumed, ResumedChoice, TokenGuide,
 };
-use coordinator::scheduler::{Effect, EpochEnd, Place, Scheduler, SchedulerConfig, StepSummary};
+use coordinator::scheduler::{
+    Effect, EpochEnd, RequestPlace, Scheduler, SchedulerConfig, StepSummary,
+};
 use shared::ids::{Epoch, RequestId, SeqId, StepId};
 use shared::protocol::{SequenceOutput, StepMasks, StepPlan, ToWorker};
 use shared::sampling::{Pooling, SamplingParams};
@@ -85,7 +87,7 @@ impl ClientRequest {
 
 /// What a client got.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Got {
+pub(crate) struct ClientResult {
     pub(crate) tokens: Vec<Vec<u32>>,
     pub(crate) reasons: Vec<Option<FinishReason>>,
     pub(crate) dropped: Option<Option<EngineError>>,
@@ -93,7 +95,7 @@ pub(crate) struct Got {
     pub(crate) embedded: bool,
 }
 
-impl Got {
+impl ClientResult {
     fn has_begun(&self) -> bool {
         self.tokens.iter().any(|tokens| !tokens.is_empty())
             || self.reasons.iter().any(Option::is_some)
@@ -115,7 +117,7 @@ pub(crate) struct Rig {
     /// Its answers in transit: outputs, and how many tokens were drafted for each sequence that
     /// asked.
     in_flight: VecDeque<(StepId, Vec<SequenceOutput>, Vec<u32>)>,
-    pub(crate) requests: BTreeMap<RequestId, (ClientRequest, Got)>,
+    pub(crate) requests: BTreeMap<RequestId, (ClientRequest, ClientResult)>,
     stop_tokens: BTreeMap<SeqId, u32>,
     effects: Vec<Effect>,
     pub(crate) plan: StepPlan,
@@ -277,7 +279,11 @@ impl Rig {
             self.stop_tokens.extend(seqs.iter().map(|seq| (*seq, token)));
         }
         let n = client.n as usize;
-        let got = Got { tokens: vec![Vec::new(); n], reasons: vec![None; n], ..Got::default() };
+        let got = ClientResult {
+            tokens: vec![Vec::new(); n],
+            reasons: vec![None; n],
+            ..ClientResult::default()
+        };
         self.requests.insert(id, (client, got));
         self.settle();
         Ok(id)
@@ -461,13 +467,13 @@ impl Rig {
                 let own = self.priority(request);
                 let most = self.running.iter().map(|request| self.priority(*request)).max();
                 assert!(most <= Some(own), "the_least_urgent_is_preempted: {request}");
-                if place != Place::Running {
+                if place != RequestPlace::Running {
                     self.running.remove(&request);
                 }
             }
             Effect::SwappedIn { blocks, .. } => self.moved.1 += blocks,
             Effect::Rests { request, place } => {
-                assert!(place != Place::Running && !self.requests[&request].1.ended());
+                assert!(place != RequestPlace::Running && !self.requests[&request].1.ended());
                 self.running.remove(&request);
             }
             Effect::Drafted { tokens, accepted, emitted } => {
@@ -556,7 +562,7 @@ impl Rig {
 }
 
 /// The request with which a client that has received this asks to continue.
-fn resumed(mut request: GenerateRequest, got: &Got) -> GenerateRequest {
+fn resumed(mut request: GenerateRequest, got: &ClientResult) -> GenerateRequest {
     if got.prompt_logprobs.is_some() {
         request.sampling.iter_mut().for_each(|sampling| sampling.prompt_logprobs = None);
     }

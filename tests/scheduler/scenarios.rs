@@ -3,7 +3,7 @@ use std::time::Instant;
 
 use coordinator::engine::{EngineError, FinishReason};
 use coordinator::scheduler::{
-    ApplyError, EpochEnd, Lookup, Method, Scheduler, SchedulerConfig, Speculation,
+    ApplyError, EpochEnd, Method, NgramConfig, Scheduler, SchedulerConfig, Speculation,
 };
 use shared::ids::{Epoch, StepId};
 use shared::protocol::{SequenceOutput, StepPlan};
@@ -467,7 +467,7 @@ fn time_of_a_plan_before_a_long_prompt_that_waits() {
 
 const DRAFTS: Option<Speculation> = Some(Speculation {
     num_speculative_tokens: 5,
-    method: Method::Ngram(Lookup { prompt_lookup_max: 4, prompt_lookup_min: 2 }),
+    method: Method::Ngram(NgramConfig { prompt_lookup_max: 4, prompt_lookup_min: 2 }),
     disable_by_batch_size: None,
 });
 

@@ -5,7 +5,7 @@ use coordinator::engine::{EngineError, EventSender, FinishReason, GenerateReques
 use coordinator::metrics::Hub;
 use coordinator::replica::driver::{DriverLimits, ReplicaDriver};
 use coordinator::scheduler::{
-    ApplyError, Effect, Lookup, Method, Scheduler, SchedulerConfig, Speculation,
+    ApplyError, Effect, Method, NgramConfig, Scheduler, SchedulerConfig, Speculation,
 };
 use shared::ids::{BlockId, Epoch, Incarnation, ReplicaId, RequestId, SeqId, StepId};
 use shared::metrics::Limits;
@@ -26,7 +26,7 @@ fn config() -> SchedulerConfig {
         max_num_batched_tokens: 64,
         speculation: Some(Speculation {
             num_speculative_tokens: 4,
-            method: Method::Ngram(Lookup { prompt_lookup_max: 3, prompt_lookup_min: 2 }),
+            method: Method::Ngram(NgramConfig { prompt_lookup_max: 3, prompt_lookup_min: 2 }),
             disable_by_batch_size: None,
         }),
         ..sizes()

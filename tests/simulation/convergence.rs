@@ -97,7 +97,7 @@ impl World {
                 return Err(format!("{} could have more ranks: {:?}", replica.id, all()));
             }
             let running = self.coordinator.replicas.get(&replica.id);
-            if running.and_then(|running| running.operation.epoch()) != Some(replica.epoch) {
+            if running.and_then(|running| running.core.epoch()) != Some(replica.epoch) {
                 return Err(format!("{} is not told of {}", replica.id, replica.epoch));
             }
         }

@@ -6,7 +6,7 @@ use std::ops::{Deref, DerefMut};
 use std::time::Duration;
 
 use coordinator::cluster::affinity::Affinity;
-use coordinator::cluster::orphanage::{Orphanage, with_room};
+use coordinator::cluster::migration::{Migrations, with_room};
 use coordinator::cluster::roster::{LinkNumber, Roster};
 use coordinator::cluster::{Cluster, ClusterConfig, PlacementRules};
 use coordinator::engine::GenerateRequest;
@@ -53,7 +53,7 @@ pub(crate) struct Coordinator {
     pub(crate) replicas: BTreeMap<ReplicaId, RunningReplica>,
     /// Given up, but with mail still to read.
     pub(crate) retiring: BTreeMap<ReplicaId, RunningReplica>,
-    pub(crate) orphanage: Orphanage,
+    pub(crate) migrations: Migrations,
     pub(crate) affinity: Affinity,
     /// When queues are compared next.
     pub(crate) shares_at: Duration,
@@ -103,7 +103,7 @@ impl Coordinator {
             connected: BTreeMap::new(),
             replicas: BTreeMap::new(),
             retiring: BTreeMap::new(),
-            orphanage: Orphanage::default(),
+            migrations: Migrations::default(),
             affinity: Affinity::new(scenario.engine.max_num_seqs),
             shares_at: Duration::ZERO,
             mail: VecDeque::new(),
@@ -123,9 +123,9 @@ impl Coordinator {
 
     /// Does what `ClusterActor::route` does.
     pub(crate) fn route(&mut self, request: &GenerateRequest) -> Option<ReplicaId> {
-        let homes = self.replicas.iter().map(|(id, running)| running.home(*id));
-        let homes = with_room(homes, request.tokens_needed());
-        self.affinity.route(&request.prompt, request.affinity_salt(), &homes)
+        let candidates = self.replicas.iter().map(|(id, running)| running.candidate(*id));
+        let candidates = with_room(candidates, request.tokens_needed());
+        self.affinity.route(&request.prompt, request.affinity_salt(), &candidates)
     }
 
     pub(crate) fn replica_of(&self, worker: WorkerId) -> Option<ReplicaId> {

@@ -8,8 +8,8 @@ use std::time::Duration;
 use coordinator::cluster::Effect;
 use coordinator::engine::{EngineError, EngineEvent};
 use coordinator::metrics::observe::ReplicaConfig;
+use coordinator::replica::core::{ReplicaCore, ReplicaLoad};
 use coordinator::replica::driver::ReplicaDriver;
-use coordinator::replica::operation::{Operation, ReplicaLoad};
 use coordinator::scheduler::Scheduler;
 use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
 use shared::protocol::ToWorker;
@@ -37,16 +37,16 @@ impl World {
                 Effect::ReplicaReady { replica, epoch, ranks, num_blocks, host_blocks } => {
                     self.replica_ready(replica, epoch, ranks, (num_blocks, host_blocks));
                 }
-                Effect::Silent { worker, .. } => {
+                Effect::AnswerTimedOut { worker, .. } => {
                     self.say(|| format!("{worker} has not answered when it was formed"));
                     self.report.silent += 1;
                 }
-                Effect::GivesWay { worker, to } => {
+                Effect::RankReplaced { worker, to } => {
                     self.say(|| format!("{worker} gives way to {to}"));
                 }
                 // No device fails in the simulation.
-                Effect::SetAside { .. } => {}
-                Effect::Pace { worker, slow } => {
+                Effect::Quarantined { .. } => {}
+                Effect::WorkerPace { worker, slow } => {
                     self.coordinator.hub.observer().record().rank_slow(worker, slow);
                 }
                 Effect::ReplicaBroken { replica, epoch, end, reason } => {
@@ -58,8 +58,8 @@ impl World {
                         coordinator.affinity.forget(replica);
                         running.load.last_step_ms.store(0, std::sync::atomic::Ordering::Relaxed);
                         if !self.switches.lost_is_not_told {
-                            self.mail_replica(replica, ReplicaMail::Lost(epoch, end));
-                            self.coordinator.orphanage.expect(replica);
+                            self.mail_replica(replica, ReplicaMail::EpochEnded(epoch, end));
+                            self.coordinator.migrations.expect(replica);
                         }
                     }
                 }
@@ -69,10 +69,10 @@ impl World {
                     if let Some(running) = self.coordinator.replicas.remove(&replica) {
                         self.coordinator.retiring.insert(replica, running);
                         self.mail_replica(replica, ReplicaMail::Retire);
-                        self.coordinator.orphanage.expect(replica);
+                        self.coordinator.migrations.expect(replica);
                     }
                 }
-                Effect::Desire(desired) => {
+                Effect::StoreDesired(desired) => {
                     let who = self.member_of(self.coordinator.seat);
                     self.desire(who, desired);
                 }
@@ -107,8 +107,8 @@ impl World {
         };
         self.coordinator.hub.observer().record().replica_ready(id, &config);
         self.start_replica(id);
-        self.mail_replica(id, ReplicaMail::Ready { epoch, num_blocks, host_blocks, ranks });
-        self.coordinator.orphanage.expect(id);
+        self.mail_replica(id, ReplicaMail::EpochFormed { epoch, num_blocks, host_blocks, ranks });
+        self.coordinator.migrations.expect(id);
         if let Some(running) = self.coordinator.replicas.get_mut(&id) {
             running.serving = Some((epoch, workers));
             running.room = Some(num_blocks * self.scenario.engine.block_size);
@@ -116,8 +116,8 @@ impl World {
         let waits = |(_, running): &(&ReplicaId, &RunningReplica)| running.serving.is_none();
         let waiting = self.coordinator.replicas.iter().filter(waits).map(|(id, _)| *id);
         for id in waiting.collect::<Vec<_>>() {
-            self.mail_replica(id, ReplicaMail::GiveUp);
-            self.coordinator.orphanage.expect(id);
+            self.mail_replica(id, ReplicaMail::GiveUpRequests);
+            self.coordinator.migrations.expect(id);
         }
     }
 
@@ -140,7 +140,7 @@ impl World {
             let driver = ReplicaDriver::new(now, id, scheduler, observer, limits);
             let load = Arc::new(ReplicaLoad::default());
             let running = RunningReplica {
-                operation: Operation::new(driver, load.clone()),
+                core: ReplicaCore::new(driver, load.clone()),
                 load,
                 serving: None,
                 room: None,
@@ -174,7 +174,7 @@ impl World {
 
     pub(crate) fn cancel(&mut self, id: RequestId) {
         if !self.switches.cancelled_is_forgotten {
-            self.coordinator.orphanage.cancelled(id);
+            self.coordinator.migrations.cancelled(id);
         }
         let replicas: Vec<ReplicaId> = self.coordinator.replicas.keys().copied().collect();
         for replica in replicas {

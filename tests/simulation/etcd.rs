@@ -2,9 +2,11 @@
 //! promises here; [`crate::membership`] models the ways in which its messages get lost.
 use std::collections::BTreeMap;
 
-use shared::membership::keeper::{Change, Event, EventKind, Held};
-use shared::membership::view::{DESIRED_KEY, Entry, LEADER_KEY, LED_KEY, Led, Value};
-use shared::membership::{Desired, Record};
+use shared::membership::core::{Event, EventKind, KeyOwner, WatchUpdate};
+use shared::membership::view::{
+    DESIRED_KEY, Entry, LAST_LEADER_KEY, LEADER_KEY, LastLeader, Value,
+};
+use shared::membership::{DesiredState, Record};
 
 use crate::coordinator::Saved;
 use crate::scenario::{S, Time};
@@ -31,7 +33,7 @@ pub(crate) enum Request {
     Lead {
         record: Record,
         lease: i64,
-        led_at: i64,
+        last_leader_revision: i64,
     },
     /// Write the leader's key again, on condition of its epoch.
     Hold {
@@ -41,7 +43,7 @@ pub(crate) enum Request {
     },
     /// Store operators' commands, on condition of the leader's epoch.
     Store {
-        desired: Desired,
+        desired: DesiredState,
         epoch: i64,
     },
 }
@@ -55,7 +57,7 @@ pub(crate) enum Answer {
     Granted(i64),
     List(i64, Vec<Entry>),
     Watching,
-    Held(Option<Held>),
+    KeyOwner(Option<KeyOwner>),
     Written(bool),
     /// There is no such lease.
     Refused,
@@ -63,9 +65,9 @@ pub(crate) enum Answer {
 
 /// What etcd sends unasked.
 #[derive(Clone, Debug)]
-pub(crate) enum Said {
+pub(crate) enum EtcdNotice {
     Kept(Time),
-    Change(Change),
+    WatchUpdate(WatchUpdate),
 }
 
 /// Lease of keys that no lease ends.
@@ -97,7 +99,7 @@ pub(crate) struct Etcd {
     /// Watchers to be notified of changes.
     watches: BTreeMap<MemberId, ()>,
     /// Changes to be sent to watchers.
-    pub(crate) news: Vec<(MemberId, Change)>,
+    pub(crate) news: Vec<(MemberId, WatchUpdate)>,
     /// Whether the condition on the leader's key is ignored.
     pub(crate) any_leads: bool,
     /// Whether the last leader is not recorded.
@@ -123,10 +125,10 @@ impl Etcd {
                 self.watch(who, from);
                 Answer::Watching
             }
-            Request::Get(key) => Answer::Held(
+            Request::Get(key) => Answer::KeyOwner(
                 self.keys
                     .get(&key)
-                    .map(|key| Held { revision: key.modified, record: key.process().cloned() }),
+                    .map(|key| KeyOwner { revision: key.modified, record: key.process().cloned() }),
             ),
             Request::Register { lease, .. }
             | Request::Lead { lease, .. }
@@ -142,18 +144,18 @@ impl Etcd {
                 }
                 Answer::Written(unchanged)
             }
-            Request::Lead { record, lease, led_at } => {
-                let modified = self.keys.get(LED_KEY).map_or(0, |key| key.modified);
-                let missed_nobody = modified == led_at;
+            Request::Lead { record, lease, last_leader_revision } => {
+                let modified = self.keys.get(LAST_LEADER_KEY).map_or(0, |key| key.modified);
+                let missed_nobody = modified == last_leader_revision;
                 let vacant = self.any_leads || !self.keys.contains_key(LEADER_KEY);
                 if self.any_leads {
                     self.keys.remove(LEADER_KEY);
                 }
                 let leads = vacant && missed_nobody;
                 if leads {
-                    let led = Led { record: record.clone(), ended: false, revision: 0 };
+                    let led = LastLeader { record: record.clone(), ended: false, revision: 0 };
                     let leader = (LEADER_KEY, Value::Process(record.clone()), lease);
-                    let both = [leader, (LED_KEY, Value::Led(led), NO_LEASE)];
+                    let both = [leader, (LAST_LEADER_KEY, Value::LastLeader(led), NO_LEASE)];
                     self.put(if self.no_led { &both[..1] } else { &both });
                     self.last_led = Some(record.incarnation);
                 }
@@ -195,19 +197,19 @@ impl Etcd {
 
     fn watch(&mut self, who: MemberId, from: i64) {
         if from <= self.compacted {
-            let change = Change { compacted: self.compacted, ..self.cancelled("compacted") };
+            let change = WatchUpdate { compacted: self.compacted, ..self.cancelled("compacted") };
             return self.news.push((who, change));
         }
         self.watches.insert(who, ());
         let events = self.history.iter().filter(|event| event.revision >= from).cloned();
         let events: Vec<Event> = events.collect();
         if !events.is_empty() {
-            self.news.push((who, Change { events, ..Change::default() }));
+            self.news.push((who, WatchUpdate { events, ..WatchUpdate::default() }));
         }
     }
 
-    fn cancelled(&self, why: &str) -> Change {
-        Change { cancelled: Some(why.to_owned()), ..Change::default() }
+    fn cancelled(&self, why: &str) -> WatchUpdate {
+        WatchUpdate { cancelled: Some(why.to_owned()), ..WatchUpdate::default() }
     }
 
     pub(crate) fn watches(&self, who: MemberId) -> bool {
@@ -226,7 +228,7 @@ impl Etcd {
             self.watches.keys().copied().filter(|who| behind(*who)).collect();
         for who in ended {
             self.watches.remove(&who);
-            let change = Change { compacted: self.compacted, ..self.cancelled("compacted") };
+            let change = WatchUpdate { compacted: self.compacted, ..self.cancelled("compacted") };
             self.news.push((who, change));
         }
     }
@@ -257,7 +259,7 @@ impl Etcd {
 
     fn tell(&mut self, events: Vec<Event>) {
         self.history.extend(events.iter().cloned());
-        let change = Change { events, ..Change::default() };
+        let change = WatchUpdate { events, ..WatchUpdate::default() };
         self.news.extend(self.watches.keys().map(|who| (*who, change.clone())));
     }
 
@@ -314,11 +316,11 @@ impl Etcd {
     pub(crate) fn led_ends(&mut self, incarnation: u64) {
         let Some(key) = self.keys.get(LEADER_KEY) else { return };
         let Some(record) = key.process().filter(|it| it.incarnation == incarnation) else { return };
-        let led = Led { record: record.clone(), ended: true, revision: 0 };
+        let led = LastLeader { record: record.clone(), ended: true, revision: 0 };
         if self.no_led {
             return;
         }
-        self.put(&[(LED_KEY, Value::Led(led), NO_LEASE)]);
+        self.put(&[(LAST_LEADER_KEY, Value::LastLeader(led), NO_LEASE)]);
     }
 
     /// Returns the records of all processes except the leader's, with their process runs.
@@ -345,14 +347,16 @@ impl Key {
     fn process(&self) -> Option<&Record> {
         match &self.value {
             Value::Process(record) => Some(record),
-            Value::Led(_) | Value::Desired(_) => None,
+            Value::LastLeader(_) | Value::Desired(_) => None,
         }
     }
 
     /// The value as a process reads it.
     fn value(&self) -> Value {
         match &self.value {
-            Value::Led(led) => Value::Led(Led { revision: self.modified, ..led.clone() }),
+            Value::LastLeader(led) => {
+                Value::LastLeader(LastLeader { revision: self.modified, ..led.clone() })
+            }
             value => value.clone(),
         }
     }

@@ -1,6 +1,6 @@
 //! The faults, and how they end.
 use shared::membership::LEADER_LEASE_TTL;
-use shared::membership::keeper::{DEADLINE, INCUMBENT_FIRST, Keeper};
+use shared::membership::core::{DEADLINE, INCUMBENT_FIRST, MembershipCore};
 
 use crate::events::{Event, Heal};
 use crate::membership::micros;
@@ -59,7 +59,7 @@ impl World {
             }
             Fault::Revoke { who } => {
                 self.trouble_member(who, 0);
-                let lease = self.members[who].keeper.as_ref().and_then(Keeper::lease);
+                let lease = self.members[who].core.as_ref().and_then(MembershipCore::lease);
                 if let Some(lease) = lease.filter(|_| self.etcd_away == 0) {
                     self.etcd.revoke(lease);
                     self.spread_news();

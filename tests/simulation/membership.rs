@@ -1,14 +1,14 @@
 //! The connections between processes and etcd, which can be cut: what `shared::membership::etcd`
-//! does around the real keeper, and how each process acts on its view.
+//! does around the real core, and how each process acts on its view.
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use shared::membership::keeper::{
-    Change, DEADLINE, Due, INCUMBENT_FIRST, Keeper, RETRY_MAX, RETRY_MIN,
+use shared::membership::core::{
+    DEADLINE, INCUMBENT_FIRST, MembershipCore, NextAction, RETRY_MAX, RETRY_MIN, WatchUpdate,
 };
-use shared::membership::{Desired, LEADER_LEASE_TTL, LEASE_TTL, Record, Role, View};
+use shared::membership::{DesiredState, LEADER_LEASE_TTL, LEASE_TTL, Record, Role, View};
 
-use crate::etcd::{Answer, MemberId, Request, Said};
+use crate::etcd::{Answer, EtcdNotice, MemberId, Request};
 use crate::events::Event;
 use crate::scenario::{MS, S, Time};
 use crate::world::World;
@@ -24,13 +24,13 @@ pub(crate) fn micros(duration: Duration) -> Time {
 #[derive(Debug)]
 enum Todo {
     Tick,
-    Said(Said),
+    EtcdNotice(EtcdNotice),
 }
 
 /// A process's membership thread, and its connection.
 #[derive(Default)]
 pub(crate) struct Member {
-    pub(crate) keeper: Option<Keeper>,
+    pub(crate) core: Option<MembershipCore>,
     /// Number of the current connection.
     pub(crate) session: u64,
     serving: bool,
@@ -41,7 +41,7 @@ pub(crate) struct Member {
     sent: Time,
     answer: Option<Answer>,
     /// Messages in transit from etcd.
-    stream: VecDeque<Said>,
+    stream: VecDeque<EtcdNotice>,
     last_arrival: Time,
     held: u32,
     todo: VecDeque<Todo>,
@@ -63,7 +63,7 @@ impl World {
         let ttl = if campaign { LEADER_LEASE_TTL } else { LEASE_TTL };
         self.drop_session(who);
         let member = &mut self.members[who];
-        member.keeper = Some(Keeper::new(record, campaign, ttl));
+        member.core = Some(MembershipCore::new(record, campaign, ttl));
         member.wait = RETRY_MIN;
         let session = member.session;
         self.schedule(1, Event::EtcdOpen { who, session });
@@ -72,14 +72,14 @@ impl World {
     /// The process is gone. Its lease stays, unless the process left in order.
     pub(crate) fn leave_etcd(&mut self, who: MemberId, in_order: bool) {
         self.drop_session(who);
-        let keeper = self.members[who].keeper.take();
-        if let Some(keeper) = keeper.as_ref().filter(|_| in_order)
-            && keeper.view().own().is_some()
+        let core = self.members[who].core.take();
+        if let Some(core) = core.as_ref().filter(|_| in_order)
+            && core.view().own().is_some()
             && self.reaches_etcd(who)
         {
-            self.etcd.led_ends(keeper.record().incarnation);
+            self.etcd.led_ends(core.record().incarnation);
         }
-        if let Some(lease) = keeper.and_then(|keeper| keeper.lease()).filter(|_| in_order)
+        if let Some(lease) = core.and_then(|core| core.lease()).filter(|_| in_order)
             && self.reaches_etcd(who)
         {
             self.etcd.revoke(lease);
@@ -104,14 +104,14 @@ impl World {
     }
 
     pub(crate) fn view(&self, who: MemberId) -> Option<&View> {
-        self.members[who].keeper.as_ref().map(Keeper::view)
+        self.members[who].core.as_ref().map(MembershipCore::view)
     }
 
     /// Does what `Member::open` does.
     pub(crate) fn etcd_open(&mut self, who: MemberId) {
         self.members[who].began = self.now;
-        let Some(keeper) = &self.members[who].keeper else { return };
-        match keeper.lease() {
+        let Some(core) = &self.members[who].core else { return };
+        match core.lease() {
             Some(lease) => self.ask(who, Request::Keep(lease)),
             None => self.grant(who),
         }
@@ -162,11 +162,11 @@ impl World {
                 self.faulty_until(self.now + RELISTED);
                 continue;
             }
-            self.etcd_says(who, Said::Change(change));
+            self.etcd_says(who, EtcdNotice::WatchUpdate(change));
         }
     }
 
-    fn etcd_says(&mut self, who: MemberId, said: Said) {
+    fn etcd_says(&mut self, who: MemberId, said: EtcdNotice) {
         let latency = self.random.range(100, 3 * MS);
         let member = &mut self.members[who];
         let at = (self.now + latency).max(member.last_arrival + 1);
@@ -182,7 +182,7 @@ impl World {
             return;
         }
         if let Some(said) = self.members[who].stream.pop_front() {
-            self.members[who].todo.push_back(Todo::Said(said));
+            self.members[who].todo.push_back(Todo::EtcdNotice(said));
             self.serve_member(who);
         }
     }
@@ -211,8 +211,8 @@ impl World {
         self.drop_session(who);
         let now = self.now;
         let member = &mut self.members[who];
-        let Some(keeper) = &mut member.keeper else { return };
-        keeper.closed();
+        let Some(core) = &mut member.core else { return };
+        core.closed();
         if now - member.began > micros(RETRY_MAX) {
             member.wait = RETRY_MIN;
         }
@@ -238,9 +238,9 @@ impl World {
             return;
         }
         let ttl = self.etcd.keep(lease, self.now);
-        self.etcd_says(who, Said::Kept(ttl));
+        self.etcd_says(who, EtcdNotice::Kept(ttl));
         if self.etcd.watches(who) {
-            self.etcd_says(who, Said::Change(Change::default()));
+            self.etcd_says(who, EtcdNotice::WatchUpdate(WatchUpdate::default()));
         }
     }
 
@@ -249,19 +249,21 @@ impl World {
         while self.members[who].serving && self.members[who].request.is_none() {
             let Some(todo) = self.members[who].todo.pop_front() else { return };
             let (now, switches) = (self.time(), self.switches);
-            let Some(keeper) = &mut self.members[who].keeper else { return };
+            let Some(core) = &mut self.members[who].core else { return };
             let (mut keeps, mut lists) = (None, false);
             let outcome = match todo {
-                Todo::Tick => keeper.tick(now).map(|due| {
-                    keeps = keeper.lease();
+                Todo::Tick => core.tick(now).map(|due| {
+                    keeps = core.lease();
                     lists = due && !switches.never_lists_again;
                 }),
-                Todo::Said(Said::Kept(ttl)) => keeper.kept(now, Duration::from_micros(ttl)),
-                Todo::Said(Said::Change(change)) => {
+                Todo::EtcdNotice(EtcdNotice::Kept(ttl)) => {
+                    core.kept(now, Duration::from_micros(ttl))
+                }
+                Todo::EtcdNotice(EtcdNotice::WatchUpdate(change)) => {
                     if switches.compaction_is_ignored && change.is_last() {
                         continue;
                     }
-                    keeper.changed(now, change)
+                    core.changed(now, change)
                 }
             };
             let session = self.members[who].session;
@@ -297,21 +299,21 @@ impl World {
         };
         let (sent, session, serving) =
             (Duration::from_micros(member.sent), member.session, member.serving);
-        let Some(keeper) = &mut member.keeper else { return };
+        let Some(core) = &mut member.core else { return };
         match (request, answer) {
             (Request::Keep(_), Answer::NotKept) if !self.switches.leases_are_given_up => {
                 return self.etcd_broken(who, "the lease could not be kept");
             }
             (Request::Keep(_), Answer::Kept(0) | Answer::NotKept) => {
-                keeper.lease_over();
+                core.lease_over();
                 return self.grant(who);
             }
             (Request::Keep(lease), _) | (Request::Grant(_), Answer::Granted(lease)) => {
-                keeper.leased(sent, lease);
+                core.leased(sent, lease);
                 return self.ask(who, Request::List);
             }
             (Request::List, Answer::List(revision, entries)) if !serving => {
-                keeper.opened(now, revision, entries);
+                core.opened(now, revision, entries);
                 self.view_changed(who);
                 if self.members[who].session == session {
                     self.ask(who, Request::Watch(revision + 1));
@@ -323,17 +325,17 @@ impl World {
                 return self.etcd_tick(who, session);
             }
             (Request::List, Answer::List(revision, entries)) => {
-                keeper.listed(now, revision, entries);
+                core.listed(now, revision, entries);
                 self.view_changed(who);
                 if self.members[who].session != session {
                     return;
                 }
                 self.take_place(who);
             }
-            (Request::Get(key), Answer::Held(held)) => {
-                match (keeper.found(now, held), keeper.lease()) {
+            (Request::Get(key), Answer::KeyOwner(held)) => {
+                match (core.found(now, held), core.lease()) {
                     (Ok(Some(seen)), Some(lease)) => {
-                        let record = keeper.record().clone();
+                        let record = core.record().clone();
                         return self.ask(who, Request::Register { key, record, seen, lease });
                     }
                     (Ok(_), _) => {}
@@ -344,7 +346,7 @@ impl World {
                 }
             }
             (Request::Register { .. }, Answer::Written(true)) => {
-                keeper.registered();
+                core.registered();
                 return self.ask(who, Request::List);
             }
             (
@@ -381,22 +383,19 @@ impl World {
 
     /// Whether all processes know of each other.
     pub(crate) fn members_agree(&self) -> Result<(), String> {
-        let there = self
-            .members
-            .iter()
-            .enumerate()
-            .filter_map(|(who, it)| Some((who, it.keeper.as_ref()?)));
+        let there =
+            self.members.iter().enumerate().filter_map(|(who, it)| Some((who, it.core.as_ref()?)));
         let expected: BTreeMap<String, u64> = there
             .clone()
-            .map(|(_, keeper)| (keeper.key().to_owned(), keeper.record().incarnation))
+            .map(|(_, core)| (core.key().to_owned(), core.record().incarnation))
             .collect();
         let registered = self.etcd.registered();
         if registered != expected {
             return Err(format!("registered are {registered:?}, not {expected:?}"));
         }
         let leader = self.etcd.leader();
-        for (who, keeper) in there {
-            let view = keeper.view();
+        for (who, core) in there {
+            let view = core.view();
             let seen = view.leader.as_ref().map(|it| (it.record.incarnation, it.epoch));
             let known = view.records.iter().map(|(key, record)| (key.clone(), record.incarnation));
             if !view.connected || seen != leader || known.collect::<BTreeMap<_, _>>() != expected {
@@ -407,9 +406,9 @@ impl World {
     }
 
     /// An operator has given a leader a command.
-    pub(crate) fn desire(&mut self, who: MemberId, desired: Desired) {
-        let Some(keeper) = &mut self.members[who].keeper else { return };
-        keeper.desire(desired);
+    pub(crate) fn desire(&mut self, who: MemberId, desired: DesiredState) {
+        let Some(core) = &mut self.members[who].core else { return };
+        core.desire(desired);
         if self.members[who].serving && self.members[who].request.is_none() {
             self.take_place(who);
         }
@@ -419,25 +418,26 @@ impl World {
     fn take_place(&mut self, who: MemberId) {
         let ahead = if self.switches.anybody_runs { INCUMBENT_FIRST } else { Duration::ZERO };
         let now = self.time() + ahead;
-        let Some(keeper) = &self.members[who].keeper else { return };
-        match (keeper.due(now), keeper.lease()) {
-            (Some(Due::Register), Some(_)) => {
-                let key = keeper.key().to_owned();
+        let Some(core) = &self.members[who].core else { return };
+        match (core.next_action(now), core.lease()) {
+            (Some(NextAction::Register), Some(_)) => {
+                let key = core.key().to_owned();
                 self.ask(who, Request::Get(key));
             }
-            (Some(Due::Lead), Some(lease)) => {
-                let (record, led_at) = (keeper.record().clone(), keeper.led_at());
-                self.ask(who, Request::Lead { record, lease, led_at });
+            (Some(NextAction::Lead), Some(lease)) => {
+                let (record, last_leader_revision) =
+                    (core.record().clone(), core.last_leader_revision());
+                self.ask(who, Request::Lead { record, lease, last_leader_revision });
             }
             // A key under a lease that was given up ends with that lease.
-            (Some(Due::Hold(_)), _)
+            (Some(NextAction::Hold(_)), _)
                 if self.switches.leads_by_an_old_lease || self.switches.leases_are_given_up => {}
-            (Some(Due::Hold(epoch)), Some(lease)) => {
-                let record = keeper.record().clone();
+            (Some(NextAction::Hold(epoch)), Some(lease)) => {
+                let record = core.record().clone();
                 self.ask(who, Request::Hold { record, lease, epoch });
             }
-            (Some(Due::Store), _) => {
-                let Some((epoch, desired)) = keeper.to_store() else { return };
+            (Some(NextAction::Store), _) => {
+                let Some((epoch, desired)) = core.to_store() else { return };
                 let desired = desired.clone();
                 self.ask(who, Request::Store { desired, epoch });
             }

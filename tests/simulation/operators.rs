@@ -2,14 +2,14 @@
 //! last command that was reported as stored, or a later one.
 use std::collections::BTreeMap;
 
-use shared::membership::Desired;
+use shared::membership::DesiredState;
 
 use crate::coordinator::Life;
 use crate::world::World;
 
 /// A bound on replicas that a coordinator was given.
 #[derive(Clone, Copy, Debug)]
-struct Said {
+struct ReplicaBound {
     life: Life,
     /// Number of commands until then.
     generation: u64,
@@ -23,7 +23,7 @@ pub(crate) struct Operators {
     /// The last bound that is known to be stored.
     promised: Option<u32>,
     /// Bounds given since then, stored or not.
-    said: Vec<Said>,
+    said: Vec<ReplicaBound>,
     /// Process runs that were told to leave: by which coordinator, and after how many commands.
     drained: BTreeMap<u64, (Life, u64)>,
     /// Those of them that stay away, whichever coordinator leads.
@@ -46,7 +46,7 @@ impl World {
         let life = self.coordinator.life;
         let led = self.etcd.led() == Some(self.seats[self.coordinator.seat].incarnation);
         self.say(|| format!("life {life} is told {bound:?}, its command {generation}"));
-        self.operators.said.push(Said { life, generation, bound, led });
+        self.operators.said.push(ReplicaBound { life, generation, bound, led });
         self.carry_out(effects);
     }
 
@@ -83,10 +83,10 @@ impl World {
 
     /// The acting coordinator begins to lead and obeys these commands, which must be those
     /// promised.
-    pub(crate) fn go_by(&mut self, told: Option<Desired>) {
+    pub(crate) fn adopt_desired(&mut self, told: Option<DesiredState>) {
         if let Some(told) = told.filter(|_| !self.switches.commands_are_forgotten) {
             let who = self.member_of(self.coordinator.seat);
-            self.coordinator.core.go_by(told.clone());
+            self.coordinator.core.adopt_desired(told.clone());
             self.desire(who, told);
         }
         let run = self.seats[self.coordinator.seat].incarnation;
@@ -96,7 +96,7 @@ impl World {
         }
         let bound = self.coordinator.core.max_replicas();
         let operators = &self.operators;
-        let may_be = |it: &Said| it.led && it.bound == bound;
+        let may_be = |it: &ReplicaBound| it.led && it.bound == bound;
         if bound != operators.promised && !operators.said.iter().any(may_be) {
             let (promised, said) = (operators.promised, operators.said.clone());
             return self.fail(format!(

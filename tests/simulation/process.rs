@@ -6,7 +6,7 @@ use std::time::Duration;
 use shared::ids::{Epoch, ReplicaId, WorkerId};
 use shared::membership::{Destination, Record, Role, View};
 use shared::metrics::RankStats;
-use shared::protocol::{FromWorker, Parting, Rejoin, StepTimings, ToWorker, WorkerStats};
+use shared::protocol::{ExitReason, FromWorker, Rejoin, StepTimings, ToWorker, WorkerStats};
 
 use crate::events::Event;
 use crate::executor::{Command, Executor, Job};
@@ -180,7 +180,7 @@ impl World {
         if self.processes[slot].link.is_some() {
             self.tell_now(
                 slot,
-                FromWorker::Goodbye { reason: "it leaves".to_owned(), parting: Parting::OnPurpose },
+                FromWorker::Goodbye { reason: "it leaves".to_owned(), exit: ExitReason::OnPurpose },
             );
             self.schedule(LEAVE_PATIENCE, Event::LeaveDeadline { slot, incarnation });
             self.faulty_until(self.now + LEAVE_PATIENCE);

@@ -1,15 +1,15 @@
 //! The coordinator's replicas: their mailboxes, and the messages that they send, as
-//! `replica::actor` does around the real `Operation`.
+//! `replica::actor` does around the real `ReplicaCore`.
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use coordinator::cluster::orphanage::{Home, Surplus, surplus};
+use coordinator::cluster::migration::{Candidate, QueueShare, queue_share};
 use coordinator::engine::{EngineError, EventSender, GenerateRequest};
-use coordinator::replica::driver::Moved;
-use coordinator::replica::operation::{Operation, Outside, ReplicaLoad};
+use coordinator::replica::core::{Outbound, ReplicaCore, ReplicaLoad};
+use coordinator::replica::driver::MovedRequest;
 use coordinator::scheduler::EpochEnd;
 use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
 use shared::protocol::{StepResult, ToWorker};
@@ -27,17 +27,17 @@ const SHARE: Duration = Duration::from_millis(500);
 pub(crate) enum ReplicaMail {
     Submit { index: usize, request: Box<GenerateRequest>, events: EventSender },
     Cancel(RequestId),
-    Ready { epoch: Epoch, num_blocks: u32, host_blocks: u32, ranks: Vec<(WorkerId, LinkId)> },
-    Lost(Epoch, EpochEnd),
+    EpochFormed { epoch: Epoch, num_blocks: u32, host_blocks: u32, ranks: Vec<(WorkerId, LinkId)> },
+    EpochEnded(Epoch, EpochEnd),
     StepDone { worker: WorkerId, result: Box<StepResult> },
-    GiveUp,
-    Share(Surplus),
+    GiveUpRequests,
+    ShareQueue(QueueShare),
     Retire,
-    Adopt(Vec<Moved>),
+    AdoptRequests(Vec<MovedRequest>),
 }
 
 pub(crate) struct RunningReplica {
-    pub(crate) operation: Operation,
+    pub(crate) core: ReplicaCore,
     pub(crate) load: Arc<ReplicaLoad>,
     pub(crate) serving: Option<(Epoch, Vec<WorkerId>)>,
     pub(crate) room: Option<u32>,
@@ -51,12 +51,12 @@ pub(crate) struct RunningReplica {
 
 impl RunningReplica {
     /// Same as in `ClusterActor`.
-    pub(crate) fn home(&self, replica: ReplicaId) -> Home {
-        Home {
+    pub(crate) fn candidate(&self, replica: ReplicaId) -> Candidate {
+        Candidate {
             serving: self.serving.is_some(),
             load: self.load.in_flight.load(Ordering::Relaxed),
             room: self.room.unwrap_or(u32::MAX),
-            ..Home::unknown(replica)
+            ..Candidate::unknown(replica)
         }
     }
 }
@@ -69,7 +69,7 @@ struct Outgoing<'a> {
     paces: Vec<(Epoch, WorkerId, bool)>,
 }
 
-impl Outside for Outgoing<'_> {
+impl Outbound for Outgoing<'_> {
     fn send(&mut self, _epoch: Epoch, plan: &ToWorker) -> Result<(), String> {
         let plan = Rc::new(plan.clone());
         for (worker, link, open) in self.ranks {
@@ -85,7 +85,7 @@ impl Outside for Outgoing<'_> {
         self.ends.push((epoch, reason, hung));
     }
 
-    fn pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, _times: f64) {
+    fn report_pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, _times: f64) {
         self.paces.push((epoch, worker, slow));
     }
 }
@@ -94,7 +94,7 @@ impl Outside for Outgoing<'_> {
 pub(crate) enum ClusterMail {
     EpochFailed { replica: ReplicaId, epoch: Epoch, reason: String, hung: Vec<WorkerId> },
     Pace { replica: ReplicaId, epoch: Epoch, worker: WorkerId, slow: bool },
-    Orphans { from: ReplicaId, requests: Vec<Moved> },
+    MigrateRequests { from: ReplicaId, requests: Vec<MovedRequest> },
 }
 
 impl Coordinator {
@@ -126,28 +126,26 @@ impl World {
         match mail {
             ReplicaMail::Submit { index, request, events } => {
                 submitted = Some(index);
-                self.operate(id, |operation, now, out| {
-                    operation.submit(now, *request, events, out)
-                });
+                self.operate(id, |core, now, out| core.submit(now, *request, events, out));
             }
             ReplicaMail::Cancel(request) => {
-                self.operate(id, |operation, now, out| operation.cancel(now, request, out));
+                self.operate(id, |core, now, out| core.cancel(now, request, out));
             }
-            ReplicaMail::Ready { epoch, num_blocks, host_blocks, ranks } => {
+            ReplicaMail::EpochFormed { epoch, num_blocks, host_blocks, ranks } => {
                 running.down_since = None;
                 self.clients.served(life, id);
                 let Some(running) = self.coordinator.running(id) else { return };
                 let old = std::mem::replace(&mut running.links, ranks.clone());
                 let workers = ranks.iter().map(|(worker, _)| *worker).collect();
                 let mut requests = Vec::new();
-                self.operate(id, |operation, now, out| {
-                    requests = operation.ready(now, epoch, num_blocks, host_blocks, workers, out);
+                self.operate(id, |core, now, out| {
+                    requests = core.epoch_formed(now, epoch, num_blocks, host_blocks, workers, out);
                 });
-                self.mail_cluster(ClusterMail::Orphans { from: id, requests });
+                self.mail_cluster(ClusterMail::MigrateRequests { from: id, requests });
                 old.into_iter().for_each(|(_, link)| self.drop_handle(link));
             }
-            ReplicaMail::Lost(epoch, end) => {
-                if running.operation.lost(Duration::from_micros(at), epoch, end) {
+            ReplicaMail::EpochEnded(epoch, end) => {
+                if running.core.epoch_ended(Duration::from_micros(at), epoch, end) {
                     running.down_since = Some(at);
                     let old = std::mem::take(&mut running.links);
                     self.clients.interrupted(life, id, at);
@@ -155,20 +153,18 @@ impl World {
                 }
                 self.give_up(id);
             }
-            ReplicaMail::GiveUp => self.give_up(id),
-            ReplicaMail::Share(surplus) => {
+            ReplicaMail::GiveUpRequests => self.give_up(id),
+            ReplicaMail::ShareQueue(queue_share) => {
                 let mut requests = Vec::new();
-                self.operate(id, |operation, now, out| {
-                    requests = operation.share(now, surplus, out)
-                });
+                self.operate(id, |core, now, out| requests = core.share(now, queue_share, out));
                 self.report.shared += requests.len() as u64;
-                self.mail_orphans(id, requests);
+                self.mail_migrating(id, requests);
             }
             ReplicaMail::Retire => {
-                if running.operation.epoch().is_some() {
+                if running.core.epoch().is_some() {
                     self.clients.interrupted(life, id, at);
                 }
-                running.operation.end(Duration::from_micros(at));
+                running.core.retire(Duration::from_micros(at));
                 let old = std::mem::take(&mut running.links);
                 old.into_iter().for_each(|(_, link)| self.drop_handle(link));
                 self.give_up(id);
@@ -176,13 +172,13 @@ impl World {
                 self.coordinator.retiring.remove(&id);
                 return;
             }
-            ReplicaMail::Adopt(requests) => {
-                self.operate(id, |operation, now, out| operation.adopt(now, requests, out));
+            ReplicaMail::AdoptRequests(requests) => {
+                self.operate(id, |core, now, out| core.adopt(now, requests, out));
             }
             ReplicaMail::StepDone { worker, result } => {
                 self.note_done(worker, &result);
-                self.operate(id, |operation, now, out| {
-                    operation.step_done(now, worker, *result, out);
+                self.operate(id, |core, now, out| {
+                    core.step_done(now, worker, *result, out);
                 });
             }
         }
@@ -193,7 +189,7 @@ impl World {
     fn operate(
         &mut self,
         id: ReplicaId,
-        act: impl FnOnce(&mut Operation, Duration, &mut Outgoing<'_>),
+        act: impl FnOnce(&mut ReplicaCore, Duration, &mut Outgoing<'_>),
     ) {
         let now = self.time();
         let Some(running) = self.coordinator.running(id) else { return };
@@ -205,7 +201,7 @@ impl World {
         let Some(running) = self.coordinator.running(id) else { return };
         let (plans, ends, paces) = (Vec::new(), Vec::new(), Vec::new());
         let mut out = Outgoing { ranks: &ranks, plans, ends, paces };
-        act(&mut running.operation, now, &mut out);
+        act(&mut running.core, now, &mut out);
         let Outgoing { plans, ends, paces, .. } = out;
         for (link, plan) in plans {
             if self.switches.masks_are_kept_back
@@ -234,15 +230,15 @@ impl World {
     /// A replica answers with the requests that it cannot continue.
     fn give_up(&mut self, id: ReplicaId) {
         let mut requests = Vec::new();
-        self.operate(id, |operation, now, out| requests = operation.give_up(now, out));
-        self.mail_orphans(id, requests);
+        self.operate(id, |core, now, out| requests = core.give_up(now, out));
+        self.mail_migrating(id, requests);
     }
 
-    fn mail_orphans(&mut self, id: ReplicaId, requests: Vec<Moved>) {
+    fn mail_migrating(&mut self, id: ReplicaId, requests: Vec<MovedRequest>) {
         // Some clients cancel at the moment when no replica has their request.
         let ids = requests.iter().map(|request| request.id().0 as usize);
         let cancels = ids.filter(|index| self.clients.would_cancel(*index)).collect::<Vec<_>>();
-        self.mail_cluster(ClusterMail::Orphans { from: id, requests });
+        self.mail_cluster(ClusterMail::MigrateRequests { from: id, requests });
         for index in cancels {
             if self.random.chance(10) {
                 self.leave(index);
@@ -277,23 +273,23 @@ impl World {
                 core.rank_pace(now, replica, epoch, worker, slow, &mut effects);
                 self.carry_out(effects);
             }
-            ClusterMail::Orphans { from, requests } => self.place_orphans(from, requests),
+            ClusterMail::MigrateRequests { from, requests } => self.place_requests(from, requests),
         }
     }
 
-    /// Does what `ClusterActor::place_orphans` does.
-    fn place_orphans(&mut self, from: ReplicaId, requests: Vec<Moved>) {
+    /// Does what `ClusterActor::place_requests` does.
+    fn place_requests(&mut self, from: ReplicaId, requests: Vec<MovedRequest>) {
         let coordinator = &mut *self.coordinator;
         let life = coordinator.life;
-        let homes = coordinator.core.replicas().map(|replica| {
-            let unknown = Home::unknown(replica.id);
-            coordinator.replicas.get(&replica.id).map_or(unknown, |it| it.home(replica.id))
+        let candidates = coordinator.core.replicas().map(|replica| {
+            let unknown = Candidate::unknown(replica.id);
+            coordinator.replicas.get(&replica.id).map_or(unknown, |it| it.candidate(replica.id))
         });
-        let placed = coordinator.orphanage.place(from, requests, homes);
+        let placed = coordinator.migrations.place(from, requests, candidates);
         for request in placed.cancelled {
             request.end(coordinator.hub.observer(), None);
         }
-        for request in placed.homeless {
+        for request in placed.unplaced {
             let error = EngineError::Unavailable { message: "nothing serves".to_owned() };
             request.end(coordinator.hub.observer(), Some(error));
         }
@@ -301,12 +297,12 @@ impl World {
             let error = EngineError::Unavailable { message: "no room".to_owned() };
             request.end(coordinator.hub.observer(), Some(error));
         }
-        for (id, requests) in placed.homes {
+        for (id, requests) in placed.by_replica {
             let indices = requests.iter().map(|request| request.id().0 as usize);
             self.clients.moved(life, from, id, indices.collect());
             self.report.moved += requests.len() as u64 * u64::from(from != id);
             self.start_replica(id);
-            self.mail_replica(id, ReplicaMail::Adopt(requests));
+            self.mail_replica(id, ReplicaMail::AdoptRequests(requests));
         }
         self.hear_clients(from, None);
     }
@@ -314,11 +310,11 @@ impl World {
     /// Does what `ClusterActor::share_queues` does.
     fn share_queues(&mut self) {
         let coordinator = &mut *self.coordinator;
-        let homes = coordinator.replicas.iter().map(|(id, running)| running.home(*id));
-        let homes: Vec<Home> = homes.collect();
-        if let Some((from, surplus)) = surplus(&homes) {
-            coordinator.orphanage.expect(from);
-            self.mail_replica(from, ReplicaMail::Share(surplus));
+        let candidates = coordinator.replicas.iter().map(|(id, running)| running.candidate(*id));
+        let candidates: Vec<Candidate> = candidates.collect();
+        if let Some((from, queue_share)) = queue_share(&candidates) {
+            coordinator.migrations.expect(from);
+            self.mail_replica(from, ReplicaMail::ShareQueue(queue_share));
         }
     }
 
@@ -339,7 +335,7 @@ impl World {
             if self.switches.no_canary && self.clients.hung().is_none() {
                 continue;
             }
-            self.operate(id, |operation, now, out| operation.tick(now, out));
+            self.operate(id, |core, now, out| core.tick(now, out));
             self.hear_clients(id, None);
         }
     }
@@ -356,7 +352,7 @@ impl World {
         if self.random.chance(20) {
             late.push((replica, worker, result.clone()));
         }
-        let present = coordinator.replicas[&replica].operation.epoch();
+        let present = coordinator.replicas[&replica].core.epoch();
         let is_old = |it: &(ReplicaId, WorkerId, StepResult)| {
             it.0 == replica && Some(it.2.epoch) < present && it.2.step == result.step
         };

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use coordinator::engine::FinishReason;
 use coordinator::replica::driver::DriverLimits;
-use coordinator::scheduler::{Lookup, Method, SchedulerConfig, Speculation};
+use coordinator::scheduler::{Method, NgramConfig, SchedulerConfig, Speculation};
 use shared::protocol::EngineConfig;
 use shared::sampling::Pooling;
 
@@ -165,7 +165,7 @@ fn speculation(seed: u64, max_num_seqs: u32) -> Option<Speculation> {
         let disable_by_batch_size = random.chance(20).then_some(3);
         let method = match random.chance(50) {
             true => Method::DraftModel,
-            false => Method::Ngram(Lookup { prompt_lookup_max, prompt_lookup_min: min }),
+            false => Method::Ngram(NgramConfig { prompt_lookup_max, prompt_lookup_min: min }),
         };
         Speculation { num_speculative_tokens, method, disable_by_batch_size }
     })

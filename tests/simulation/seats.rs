@@ -183,7 +183,7 @@ impl World {
         let workers: BTreeSet<String> = workers.map(|record| record.node.clone()).collect();
         let told = self.view(who).and_then(|view| view.desired.clone());
         let life = self.begin_life(seat, workers);
-        self.go_by(told);
+        self.adopt_desired(told);
         self.seats[seat].life = Some(life);
         self.disturb_all(0);
         if reaches {

@@ -1,7 +1,7 @@
 //! The coordinator's workers: which may join, what they report, and how they leave, as in
 //! `cluster::actor::workers`.
 use coordinator::cluster::Member;
-use coordinator::cluster::roster::{Admission, Joining};
+use coordinator::cluster::roster::{Admission, JoinOutcome};
 use shared::ids::{Incarnation, WorkerId};
 use shared::metrics::Source;
 use shared::protocol::{
@@ -47,7 +47,7 @@ impl World {
             self.close(old.link, Side::Coordinator);
         }
         let coordinator = &mut *self.coordinator;
-        let Joining { link: number, restarted, retired } =
+        let JoinOutcome { link: number, restarted, retired } =
             coordinator.roster.joined(worker, Incarnation(incarnation));
         coordinator.connected.insert(worker, Connected { incarnation, link, number });
         let mut recording = coordinator.hub.observer().record();
@@ -74,7 +74,7 @@ impl World {
         };
         let mut effects = Vec::new();
         let now = self.time();
-        self.coordinator.core.holds(worker, rejoin.shard);
+        self.coordinator.core.set_held_weights(worker, rejoin.shard);
         self.coordinator.core.worker_joined(now, member, &mut effects);
         self.carry_out(effects);
     }

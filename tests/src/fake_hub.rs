@@ -15,7 +15,7 @@ type Files = BTreeMap<String, Arc<Vec<u8>>>;
 
 /// One request that came.
 #[derive(Clone, Debug)]
-pub struct Asked {
+pub struct RecordedRequest {
     /// It came to the server that has the weights.
     pub elsewhere: bool,
     /// Its method.
@@ -58,7 +58,7 @@ struct State {
     /// Which token a model wants.
     tokens: HashMap<String, String>,
     faults: Faults,
-    asked: Vec<Asked>,
+    asked: Vec<RecordedRequest>,
 }
 
 /// See the module's documentation.
@@ -144,7 +144,7 @@ impl FakeHub {
 
     /// What was asked since the last call.
     #[must_use]
-    pub fn asked(&self) -> Vec<Asked> {
+    pub fn asked(&self) -> Vec<RecordedRequest> {
         std::mem::take(&mut self.state().asked)
     }
 
@@ -173,7 +173,7 @@ impl FakeHub {
                     _ => {}
                 }
             }
-            let asked = Asked { elsewhere, method, path, range, authorization };
+            let asked = RecordedRequest { elsewhere, method, path, range, authorization };
             self.state().asked.push(asked.clone());
             if !self.answer(&stream, &asked)? {
                 return Ok(());
@@ -182,7 +182,7 @@ impl FakeHub {
     }
 
     /// Answers one request; returns whether the connection goes on.
-    fn answer(&self, stream: &TcpStream, asked: &Asked) -> std::io::Result<bool> {
+    fn answer(&self, stream: &TcpStream, asked: &RecordedRequest) -> std::io::Result<bool> {
         let next = {
             let mut state = self.state();
             if state.faults.answers.is_empty() {
@@ -241,7 +241,7 @@ impl FakeHub {
     /// A commit and its files, or the status and the code that say why there are none.
     fn files(
         &self,
-        asked: &Asked,
+        asked: &RecordedRequest,
         name: &str,
         revision: &str,
     ) -> Result<(String, Files), (u16, &'static str)> {
@@ -310,7 +310,12 @@ impl FakeHub {
         say(stream, 302, &headers, b"")
     }
 
-    fn weights(&self, stream: &TcpStream, asked: &Asked, path: &str) -> std::io::Result<bool> {
+    fn weights(
+        &self,
+        stream: &TcpStream,
+        asked: &RecordedRequest,
+        path: &str,
+    ) -> std::io::Result<bool> {
         let (sum, file) = path.split_once('/').unwrap_or_default();
         let found = {
             let state = self.state();
@@ -329,7 +334,7 @@ impl FakeHub {
     fn content(
         &self,
         mut stream: &TcpStream,
-        asked: &Asked,
+        asked: &RecordedRequest,
         file: &str,
         content: &[u8],
         headers: &str,

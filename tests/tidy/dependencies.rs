@@ -186,7 +186,7 @@ fn the_http_front_end_reaches_no_deeper_than_the_engine_seam() {
     crate::assert_kept("the engine seam", &seam_is_kept(&tree::rust_files()));
     let rule = |path, text| seam_is_kept(&[File::sample(path, text)]).len();
     let http = "coordinator/src/http/chat.rs";
-    assert_eq!(rule(http, "use crate::{engine::EngineError, replica::driver::Moved};"), 1);
+    assert_eq!(rule(http, "use crate::{engine::EngineError, replica::driver::MovedRequest};"), 1);
     assert_eq!(rule(http, "fn f() { crate::scheduler::mix(0, &[]); }"), 1);
     assert_eq!(rule(http, "use crate::engine::EngineError; // not crate::cluster"), 0);
     assert_eq!(rule("coordinator/src/http/admin.rs", "use crate::cluster::status::Node;"), 0);

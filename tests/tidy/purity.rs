@@ -5,7 +5,7 @@ use crate::tree::{self, File};
 
 /// Modules that are pure.
 const PURE: [&str; 13] = [
-    "coordinator/src/frontend/asked",
+    "coordinator/src/frontend/open_request",
     "coordinator/src/frontend/held",
     "coordinator/src/frontend/requests",
     "coordinator/src/frontends/resume",
@@ -13,7 +13,7 @@ const PURE: [&str; 13] = [
     "coordinator/src/cluster",
     "coordinator/src/replica/completions",
     "coordinator/src/replica/deadlines",
-    "coordinator/src/replica/operation",
+    "coordinator/src/replica/core",
     "shared/src/hub/files",
     "shared/src/hub/name",
     "shared/src/wire/frame",

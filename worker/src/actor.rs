@@ -23,13 +23,13 @@ use shared::hub::Hub;
 use shared::ids::{Epoch, WorkerId};
 use shared::log::{LogLimits, SharedLog};
 use shared::membership::{CoordinatorAddress, Destination};
-use shared::protocol::{FromWorker, Hello, Parting, ToFetch, ToWorker};
+use shared::protocol::{ExitReason, FromWorker, Hello, ToFetch, ToWorker};
 use shared::wire::codec;
 use shared::wire::frame::Frame;
 use shared::wire::keyring::Keyring;
 use tokio::sync::oneshot;
 
-use self::fetching::Fetching;
+use self::fetching::ModelFetch;
 pub use self::uplink::Uplink;
 use crate::executor::{Executor, ExecutorCommand, ExecutorError};
 
@@ -122,7 +122,7 @@ pub struct WorkerActor {
     /// What the last coordinator wanted it to fetch.
     to_fetch: Option<ToFetch>,
     /// The fetching under way; called off when this is dropped.
-    fetching: Option<Fetching>,
+    fetching: Option<ModelFetch>,
 }
 
 impl WorkerActor {
@@ -208,12 +208,12 @@ impl WorkerActor {
         };
         self.send_log();
         // The coordinator answers by closing the link.
-        let parting = match end {
-            WorkerEnd::Shutdown { .. } | WorkerEnd::Refused { .. } => Parting::OnPurpose,
-            WorkerEnd::Failed { .. } => Parting::Failed,
-            WorkerEnd::DeviceLost { .. } => Parting::DeviceLost,
+        let exit = match end {
+            WorkerEnd::Shutdown { .. } | WorkerEnd::Refused { .. } => ExitReason::OnPurpose,
+            WorkerEnd::Failed { .. } => ExitReason::Failed,
+            WorkerEnd::DeviceLost { .. } => ExitReason::DeviceLost,
         };
-        self.uplink.tell(Epoch(0), &FromWorker::Goodbye { reason, parting });
+        self.uplink.tell(Epoch(0), &FromWorker::Goodbye { reason, exit });
         self.ending = Some(end);
         ctx.run_later(GOODBYE_DEADLINE, |actor, ctx| {
             if let Some(end) = actor.ending.take() {

@@ -12,7 +12,7 @@ use shared::protocol::{
 };
 use shared::sampling::SamplingParams;
 
-use crate::device::{Beside, Device, DeviceChoice};
+use crate::device::{Device, DeviceChoice, ShardOptions};
 use crate::engine::Engine;
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
@@ -21,7 +21,7 @@ use crate::model::lora::LoraFiles;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
 use crate::model::weights::{self, Source};
-use crate::rank::NoSteps;
+use crate::rank::EmptyStepSource;
 
 const BLOCK_SIZE: u32 = 16;
 /// Number of decode steps before anything is measured.
@@ -241,7 +241,7 @@ fn serve<D: Device>(
     let mut outputs = Vec::new();
     for plan in plans {
         outputs.clear();
-        let result = engine.step(&plan, &mut NoSteps, &mut outputs);
+        let result = engine.step(&plan, &mut EmptyStepSource, &mut outputs);
         if rank == 0 || result.is_err() {
             let _ = results.send(result.map(|_| ()).map_err(|error| error.to_string()));
         }
@@ -273,7 +273,7 @@ fn engine<D: Device>(
         swap_bytes: 0,
     };
     let quantization = options.quantization;
-    let alone = Beside { quantization, adapters: &LoraFiles::default(), draft: None };
+    let alone = ShardOptions { quantization, adapters: &LoraFiles::default(), draft: None };
     device.check_fit(&backend, &config, &shard, alone, &sizes)?;
     let source = Source { files: &files, config: &config, shard: &shard };
     let weights = weights::load(&mut backend, &source, quantization, positions, &mut |_, _| {})?;

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 use kernels::backend::prelude::*;
 use kernels::collective::single_rank;
 pub use kernels::cpu::{Isa, Precision};
-pub use kernels::cuda::Exchange;
+pub use kernels::cuda::ExchangePolicy;
 use kernels::cuda::bucket::decode_buckets;
 pub use kernels::cuda::capacity::bytes_text;
-use kernels::cuda::capacity::{Measured, Need, check_fit};
+use kernels::cuda::capacity::{MeasuredMemory, MemoryNeed, check_fit};
 pub use kernels::cuda::devices::{Survey, survey_for};
 pub use kernels::cuda::nccl::environment::prepare as prepare_nccl;
 use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
@@ -16,7 +16,7 @@ use kernels::weights::Int4Groups;
 use kernels::{Backend, Collective, CpuBackend, KernelError};
 use shared::protocol::{Dtype, EngineConfig, Quantization};
 
-use crate::engine::{Engine, Warmed};
+use crate::engine::{Engine, WarmUp};
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
 use crate::model::draft::DraftFiles;
@@ -29,7 +29,7 @@ const CPU_KV_BYTES: u64 = 512 << 20;
 
 /// How a shard's weights are stored, and what is loaded beside them.
 #[derive(Clone, Copy, Debug)]
-pub struct Beside<'a> {
+pub struct ShardOptions<'a> {
     /// How the weights are stored.
     pub quantization: Quantization,
     /// LoRA adapters.
@@ -109,7 +109,7 @@ pub trait Device: Debug {
         backend: &Self::Backend,
         config: &ModelConfig,
         shard: &Shard,
-        beside: Beside<'_>,
+        beside: ShardOptions<'_>,
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
         let _ = (backend, config, shard, beside, sizes);
@@ -246,7 +246,7 @@ impl CudaDevice {
             tracing::warn!(reason, "decode steps are captured again");
             warmed = engine.warm(&rows, patience);
         }
-        let Warmed { kinds, of } = match warmed {
+        let WarmUp { kinds, of } = match warmed {
             // One rank goes on without graphs: the next step gives up on them. Several form anew.
             Err(KernelError::Again(reason)) if !engine.backend().samples_everywhere() => {
                 tracing::warn!(reason, "decode steps are not captured");
@@ -261,9 +261,9 @@ impl CudaDevice {
         Ok(())
     }
 
-    fn measure(&self, backend: &CudaBackend) -> Result<Measured, KernelError> {
+    fn measure(&self, backend: &CudaBackend) -> Result<MeasuredMemory, KernelError> {
         let (free, total) = backend.memory()?;
-        Ok(Measured { total, free, utilization: self.memory_utilization })
+        Ok(MeasuredMemory { total, free, utilization: self.memory_utilization })
     }
 }
 
@@ -323,7 +323,7 @@ impl Device for CudaDevice {
         backend: &CudaBackend,
         config: &ModelConfig,
         shard: &Shard,
-        Beside { quantization, adapters, draft }: Beside<'_>,
+        ShardOptions { quantization, adapters, draft }: ShardOptions<'_>,
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
         let is_packed = config.quantised.is_some_and(|quantised| quantised.packed.is_some());
@@ -331,12 +331,12 @@ impl Device for CudaDevice {
             && backend.widens_int8(sizes.max_num_batched_tokens as usize);
         let keeps_int4 = |groups: &Int4Groups, is_stack: bool| backend.keeps_int4(groups, is_stack);
         let tokens = sizes.max_num_batched_tokens as usize;
-        let need = |shard: &Shard| -> Result<Need, ModelError> {
+        let need = |shard: &Shard| -> Result<MemoryNeed, ModelError> {
             let (matrices, room) = adapters.bytes(config, shard, tokens)?;
             let weights = size::weight_bytes(config, shard, quantization, &keeps_int4) + matrices;
             let activations = size::activation_bytes(config, shard, widens, sizes) + room;
             let (drafting, drafted) = draft.map_or((0, 0), |draft| draft.step_bytes(sizes));
-            Ok(Need {
+            Ok(MemoryNeed {
                 degree: u32::try_from(shard.degree).unwrap_or(u32::MAX),
                 weights: weights + draft.map_or(0, |draft| draft.weight_bytes(&keeps_int4)),
                 activations: activations + drafting,
@@ -344,7 +344,7 @@ impl Device for CudaDevice {
             })
         };
         let own = u32::try_from(shard.degree).unwrap_or(u32::MAX);
-        let others: Vec<Need> = (own.saturating_add(1)..=64)
+        let others: Vec<MemoryNeed> = (own.saturating_add(1)..=64)
             .filter_map(|degree| need(&Shard::new(config, 0, degree).ok()?).ok())
             .collect();
         check_fit(&self.measure(backend)?, &need(shard)?, &others).map_err(ModelError::Fit)

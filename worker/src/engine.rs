@@ -35,11 +35,11 @@ use kernels::{Backend, KernelError};
 use shared::ids::{SeqId, StepId};
 use shared::protocol::{EngineConfig, SequenceOutput, StepPlan, StepTimings, TokenDigest};
 
-use self::ahead::Queued;
+use self::ahead::QueuedStep;
 pub use self::draft::Draft;
 use self::layout::StepBuffers;
 use self::masks::Masks;
-pub use self::profile::Warmed;
+pub use self::profile::WarmUp;
 use self::report::{merge_output, prompt_logprobs, sampled_output};
 use self::sequence::Sequence;
 use self::swap::HostBlocks;
@@ -89,7 +89,7 @@ pub struct Engine<B: Backend> {
     /// Digest of the last step's tokens.
     digest: TokenDigest,
     /// Steps whose tokens have not been fetched, oldest first.
-    queued: VecDeque<Queued>,
+    queued: VecDeque<QueuedStep>,
     begun_ahead: u64,
 }
 

@@ -20,13 +20,13 @@ use shared::hub::cache::located;
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{Form, SequenceOutput, StepPlan, StepTimings};
 
-use self::host::Asked;
-use self::joining::{Joining, connect, join};
-use self::loaded::{Loaded, LoadedKey, rest_draft};
+use self::host::HostMemoryNeed;
+use self::joining::{Formation, connect, join};
+use self::loaded::{LoadedKey, LoadedShard, rest_draft};
 use crate::device::{Device, bytes_text};
 use crate::engine::EngineError;
 use crate::model::ModelError;
-use crate::rank::{AbortSlot, Exchanged, FormError, FormNews, Rank, RankReady, StepSource};
+use crate::rank::{AbortSlot, ExchangeStats, FormError, FormObserver, Rank, RankReady, StepSource};
 
 mod host;
 mod joining;
@@ -39,7 +39,7 @@ const NOTHING_LOADED: &str = "nothing is loaded";
 pub struct EngineRank<D: Device> {
     device: D,
     listener: TcpListener,
-    loaded: Option<Loaded<D>>,
+    loaded: Option<LoadedShard<D>>,
     /// Why the device no longer works.
     lost: Option<String>,
     /// Exchanges with other ranks that were broken off and are not reported yet.
@@ -93,7 +93,7 @@ impl<D: Device> EngineRank<D> {
     }
 
     /// Records whether an error means that the device or an exchange with other ranks has failed.
-    fn note(&mut self, error: &KernelError) {
+    fn record(&mut self, error: &KernelError) {
         if matches!(error, KernelError::Collective(_)) {
             self.unfinished += 1;
         }
@@ -103,17 +103,17 @@ impl<D: Device> EngineRank<D> {
     }
 
     /// Records it in the same way, and returns the error of the formation. Trying again may help.
-    fn noted(&mut self, error: &KernelError) -> FormError {
-        self.note(error);
+    fn recorded(&mut self, error: &KernelError) -> FormError {
+        self.record(error);
         FormError { message: error.to_string(), permanent: false }
     }
 
     /// Joins the other ranks of an epoch with the weights already loaded.
     fn reuse(
         &mut self,
-        mut loaded: Loaded<D>,
+        mut loaded: LoadedShard<D>,
         collective: Box<dyn Collective>,
-        joining: &mut Joining<'_>,
+        joining: &mut Formation<'_>,
     ) -> Result<(), FormError> {
         loaded.engine.reconfigure(joining.form.engine.clone());
         let rested = rest_draft::<D>(&mut loaded.engine);
@@ -123,7 +123,7 @@ impl<D: Device> EngineRank<D> {
             .and_then(|()| join::<D>(backend, joining));
         // Whatever happened, keep the weights.
         self.loaded = Some(loaded);
-        joined.map_err(|error| self.noted(&error))
+        joined.map_err(|error| self.recorded(&error))
     }
 
     /// Loads the shard; returns how many seconds that took.
@@ -131,19 +131,19 @@ impl<D: Device> EngineRank<D> {
         &mut self,
         identity: Result<ModelIdentity, String>,
         collective: Box<dyn Collective>,
-        joining: &mut Joining<'_>,
+        joining: &mut Formation<'_>,
     ) -> Result<f64, FormError> {
         let began = Instant::now();
         let engine = loaded::load(&self.device, collective, joining).map_err(|error| {
             if let ModelError::Kernel(error) = &error {
-                self.note(error);
+                self.record(error);
             }
             FormError { permanent: error.is_permanent(), message: error.to_string() }
         })?;
         // Loading has nearly always named the files that cannot be read.
         let identity = identity.map_err(|message| FormError { message, permanent: true })?;
         let key = LoadedKey::new(joining.form, identity);
-        self.loaded = Some(Loaded { engine, key, is_new: true });
+        self.loaded = Some(LoadedShard { engine, key, is_new: true });
         Ok(began.elapsed().as_secs_f64())
     }
 
@@ -151,12 +151,12 @@ impl<D: Device> EngineRank<D> {
     fn ready(&mut self, form: &Form, load_seconds: f64) -> Result<RankReady, FormError> {
         let sizes = &form.engine;
         let permanent = |message| FormError { message, permanent: true };
-        let Some(Loaded { engine, key, .. }) = &mut self.loaded else {
+        let Some(LoadedShard { engine, key, .. }) = &mut self.loaded else {
             return Err(FormError { message: NOTHING_LOADED.to_owned(), permanent: false });
         };
         let kv_bytes = match self.device.kv_bytes(engine, sizes.kv_cache_bytes) {
             Ok(bytes) => bytes,
-            Err(error) => return Err(self.noted(&error)),
+            Err(error) => return Err(self.recorded(&error)),
         };
         let kv_blocks = engine.kv_blocks(kv_bytes);
         let needed = sizes.max_model_len.div_ceil(sizes.block_size);
@@ -185,8 +185,12 @@ impl<D: Device> EngineRank<D> {
             engine.drop_host_blocks();
         }
         let kv_blocks = if on_host { kv_blocks } else { 0 };
-        host::fits(engine, Asked { kv_blocks, host_blocks, swap_bytes }, host::ranks_here(form))
-            .map_err(|message| FormError { message, permanent: false })?;
+        host::fits(
+            engine,
+            HostMemoryNeed { kv_blocks, host_blocks, swap_bytes },
+            host::ranks_here(form),
+        )
+        .map_err(|message| FormError { message, permanent: false })?;
         Ok(ready)
     }
 }
@@ -196,18 +200,18 @@ impl<D: Device> Rank for EngineRank<D> {
         &mut self,
         form: &Form,
         abort: &AbortSlot,
-        news: &mut dyn FormNews,
+        observer: &mut dyn FormObserver,
     ) -> Result<RankReady, FormError> {
         let form = &self.located(form)?;
         let collective = connect(&self.listener, form, abort)?;
         let all = Arc::new(AbortAll::default());
         all.add(collective.abort_handle());
         abort.set(form.epoch, all.clone());
-        let mut joining = Joining { form, abort, all: &all, news };
+        let mut joining = Formation { form, abort, all: &all, observer };
         let identity = ModelIdentity::read(Path::new(&form.model), &form.lora);
         // Loaded weights do not need their files: if those can no longer be read, nothing suggests
         // that other weights are wanted.
-        let is_wanted = |loaded: &Loaded<D>| {
+        let is_wanted = |loaded: &LoadedShard<D>| {
             let identity = *identity.as_ref().unwrap_or(&loaded.key.identity);
             loaded.key == LoadedKey::new(form, identity)
         };
@@ -225,14 +229,14 @@ impl<D: Device> Rank for EngineRank<D> {
         let loaded = self.loaded.as_mut().ok_or(NOTHING_LOADED)?;
         // Other processes may have taken memory since it was formed.
         let kv_blocks = if self.device.computes_on_host() { num_blocks } else { 0 };
-        host::fits(&loaded.engine, Asked { kv_blocks, host_blocks, swap_bytes: 0 }, 1)?;
+        host::fits(&loaded.engine, HostMemoryNeed { kv_blocks, host_blocks, swap_bytes: 0 }, 1)?;
         if let Err(error) = loaded.engine.make_host_blocks(host_blocks) {
             // The host is out of memory, not the device.
             let KernelError::OutOfMemory { bytes, .. } = &error else {
-                self.note(&error);
+                self.record(&error);
                 return Err(error.to_string());
             };
-            let (bytes, left) = (bytes_text(*bytes), host::left());
+            let (bytes, left) = (bytes_text(*bytes), host::memory_left());
             return Err(format!(
                 "--swap-space: the host cannot provide {bytes} for it; it has {left} of memory left"
             ));
@@ -243,7 +247,7 @@ impl<D: Device> Rank for EngineRank<D> {
         let result = loaded.engine.start(num_blocks, host_blocks);
         let result = result.and_then(|()| self.device.warm(&mut loaded.engine, is_new));
         result.map_err(|error| {
-            self.note(&error);
+            self.record(&error);
             error.to_string()
         })
     }
@@ -258,7 +262,7 @@ impl<D: Device> Rank for EngineRank<D> {
         let result = loaded.engine.step(plan, source, outputs);
         result.map_err(|error| {
             if let EngineError::Kernel(error) = &error {
-                self.note(error);
+                self.record(error);
             }
             error.to_string()
         })
@@ -278,7 +282,7 @@ impl<D: Device> Rank for EngineRank<D> {
         let left = D::set_collective(loaded.engine.backend(), single_rank());
         let left = left.and_then(|()| rest_draft::<D>(&mut loaded.engine));
         if let Err(error) = left {
-            self.note(&error);
+            self.record(&error);
         }
         // Freeing memory waits for the device, which may never finish: leave it to the end of the
         // process.
@@ -289,14 +293,14 @@ impl<D: Device> Rank for EngineRank<D> {
         }
     }
 
-    fn take_exchanged(&mut self) -> Exchanged {
+    fn take_exchanged(&mut self) -> ExchangeStats {
         let unfinished = std::mem::take(&mut self.unfinished);
         let Some(loaded) = &mut self.loaded else {
-            return Exchanged { unfinished, is_timed: true, ..Exchanged::default() };
+            return ExchangeStats { unfinished, is_timed: true, ..ExchangeStats::default() };
         };
         let backend = loaded.engine.backend();
         let is_timed = !backend.samples_everywhere();
-        Exchanged { bytes: backend.take_exchanged(), unfinished, is_timed }
+        ExchangeStats { bytes: backend.take_exchanged(), unfinished, is_timed }
     }
 
     fn lost_device(&self) -> Option<&str> {

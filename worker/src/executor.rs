@@ -20,8 +20,8 @@ use shared::wire::codec;
 use shared::wire::frame::BODY_MAX;
 use tokio::sync::oneshot;
 
-use self::queue::{COMMANDS_MAX, Commands, Queued, Receiver, queue};
-use crate::rank::{AbortSlot, Exchanged, FormNews, Rank, StepSource};
+use self::queue::{COMMANDS_MAX, Commands, QueuedCommand, Receiver, queue};
+use crate::rank::{AbortSlot, ExchangeStats, FormObserver, Rank, StepSource};
 
 /// How long the executor's owner waits for the thread to end.
 const END_PATIENCE: Duration = Duration::from_millis(200);
@@ -55,7 +55,7 @@ pub trait Outbox: Send {
     /// Records a finished step and returns the cumulative stats to send with its result.
     fn step_finished(&mut self, result: &StepResult) -> WorkerStats;
     /// Records what a step, finished or not, exchanged with other ranks; before `step_finished`.
-    fn exchanged(&mut self, exchanged: Exchanged) {
+    fn exchanged(&mut self, exchanged: ExchangeStats) {
         let _ = exchanged;
     }
     /// Records a finished load.
@@ -214,11 +214,11 @@ impl Drop for Executor {
 /// Commands in order; the next one can be looked at before it is taken.
 struct Inbox<'a> {
     commands: &'a Receiver,
-    held: Option<Queued>,
+    held: Option<QueuedCommand>,
 }
 
 impl Inbox<'_> {
-    fn take(&mut self) -> Option<Queued> {
+    fn take(&mut self) -> Option<QueuedCommand> {
         self.held.take().or_else(|| self.commands.take())
     }
 }
@@ -253,7 +253,7 @@ impl StepSource for EpochSteps<'_, '_> {
 }
 
 /// Passes on what a rank reports while it is being formed.
-struct News<'a, O> {
+struct FormReporter<'a, O> {
     link: u64,
     epoch: Epoch,
     /// When progress was last reported.
@@ -262,9 +262,9 @@ struct News<'a, O> {
     commands: &'a Receiver,
 }
 
-impl<O: Outbox> FormNews for News<'_, O> {
+impl<O: Outbox> FormObserver for FormReporter<'_, O> {
     fn progress(&mut self, bytes_done: u64, bytes_total: u64) {
-        self.commands.advances();
+        self.commands.record_progress();
         let due = self.last.is_none_or(|last| last.elapsed() >= PROGRESS_INTERVAL);
         if due || bytes_done == bytes_total {
             self.last = Some(Instant::now());
@@ -336,8 +336,9 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
             return;
         }
         let link = self.entered;
-        let mut news = News { link, epoch, last: None, outbox: &mut self.outbox, commands };
-        match self.rank.form(form, &self.abort, &mut news) {
+        let mut observer =
+            FormReporter { link, epoch, last: None, outbox: &mut self.outbox, commands };
+        match self.rank.form(form, &self.abort, &mut observer) {
             Ok(ready) => {
                 self.epoch = Some((self.entered, epoch));
                 let formed = Formed {

@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 
 use crate::actor::Uplink;
 use crate::executor::Outbox;
-use crate::rank::Exchanged;
+use crate::rank::ExchangeStats;
 
 /// Minimum interval between stats in step results. Nothing is lost in between: they are totals.
 const REPORT_INTERVAL: Duration = Duration::from_millis(100);
@@ -126,7 +126,7 @@ impl Outbox for LinkOutbox {
         self.report()
     }
 
-    fn exchanged(&mut self, exchanged: Exchanged) {
+    fn exchanged(&mut self, exchanged: ExchangeStats) {
         if !self.uplink.measures() {
             return;
         }

@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kernels::collective::{AbortHandle, Tally};
+use kernels::collective::{AbortHandle, ByteCounters};
 use shared::ids::{Epoch, StepId};
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{Form, SequenceOutput, StepMasks, StepPlan, StepTimings, TokenMask};
@@ -27,7 +27,7 @@ pub trait Rank {
         &mut self,
         form: &Form,
         abort: &AbortSlot,
-        news: &mut dyn FormNews,
+        observer: &mut dyn FormObserver,
     ) -> Result<RankReady, FormError>;
 
     /// Allocates the KV cache, and blocks in host memory to swap to.
@@ -61,8 +61,8 @@ pub trait Rank {
     fn release(&mut self);
 
     /// Returns what it exchanged with other ranks since the last call.
-    fn take_exchanged(&mut self) -> Exchanged {
-        Exchanged { is_timed: true, ..Exchanged::default() }
+    fn take_exchanged(&mut self) -> ExchangeStats {
+        ExchangeStats { is_timed: true, ..ExchangeStats::default() }
     }
 
     /// Returns why this rank's device no longer works, if so: then only another process helps.
@@ -72,7 +72,7 @@ pub trait Rank {
 }
 
 /// What a rank reports while it is being formed.
-pub trait FormNews {
+pub trait FormObserver {
     /// `done` bytes of weights are loaded, of `total`.
     fn progress(&mut self, done: u64, total: u64);
     /// Rank 0's NCCL unique id, for the other ranks.
@@ -81,9 +81,9 @@ pub trait FormNews {
 
 /// A rank's data exchange with the other ranks of its replica.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Exchanged {
+pub struct ExchangeStats {
     /// Bytes it sent, by algorithm.
-    pub bytes: Tally,
+    pub bytes: ByteCounters,
     /// Exchanges that were aborted, failed, or were not finished in time.
     pub unfinished: u64,
     /// Whether their duration is known: devices that exchange data by themselves do not report it.
@@ -104,9 +104,9 @@ pub trait StepSource {
 
 /// A source without steps and masks.
 #[derive(Clone, Copy, Debug)]
-pub struct NoSteps;
+pub struct EmptyStepSource;
 
-impl StepSource for NoSteps {
+impl StepSource for EmptyStepSource {
     fn peek(&mut self) -> Option<&StepPlan> {
         None
     }
@@ -160,7 +160,7 @@ struct Slot {
 }
 
 /// A link's number, which grows from link to link, and an epoch that came over it.
-type Term = (u64, Epoch);
+type LinkEpoch = (u64, Epoch);
 
 #[derive(Default)]
 struct SlotState {
@@ -169,12 +169,12 @@ struct SlotState {
     /// The link over which the executor's current command came.
     entered: u64,
     /// The last term that has ended, and all before it.
-    aborted: Term,
-    current: Option<(Term, Arc<dyn AbortHandle>)>,
+    aborted: LinkEpoch,
+    current: Option<(LinkEpoch, Arc<dyn AbortHandle>)>,
     /// Group id from rank 0 of an epoch.
-    group_id: Option<(Term, Vec<u8>)>,
+    group_id: Option<(LinkEpoch, Vec<u8>)>,
     /// Masks of steps that have not ended, oldest first.
-    masks: VecDeque<(Term, StepMasks)>,
+    masks: VecDeque<(LinkEpoch, StepMasks)>,
 }
 
 impl fmt::Debug for SlotState {
@@ -328,7 +328,7 @@ impl AbortSlot {
 }
 
 impl SlotState {
-    fn abort(&mut self, term: Term) {
+    fn abort(&mut self, term: LinkEpoch) {
         self.aborted = self.aborted.max(term);
         let aborted = self.aborted;
         self.masks.retain(|(of, _)| *of > aborted);

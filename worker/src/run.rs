@@ -102,7 +102,7 @@ pub async fn run(
         .with_actors(options.actors.stats().clone())
         .with_device_watch(lost);
     let cache = options.hub.as_ref().ok().map(|hub| hub.settings().cache.clone());
-    let Started { executor, device, gpu, threads, offer } =
+    let StartedExecutor { executor, device, gpu, threads, offer } =
         start_executor(options.device, (listener, cache), outbox, options.offer, nvml.as_deref())?;
     let hello = Hello {
         node: options.node,
@@ -172,7 +172,7 @@ async fn listen(options: &mut WorkerOptions) -> io::Result<TcpListener> {
 }
 
 /// An executor, and what it computes on.
-struct Started {
+struct StartedExecutor {
     executor: Executor,
     device: DeviceKind,
     /// UUID of the GPU; empty on CPUs.
@@ -190,7 +190,7 @@ fn start_executor(
     outbox: LinkOutbox,
     offer: NodeResources,
     nvml: Option<&Path>,
-) -> io::Result<Started> {
+) -> io::Result<StartedExecutor> {
     let offer = NodeResources {
         cpus: std::thread::available_parallelism()
             .map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX)),
@@ -202,7 +202,13 @@ fn start_executor(
             let threads = device.threads;
             let rank = move || EngineRank::new(device, listener).with_cache(cache);
             let executor = Executor::spawn(rank, outbox)?;
-            Ok(Started { executor, device: DeviceKind::Cpu, gpu: String::new(), threads, offer })
+            Ok(StartedExecutor {
+                executor,
+                device: DeviceKind::Cpu,
+                gpu: String::new(),
+                threads,
+                offer,
+            })
         }
         DeviceChoice::Cuda(device) => {
             let mut offer = NodeResources { gpus: 1, memory_bytes: device.memory_free, ..offer };
@@ -215,7 +221,7 @@ fn start_executor(
             let gpu = device.uuid.clone();
             let rank = move || EngineRank::new(device, listener).with_cache(cache);
             let executor = Executor::spawn(rank, outbox)?;
-            Ok(Started { executor, device: DeviceKind::Cuda, gpu, threads: 1, offer })
+            Ok(StartedExecutor { executor, device: DeviceKind::Cuda, gpu, threads: 1, offer })
         }
     }
 }

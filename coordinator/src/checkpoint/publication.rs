@@ -11,14 +11,14 @@ use crate::metrics::Hub;
 
 /// What a page shows, taken at one moment.
 #[derive(Debug)]
-pub struct Moment {
+pub struct PageSnapshot {
     /// The cluster's totals and gauges.
     pub merged: Merged,
     /// Exemplars: requests behind latencies.
     pub exemplars: Exemplars,
 }
 
-impl Moment {
+impl PageSnapshot {
     fn with_gauges_of(&self, present: &Self) -> Self {
         let merged = self.merged.with_gauges_of(&present.merged);
         Self { merged, exemplars: self.exemplars.clone() }
@@ -33,7 +33,7 @@ impl Moment {
 pub struct Publication {
     hub: Arc<Hub>,
     clock: SystemClock,
-    published: Mutex<Published<Moment>>,
+    published: Mutex<Published<PageSnapshot>>,
 }
 
 impl Publication {
@@ -47,7 +47,7 @@ impl Publication {
     }
 
     /// This process does not stand still.
-    pub fn beat(&self) {
+    pub fn record_progress(&self) {
         drop(self.published());
     }
 
@@ -55,16 +55,18 @@ impl Publication {
     /// another leads. Totals that began at zero here and grew by all of that later would look like
     /// so much work at once.
     #[must_use]
-    pub fn shown(&self) -> Option<Arc<Moment>> {
+    pub fn shown(&self) -> Option<Arc<PageSnapshot>> {
         let published = self.published();
         let shown = || published.shown(self.clock.now());
-        published.has_totals().then(|| shown().unwrap_or_else(|| Arc::new(self.hub.moment())))
+        published
+            .has_totals()
+            .then(|| shown().unwrap_or_else(|| Arc::new(self.hub.page_snapshot())))
     }
 
     /// The last leader's totals have been restored, or there are none: pages start.
     pub fn restored(&self) {
         let mut published = self.published();
-        published.acknowledged(self.clock.now(), Arc::new(self.hub.moment()));
+        published.acknowledged(self.clock.now(), Arc::new(self.hub.page_snapshot()));
     }
 
     /// Returns a checkpoint of now, which the caller is about to write. `None` if it would add
@@ -73,13 +75,13 @@ impl Publication {
     #[must_use]
     pub fn writing(&self, written: Option<&Checkpoint>) -> Option<Checkpoint> {
         let mut published = self.published();
-        let (moment, checkpoint) = self.hub.moment_and_checkpoint();
+        let (snapshot, checkpoint) = self.hub.snapshot_and_checkpoint();
         let now = self.clock.now();
         let is_old = written.is_some_and(|written| !checkpoint.has_news_since(written));
-        if is_old && published.renewed(now, |shown| shown.with_gauges_of(&moment)) {
+        if is_old && published.renewed(now, |shown| shown.with_gauges_of(&snapshot)) {
             return None;
         }
-        published.writing(now, Arc::new(moment));
+        published.writing(now, Arc::new(snapshot));
         Some(checkpoint)
     }
 
@@ -89,13 +91,13 @@ impl Publication {
     }
 
     /// etcd answers but does not accept what this process has: another may lead.
-    pub fn kept(&self) {
-        self.published().kept(self.clock.now());
+    pub fn keep_page(&self) {
+        self.published().keep_page(self.clock.now());
     }
 
-    fn published(&self) -> MutexGuard<'_, Published<Moment>> {
+    fn published(&self) -> MutexGuard<'_, Published<PageSnapshot>> {
         let mut published = self.published.lock().unwrap_or_else(PoisonError::into_inner);
-        published.beat(self.clock.now());
+        published.record_progress(self.clock.now());
         published
     }
 }

@@ -26,14 +26,14 @@ pub struct Published<T> {
     beat: Duration,
     /// When it was found to have stood still for longer.
     doubted: Option<Duration>,
-    acknowledged: Option<Taken<T>>,
-    writing: Option<Taken<T>>,
+    acknowledged: Option<TakenSnapshot<T>>,
+    writing: Option<TakenSnapshot<T>>,
 }
 
 #[derive(Debug)]
-struct Taken<T> {
+struct TakenSnapshot<T> {
     at: Duration,
-    moment: Arc<T>,
+    snapshot: Arc<T>,
 }
 
 impl<T> Published<T> {
@@ -45,7 +45,7 @@ impl<T> Published<T> {
 
     /// To be called several times within the stall that is tolerated, and before any other use:
     /// the process runs.
-    pub fn beat(&mut self, now: Duration) {
+    pub fn record_progress(&mut self, now: Duration) {
         let still = now.saturating_sub(std::mem::replace(&mut self.beat, now));
         if still > self.stall {
             self.doubted = Some(now);
@@ -59,14 +59,14 @@ impl<T> Published<T> {
         }
     }
 
-    /// `moment`, taken now, contains nothing that etcd does not have.
-    pub fn acknowledged(&mut self, now: Duration, moment: Arc<T>) {
-        self.acknowledged = Some(Taken { at: now, moment });
+    /// `snapshot`, taken now, contains nothing that etcd does not have.
+    pub fn acknowledged(&mut self, now: Duration, snapshot: Arc<T>) {
+        self.acknowledged = Some(TakenSnapshot { at: now, snapshot });
     }
 
-    /// `moment`, taken now, is being written to etcd.
-    pub fn writing(&mut self, now: Duration, moment: Arc<T>) {
-        self.writing = Some(Taken { at: now, moment });
+    /// `snapshot`, taken now, is being written to etcd.
+    pub fn writing(&mut self, now: Duration, snapshot: Arc<T>) {
+        self.writing = Some(TakenSnapshot { at: now, snapshot });
     }
 
     /// The write has ended; `acknowledged` tells whether etcd has confirmed it.
@@ -79,7 +79,7 @@ impl<T> Published<T> {
 
     /// etcd answers, but this process does not lead at present: another may take over, so pages
     /// stay as they are, unless they show the present already.
-    pub fn kept(&mut self, now: Duration) {
+    pub fn keep_page(&mut self, now: Duration) {
         let patience = self.patience;
         if let Some(taken) = &mut self.acknowledged
             && now.saturating_sub(taken.at) <= patience
@@ -96,9 +96,9 @@ impl<T> Published<T> {
         if self.doubted.is_some() {
             return false;
         }
-        let fresh = |taken: &&mut Taken<T>| now.saturating_sub(taken.at) <= patience;
+        let fresh = |taken: &&mut TakenSnapshot<T>| now.saturating_sub(taken.at) <= patience;
         let Some(taken) = self.acknowledged.as_mut().filter(fresh) else { return false };
-        *taken = Taken { at: now, moment: Arc::new(renew(&taken.moment)) };
+        *taken = TakenSnapshot { at: now, snapshot: Arc::new(renew(&taken.snapshot)) };
         true
     }
 
@@ -113,9 +113,9 @@ impl<T> Published<T> {
     /// Returns what a page shows now; `None` for the present.
     #[must_use]
     pub fn shown(&self, now: Duration) -> Option<Arc<T>> {
-        let fresh = |taken: &&Taken<T>| now.saturating_sub(taken.at) <= self.patience;
+        let fresh = |taken: &&TakenSnapshot<T>| now.saturating_sub(taken.at) <= self.patience;
         let shown = self.acknowledged.as_ref().filter(fresh).or(self.writing.as_ref());
-        shown.map(|taken| taken.moment.clone())
+        shown.map(|taken| taken.snapshot.clone())
     }
 }
 
@@ -181,10 +181,10 @@ mod tests {
     fn stays_as_it_is_while_others_may_take_over() {
         let mut published = new();
         published.acknowledged(seconds(0), Arc::new(1));
-        published.kept(seconds(8));
+        published.keep_page(seconds(8));
         assert_eq!(published.shown(seconds(18)).as_deref(), Some(&1));
         // Pages show the present already: what was seen is not taken back.
-        published.kept(seconds(19));
+        published.keep_page(seconds(19));
         assert_eq!(published.shown(seconds(19)), None);
     }
 
@@ -192,17 +192,17 @@ mod tests {
     fn a_process_that_stood_still_shows_no_totals_until_etcd_has_taken_later_ones() {
         let mut published = new();
         published.acknowledged(seconds(0), Arc::new(1));
-        published.beat(seconds(1));
-        published.beat(seconds(3));
+        published.record_progress(seconds(1));
+        published.record_progress(seconds(3));
         assert!(published.has_totals(), "it may stand still for so long");
         published.writing(seconds(4), Arc::new(2));
-        published.beat(seconds(20));
+        published.record_progress(seconds(20));
         assert!(!published.has_totals());
         // What was written before says nothing of now; nor does an idle cluster need no answer.
         published.written(true);
         assert!(!published.has_totals());
         assert!(!published.renewed(seconds(20), |shown| shown + 1));
-        published.beat(seconds(21));
+        published.record_progress(seconds(21));
         published.writing(seconds(21), Arc::new(3));
         published.written(false);
         assert!(!published.has_totals());
@@ -216,21 +216,21 @@ mod tests {
     fn a_process_that_stood_still_goes_on_when_etcd_does_not_answer() {
         let mut published = new();
         published.acknowledged(seconds(0), Arc::new(1));
-        published.beat(seconds(30));
+        published.record_progress(seconds(30));
         for now in 31..=40 {
-            published.beat(seconds(now));
+            published.record_progress(seconds(now));
             assert!(!published.has_totals());
             // Fenced: the time that it stood still does not make the page one of the present.
-            published.kept(seconds(now));
+            published.keep_page(seconds(now));
         }
-        published.beat(seconds(41));
+        published.record_progress(seconds(41));
         assert!(published.has_totals());
         assert_eq!(published.shown(seconds(41)).as_deref(), Some(&1));
-        published.beat(seconds(43));
-        published.beat(seconds(45));
-        published.beat(seconds(47));
-        published.beat(seconds(49));
-        published.beat(seconds(51));
+        published.record_progress(seconds(43));
+        published.record_progress(seconds(45));
+        published.record_progress(seconds(47));
+        published.record_progress(seconds(49));
+        published.record_progress(seconds(51));
         assert_eq!(published.shown(seconds(51)), None, "etcd did not answer for long");
     }
 
@@ -272,7 +272,7 @@ mod tests {
                                 let (taken, answered) =
                                     (!away && dice(4) > 0, !away && dice(4) > 0);
                                 if taken {
-                                    kept = *writing.moment;
+                                    kept = *writing.snapshot;
                                 }
                                 published.written(taken && answered);
                             }

@@ -1,6 +1,6 @@
 //! `tutti bench`: the engine's speed on this machine, without HTTP and links.
 use serde_json::{Map, Value, json};
-use shared::hub::Part;
+use shared::hub::ModelPart;
 use worker::bench::{BenchOptions, WARM_UP_STEPS, run as measure};
 
 use super::options::BenchArgs;
@@ -15,7 +15,7 @@ const PROMPT_TOKENS: u32 = 512;
 pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     logging::init("warn");
     let model = match &args.model {
-        Some(model) => hub::folder(model, &args.hub, Part::Weights)?,
+        Some(model) => hub::folder(model, &args.hub, ModelPart::Weights)?,
         None => demo_model()?,
     };
     let threads = args.compute.threads.unwrap_or_else(|| (cores() / args.tensor_parallel).max(1));

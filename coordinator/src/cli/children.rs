@@ -16,8 +16,8 @@ use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use coordinator::cluster::records::Ended;
-use coordinator::cluster::view::Frozen;
+use coordinator::cluster::records::ProcessExit;
+use coordinator::cluster::view::UnresponsiveNodes;
 use shared::actor::supervise::{Decision, RestartPolicy, Supervisor};
 use shared::clock::{Clock, SystemClock};
 use shared::log::{LogLimits, SharedLog};
@@ -25,7 +25,7 @@ use tokio::process::{Child, ChildStderr, Command};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::MissedTickBehavior;
 
-use super::heartbeat::{EVERY, Pulse};
+use super::heartbeat::{EVERY, HeartbeatMonitor};
 use super::logging::{self, COLOURS};
 
 /// Longer lines of a worker's stderr are passed on in parts.
@@ -56,7 +56,7 @@ pub(crate) enum ChildEvent {
     /// A worker is watched from now on, and restarted up to so many times in a row.
     Started { node: String, max_restarts: u32 },
     /// A worker process ended, whatever follows.
-    Ended(Ended),
+    Ended(ProcessExit),
     /// A worker process ended and will be restarted.
     Restarting { node: String, status: String, after: Duration },
     /// A worker was told to leave and did.
@@ -70,7 +70,7 @@ pub(crate) enum ChildEvent {
 pub(crate) struct Children {
     command: Arc<WorkerCommand>,
     events: mpsc::Sender<ChildEvent>,
-    kick: watch::Receiver<Frozen>,
+    kick: watch::Receiver<UnresponsiveNodes>,
     stop: watch::Sender<bool>,
     tasks: Vec<tokio::task::JoinHandle<()>>,
     /// Number of workers wanted; their nodes are numbered from 0.
@@ -87,7 +87,7 @@ impl Children {
         command: WorkerCommand,
         count: u32,
         events: mpsc::Sender<ChildEvent>,
-        kick: watch::Receiver<Frozen>,
+        kick: watch::Receiver<UnresponsiveNodes>,
     ) -> Self {
         let (stop, _) = watch::channel(false);
         let command = Arc::new(command);
@@ -194,7 +194,7 @@ struct Watcher {
     stopped: watch::Receiver<bool>,
     /// Nodes whose processes are alive but do not answer: they are killed, and restarted like
     /// crashed ones.
-    kick: watch::Receiver<Frozen>,
+    kick: watch::Receiver<UnresponsiveNodes>,
     /// Number of workers wanted: a worker above it is not restarted, however it ended.
     wanted: watch::Receiver<u32>,
 }
@@ -205,35 +205,38 @@ impl Watcher {
         let policy = RestartPolicy::default();
         let mut supervisor = Supervisor::new(policy, u64::from(std::process::id()));
         let (node, max_restarts) = (self.node.clone(), policy.max_restarts);
-        self.tell(ChildEvent::Started { node, max_restarts }).await;
+        self.send_event(ChildEvent::Started { node, max_restarts }).await;
         loop {
             let ended = match self.spawn() {
-                Ok((child, pulse, stderr)) => match self.watch_and_tell(child, pulse, stderr).await
-                {
-                    // The coordinator told it to end: it is no longer wanted.
-                    Some(status) if status.success() || !self.is_wanted() => {
-                        return self.left().await;
+                Ok((child, monitor, stderr)) => {
+                    match self.watch_and_report(child, monitor, stderr).await {
+                        // The coordinator told it to end: it is no longer wanted.
+                        Some(status) if status.success() || !self.is_wanted() => {
+                            return self.send_left().await;
+                        }
+                        Some(status) => status.to_string(),
+                        None => return,
                     }
-                    Some(status) => status.to_string(),
-                    None => return,
-                },
+                }
                 Err(error) => format!("cannot start: {error}"),
             };
             match supervisor.on_exit(clock.now()) {
                 Decision::RestartAfter(after) => {
                     let node = self.node.clone();
                     let event = ChildEvent::Restarting { node, status: ended, after };
-                    self.tell(event).await;
+                    self.send_event(event).await;
                     tokio::select! {
                         () = tokio::time::sleep(after) => if !self.is_wanted() {
-                            return self.left().await;
+                            return self.send_left().await;
                         },
                         _ = self.stopped.changed() => return,
                     }
                 }
                 Decision::GiveUp { reason } => {
                     let reason = format!("{reason}; last exit: {ended}");
-                    return self.tell(ChildEvent::GaveUp { node: self.node.clone(), reason }).await;
+                    return self
+                        .send_event(ChildEvent::GaveUp { node: self.node.clone(), reason })
+                        .await;
                 }
             }
         }
@@ -243,17 +246,17 @@ impl Watcher {
         self.index < *self.wanted.borrow()
     }
 
-    async fn left(&self) {
-        self.tell(ChildEvent::Left { node: self.node.clone() }).await;
+    async fn send_left(&self) {
+        self.send_event(ChildEvent::Left { node: self.node.clone() }).await;
     }
 
     /// Waits for room: a lost event is never made up for. Without a receiver, all workers are about
     /// to be stopped.
-    async fn tell(&self, event: ChildEvent) {
+    async fn send_event(&self, event: ChildEvent) {
         let _ = self.events.send(event).await;
     }
 
-    fn spawn(&self) -> std::io::Result<(Child, Pulse, Tail)> {
+    fn spawn(&self) -> std::io::Result<(Child, HeartbeatMonitor, Tail)> {
         let mut command = Command::new(&self.command.program);
         command.args(&self.command.args);
         command.args(["--threads", &self.command.threads.to_string()]);
@@ -261,7 +264,7 @@ impl Watcher {
         if std::io::stderr().is_terminal() {
             command.env(COLOURS, "1");
         }
-        let (pulse, stdin) = Pulse::pair()?;
+        let (monitor, stdin) = HeartbeatMonitor::pair()?;
         let mut child = command
             .stdin(stdin)
             .stdout(Stdio::inherit())
@@ -271,26 +274,30 @@ impl Watcher {
             .process_group(0)
             .spawn()?;
         let tail = Tail::of(child.stderr.take())?;
-        Ok((child, pulse, tail))
+        Ok((child, monitor, tail))
     }
 
     /// Watches a process and reports its end.
-    async fn watch_and_tell(
+    async fn watch_and_report(
         &mut self,
         child: Child,
-        pulse: Pulse,
+        monitor: HeartbeatMonitor,
         tail: Tail,
     ) -> Option<ExitStatus> {
         let pid = child.id().unwrap_or_default();
-        let status = self.watch(child, pulse).await?;
+        let status = self.watch(child, monitor).await?;
         let (node, stderr) = (self.node.clone(), tail.lines().await);
-        let ended = Ended { node, pid, status: status.to_string(), stderr };
-        self.tell(ChildEvent::Ended(ended)).await;
+        let ended = ProcessExit { node, pid, status: status.to_string(), stderr };
+        self.send_event(ChildEvent::Ended(ended)).await;
         Some(status)
     }
 
     /// Waits for the process's end; `None` if it was stopped on purpose.
-    async fn watch(&mut self, mut child: Child, mut pulse: Pulse) -> Option<ExitStatus> {
+    async fn watch(
+        &mut self,
+        mut child: Child,
+        mut monitor: HeartbeatMonitor,
+    ) -> Option<ExitStatus> {
         let mut look = tokio::time::interval(EVERY);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -300,18 +307,18 @@ impl Watcher {
                     return Some(status.unwrap_or_else(|_| ExitStatus::from_raw(1 << 8)));
                 }
                 changed = self.kick.changed() => {
-                    let frozen = changed.is_ok() && self.is_kicked(&child);
+                    let frozen = changed.is_ok() && self.kicked(&child);
                     if frozen {
                         let _ = child.start_kill();
                     }
                 }
-                _ = look.tick() => if pulse.is_dead() {
+                _ = look.tick() => if monitor.is_dead() {
                     let (node, pid) = (&self.node, child.id());
                     tracing::error!(node, pid, "the worker's heartbeat stopped; killing it");
                     let _ = child.start_kill();
                 },
                 _ = self.stopped.changed() => {
-                    drop(pulse);
+                    drop(monitor);
                     if tokio::time::timeout(self.command.patience, child.wait()).await.is_err() {
                         let _ = child.kill().await;
                     }
@@ -321,7 +328,7 @@ impl Watcher {
         }
     }
 
-    fn is_kicked(&self, child: &Child) -> bool {
+    fn kicked(&self, child: &Child) -> bool {
         let kick = self.kick.borrow();
         kick.get(&self.node).is_some_and(|pid| child.id() == Some(*pid))
     }
@@ -388,7 +395,7 @@ mod tests {
             patience: Duration::from_secs(1),
         };
         let (events, mut ends) = mpsc::channel(1);
-        let (_kick, kicked) = watch::channel(Frozen::new());
+        let (_kick, kicked) = watch::channel(UnresponsiveNodes::new());
         let children = Children::start(command, workers, events, kicked);
         let mut told = [0; 4];
         while told.iter().sum::<usize>() < wanted {

@@ -23,8 +23,8 @@ use serde::Serialize;
 use serde_json::json;
 use shared::protocol::Quantization;
 
-use super::asking::TrustArgs;
 use super::etcd::{EtcdArgs, parse_address};
+use super::http_client::TrustArgs;
 use super::hub::HubArgs;
 use super::lora::LoraArgs;
 use super::options::{parse_bytes, parse_quantization, parse_swap_space};
@@ -154,7 +154,7 @@ pub(crate) fn without_others(args: &[OsString]) -> Vec<OsString> {
 /// Severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum Level {
+enum Severity {
     /// As it should be.
     Ok,
     /// It would start, but with a problem.
@@ -168,7 +168,7 @@ enum Level {
 struct Finding {
     /// What was checked.
     check: &'static str,
-    level: Level,
+    level: Severity,
     /// The finding, in one line.
     found: String,
     /// How to fix it; absent if there is nothing to fix.
@@ -178,23 +178,23 @@ struct Finding {
 
 impl Finding {
     fn ok(check: &'static str, found: impl Into<String>) -> Self {
-        Self { check, level: Level::Ok, found: one_line(&found.into()), fix: None }
+        Self { check, level: Severity::Ok, found: one_line(&found.into()), fix: None }
     }
 
     fn warn(check: &'static str, found: impl Into<String>, fix: impl Into<String>) -> Self {
         let fix = Some(one_line(&fix.into()));
-        Self { check, level: Level::Warn, found: one_line(&found.into()), fix }
+        Self { check, level: Severity::Warn, found: one_line(&found.into()), fix }
     }
 
     fn fail(check: &'static str, found: impl Into<String>, fix: impl Into<String>) -> Self {
-        Self { level: Level::Fail, ..Self::warn(check, found, fix) }
+        Self { level: Severity::Fail, ..Self::warn(check, found, fix) }
     }
 
     fn line(&self) -> String {
         let level = match self.level {
-            Level::Ok => "ok",
-            Level::Warn => "warn",
-            Level::Fail => "fail",
+            Severity::Ok => "ok",
+            Severity::Warn => "warn",
+            Severity::Fail => "fail",
         };
         let fix = self.fix.as_ref().map(|fix| format!("; to fix it: {fix}")).unwrap_or_default();
         format!("{level:<5} {:<14} {}{fix}", self.check, self.found)
@@ -220,7 +220,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<(), CliError> {
     findings.push(host::open_files(Path::new("/proc/self/limits")));
     findings.push(host::processors(cores(), workers));
     findings.push(gpu::check(args.nvml_lib.as_deref()));
-    let failed = findings.iter().filter(|finding| finding.level == Level::Fail).count();
+    let failed = findings.iter().filter(|finding| finding.level == Severity::Fail).count();
     if args.json {
         let version = env!("CARGO_PKG_VERSION");
         let all = json!({"version": version, "ok": failed == 0, "checks": findings});

@@ -2,10 +2,12 @@
 use std::time::Duration;
 
 use coordinator::checkpoint::Checkpoints;
-use coordinator::coordinator::{Coordinator, CoordinatorOptions, Leadership, Prepared, StartError};
+use coordinator::coordinator::{
+    Coordinator, CoordinatorOptions, Leadership, PreparedCoordinator, StartError,
+};
 use coordinator::standby::{self, Standby};
 use shared::membership::view::Leader;
-use shared::membership::{EtcdMembership, EtcdOptions, Pinned, Record, Role, View};
+use shared::membership::{EtcdMembership, EtcdOptions, PinnedRevision, Record, Role, View};
 use tokio::sync::watch;
 
 use super::etcd::{advertised, no_thread};
@@ -24,8 +26,8 @@ pub(crate) async fn run(
 ) -> Result<(), CliError> {
     let mut signals = Signals::listen()?;
     let (degree, incarnation) = (options.tensor_parallel, options.run);
-    let pinned = options.told.pinned.clone();
-    let prepared = Prepared::new(options).map_err(failed)?;
+    let pinned = options.sources.pinned.clone();
+    let prepared = PreparedCoordinator::new(options).map_err(failed)?;
     let endpoints = etcd.endpoints.join(",");
     let (address, http) =
         advertised(advertise, prepared.cluster_addr(), prepared.http_addr(), &etcd.endpoints)?;
@@ -89,7 +91,7 @@ pub(crate) async fn run(
 
 /// Serves until `ends`, continuing the previous leader's totals and saving them for the next.
 async fn lead(
-    prepared: Prepared,
+    prepared: PreparedCoordinator,
     mut leadership: Leadership,
     totals: Option<(EtcdOptions, Duration)>,
     hint: &str,
@@ -133,7 +135,7 @@ fn superseded(leader: &Leader) -> CliError {
 
 /// Resolves when the cluster serves another state of the model of the hub than this process has
 /// found under the same name: its branch has moved between their starts.
-async fn other_state(mut view: watch::Receiver<View>, own: Option<Pinned>) -> CliError {
+async fn other_state(mut view: watch::Receiver<View>, own: Option<PinnedRevision>) -> CliError {
     loop {
         {
             let now = view.borrow_and_update();

@@ -20,7 +20,7 @@ pub(super) const EVERY: Duration = Duration::from_secs(1);
 const BEAT: u8 = b'.';
 const FAREWELL: u8 = b'!';
 /// Checks in a row without a heartbeat after which a process is dead.
-const SILENT_LOOKS: u32 = 10;
+const MISSED_CHECKS_MAX: u32 = 10;
 
 /// Resolves when the parent is gone, which the end of stdin shows if `tells`; otherwise never.
 /// Sends heartbeats meanwhile, if somebody listens.
@@ -89,19 +89,19 @@ async fn beat(beats: UnixStream) {
 
 /// The parent's end of the socket: as long as it is open, the child knows that its parent lives.
 #[derive(Debug)]
-pub(super) struct Pulse {
+pub(super) struct HeartbeatMonitor {
     stream: UnixStream,
-    silence: Silence,
+    missed: MissedBeats,
     /// Whether the child has announced its end.
     ends: bool,
 }
 
-impl Pulse {
+impl HeartbeatMonitor {
     /// Returns the parent's end, and the descriptor for the child's stdin.
     pub(super) fn pair() -> std::io::Result<(Self, OwnedFd)> {
         let (stream, child) = UnixStream::pair()?;
         stream.set_nonblocking(true)?;
-        Ok((Self { stream, silence: Silence::default(), ends: false }, child.into()))
+        Ok((Self { stream, missed: MissedBeats::default(), ends: false }, child.into()))
     }
 
     /// Call it every [`EVERY`]; returns whether the child is dead.
@@ -115,7 +115,7 @@ impl Pulse {
                     self.ends |= bytes[..n].contains(&FAREWELL);
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(_) => return self.silence.looked(heard) && !self.ends,
+                Err(_) => return self.missed.check(heard) && !self.ends,
             }
         }
     }
@@ -124,17 +124,17 @@ impl Pulse {
 /// Counts checks without a heartbeat. It counts checks rather than time: a parent that was stopped
 /// itself, perhaps with its whole host, has not checked.
 #[derive(Debug, Default)]
-struct Silence {
+struct MissedBeats {
     /// Whether the program sends heartbeats at all.
     begun: bool,
-    looks: u32,
+    checks: u32,
 }
 
-impl Silence {
-    fn looked(&mut self, heard: bool) -> bool {
+impl MissedBeats {
+    fn check(&mut self, heard: bool) -> bool {
         self.begun |= heard;
-        self.looks = if heard || !self.begun { 0 } else { self.looks + 1 };
-        self.looks >= SILENT_LOOKS
+        self.checks = if heard || !self.begun { 0 } else { self.checks + 1 };
+        self.checks >= MISSED_CHECKS_MAX
     }
 }
 
@@ -186,44 +186,44 @@ mod tests {
 
     #[test]
     fn one_that_has_beaten_is_dead_after_ten_silent_looks() {
-        let mut silence = Silence::default();
+        let mut missed = MissedBeats::default();
         // A program that sends no heartbeats is left alone.
-        assert!((0..100).all(|_| !silence.looked(false)));
-        assert!(!silence.looked(true));
-        assert!((0..9).all(|_| !silence.looked(false)));
-        assert!(!silence.looked(true), "late, and in time");
-        assert!((0..9).all(|_| !silence.looked(false)));
-        assert!(silence.looked(false));
+        assert!((0..100).all(|_| !missed.check(false)));
+        assert!(!missed.check(true));
+        assert!((0..9).all(|_| !missed.check(false)));
+        assert!(!missed.check(true), "late, and in time");
+        assert!((0..9).all(|_| !missed.check(false)));
+        assert!(missed.check(false));
     }
 
     #[test]
     fn a_parent_hears_beats_that_came_while_it_did_not_look_and_the_end() {
-        let (mut pulse, child) = Pulse::pair().unwrap();
+        let (mut monitor, child) = HeartbeatMonitor::pair().unwrap();
         let mut child = UnixStream::from(child);
         child.write_all(b"...").unwrap();
-        assert!(!pulse.is_dead());
-        assert!((0..9).all(|_| !pulse.is_dead()));
+        assert!(!monitor.is_dead());
+        assert!((0..9).all(|_| !monitor.is_dead()));
         child.write_all(b".").unwrap();
-        assert!(!pulse.is_dead());
-        assert!((0..9).all(|_| !pulse.is_dead()));
-        assert!(pulse.is_dead());
+        assert!(!monitor.is_dead());
+        assert!((0..9).all(|_| !monitor.is_dead()));
+        assert!(monitor.is_dead());
         child.write_all(&[FAREWELL]).unwrap();
-        assert!((0..100).all(|_| !pulse.is_dead()), "it ends by itself");
+        assert!((0..100).all(|_| !monitor.is_dead()), "it ends by itself");
         drop(child);
-        assert!((0..100).all(|_| !pulse.is_dead()));
+        assert!((0..100).all(|_| !monitor.is_dead()));
     }
 
     #[test]
     fn a_worker_beats_until_its_parent_is_gone() {
-        let (pulse, child) = Pulse::pair().unwrap();
+        let (monitor, child) = HeartbeatMonitor::pair().unwrap();
         let heard = actix::System::new().block_on(async move {
             let child = UnixStream::from(child);
             child.set_nonblocking(true).unwrap();
             let beating = actix::spawn(beat(child));
             tokio::time::sleep(Duration::from_millis(200)).await;
             let mut bytes = [0u8; 8];
-            let heard = (&pulse.stream).read(&mut bytes);
-            drop(pulse);
+            let heard = (&monitor.stream).read(&mut bytes);
+            drop(monitor);
             tokio::time::timeout(Duration::from_secs(5), beating).await.unwrap().unwrap();
             heard
         });

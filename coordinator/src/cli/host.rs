@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 
-use coordinator::cluster::view::Frozen;
+use coordinator::cluster::view::UnresponsiveNodes;
 
 use super::children::{ChildEvent, Children, WorkerCommand};
 use super::heartbeat::{beat_to_systemd, parent_gone};
@@ -38,12 +38,12 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString], workers: u32) -> Result
         print_line(&format!("{workers} {on} workers, {0}-0 to {0}-{1}", command.name, workers - 1));
         let (events, ends) = mpsc::channel(64);
         // Missing heartbeats reveal frozen workers; nothing else reports them here.
-        let (_kick, kicked) = watch::channel(Frozen::new());
+        let (_kick, kicked) = watch::channel(UnresponsiveNodes::new());
         let mut children = Children::start(command, workers, events, kicked);
         let outcome = tokio::select! {
             () = signals.next() => Ok(()),
             () = parent_gone(args.exit_with_stdin) => Ok(()),
-            outcome = watch_over(&mut children, ends) => outcome,
+            outcome = supervise(&mut children, ends) => outcome,
         };
         children.stop().await;
         outcome
@@ -58,7 +58,7 @@ fn command(
 ) -> Result<WorkerCommand, CliError> {
     let program = std::env::current_exe()
         .map_err(|error| CliError::Failed(format!("cannot find this program's file: {error}")))?;
-    let mut passed = passed_on(given);
+    let mut passed = worker_arguments(given);
     passed.extend(["--workers", "1", EXIT_WITH_STDIN].map(OsString::from));
     Ok(WorkerCommand {
         program,
@@ -71,7 +71,7 @@ fn command(
 }
 
 /// Returns the options of each worker: those given, except those that differ between workers.
-fn passed_on(given: &[OsString]) -> Vec<OsString> {
+fn worker_arguments(given: &[OsString]) -> Vec<OsString> {
     const OWN: [&str; 4] = ["--workers", "--node", "--device", "--threads"];
     let mut given = given.iter().skip(1);
     let mut passed = Vec::with_capacity(given.len());
@@ -92,7 +92,7 @@ fn passed_on(given: &[OsString]) -> Vec<OsString> {
 }
 
 /// Ends when no worker is left: all were told to leave, or the rest keep failing.
-async fn watch_over(
+async fn supervise(
     children: &mut Children,
     mut ends: mpsc::Receiver<ChildEvent>,
 ) -> Result<(), CliError> {
@@ -136,7 +136,7 @@ mod tests {
     #[test]
     fn workers_get_all_options_but_those_that_differ() {
         let given = |text: &str| text.split(' ').map(OsString::from).collect::<Vec<_>>();
-        let passed = |text| passed_on(&given(text));
+        let passed = |text| worker_arguments(&given(text));
         assert_eq!(
             passed("tutti worker --workers 8 --etcd http://a:1,http://b:1 --node=n --device cuda"),
             given("worker --etcd http://a:1,http://b:1")

@@ -5,8 +5,10 @@ use std::sync::Arc;
 use clap::Args;
 use shared::hub::cache::ModelCache;
 use shared::hub::name::{DEFAULT_REVISION, check_revision};
-use shared::hub::{Hub, HubError, HubModel, ModelArgument, Part, Settings, Wanted, Watch};
-use shared::membership::Pinned;
+use shared::hub::{
+    DownloadHandle, Hub, HubError, HubModel, HubSettings, ModelArgument, ModelPart, RequestedModel,
+};
+use shared::membership::PinnedRevision;
 use shared::protocol::{Adapter, Lora};
 use tokio::sync::oneshot;
 
@@ -26,7 +28,7 @@ pub(crate) struct CacheArgs {
 impl CacheArgs {
     /// The hub, or why there is none.
     pub(crate) fn hub(&self) -> Result<Hub, String> {
-        Settings::from_environment(self.download_dir.as_deref()).map(Hub::new)
+        HubSettings::from_environment(self.download_dir.as_deref()).map(Hub::new)
     }
 }
 
@@ -44,21 +46,21 @@ fn parse_revision(text: &str) -> Result<String, String> {
     check_revision(text).map(|()| text.to_owned())
 }
 
-/// A model that was given, found.
+/// A model that an option named, and where it was found.
 #[derive(Clone, Debug)]
-pub(crate) struct Found {
+pub(crate) struct LocatedModel {
     /// Its folder on this host.
     pub(crate) folder: PathBuf,
-    /// What other processes are told to use.
-    pub(crate) told: String,
+    /// Where other processes find it: its folder, or its name on the hub.
+    pub(crate) source: String,
     /// Which state of a model of the hub it is, if it is one.
-    pub(crate) pinned: Option<Pinned>,
+    pub(crate) pinned: Option<PinnedRevision>,
 }
 
-impl Found {
+impl LocatedModel {
     pub(crate) fn folder(folder: &Path) -> Self {
         let folder = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
-        Self { told: folder.to_string_lossy().into_owned(), folder, pinned: None }
+        Self { source: folder.to_string_lossy().into_owned(), folder, pinned: None }
     }
 }
 
@@ -69,7 +71,10 @@ pub(crate) fn read(option: &str, given: &Path) -> Result<ModelArgument, CliError
 }
 
 /// What is asked of the hub for `--model`: a name and a revision; or the folder that it is.
-fn asked(given: &Path, args: &HubArgs) -> Result<Result<Wanted, Found>, CliError> {
+fn requested(
+    given: &Path,
+    args: &HubArgs,
+) -> Result<Result<RequestedModel, LocatedModel>, CliError> {
     let name = match read("--model", given)? {
         ModelArgument::Hub(name) => name,
         ModelArgument::Folder(folder) => {
@@ -78,12 +83,12 @@ fn asked(given: &Path, args: &HubArgs) -> Result<Result<Wanted, Found>, CliError
                     "--revision {revision} is for models of the hub, and --model {} is a folder",
                     folder.display()
                 ))),
-                None => Ok(Err(Found::folder(&folder))),
+                None => Ok(Err(LocatedModel::folder(&folder))),
             };
         }
     };
     let revision = args.revision.clone().unwrap_or_else(|| DEFAULT_REVISION.to_owned());
-    Ok(Ok(Wanted { name, revision }))
+    Ok(Ok(RequestedModel { name, revision }))
 }
 
 /// Finds the model of `--model`; fetches `part` of one of the hub, of the state that a cluster is
@@ -91,35 +96,35 @@ fn asked(given: &Path, args: &HubArgs) -> Result<Result<Wanted, Found>, CliError
 pub(crate) fn find(
     given: &Path,
     args: &HubArgs,
-    part: Part,
-    pinned: Option<Pinned>,
-) -> Result<Found, CliError> {
-    let Wanted { name, revision } = match asked(given, args)? {
+    part: ModelPart,
+    pinned: Option<PinnedRevision>,
+) -> Result<LocatedModel, CliError> {
+    let RequestedModel { name, revision } = match requested(given, args)? {
         Ok(wanted) => wanted,
         Err(found) => return Ok(found),
     };
     let pinned = pinned.filter(|it| it.name == name && it.revision == revision);
-    let asked = match pinned {
-        Some(Pinned { commit, .. }) => {
+    let requested = match pinned {
+        Some(PinnedRevision { commit, .. }) => {
             tracing::info!(model = name, revision, commit, "the state that the cluster serves");
             commit
         }
         None => revision.clone(),
     };
-    let wanted = Wanted { name, revision: asked };
+    let wanted = RequestedModel { name, revision: requested };
     let hub = args.cache.hub().map_err(CliError::Usage)?;
-    let fetched = at_work(move |watch| hub.fetch(&wanted, part, watch))?;
+    let fetched = run_until_signalled(move |handle| hub.fetch(&wanted, part, handle))?;
     let HubModel { name, commit } = fetched.model.clone();
-    Ok(Found {
+    Ok(LocatedModel {
         folder: fetched.folder,
-        told: fetched.model.to_string(),
-        pinned: Some(Pinned { name, revision, commit }),
+        source: fetched.model.to_string(),
+        pinned: Some(PinnedRevision { name, revision, commit }),
     })
 }
 
 /// The same for a command that leaves signals alone: only the folder.
-pub(crate) fn folder(given: &Path, args: &HubArgs, part: Part) -> Result<PathBuf, CliError> {
-    let wanted = match asked(given, args)? {
+pub(crate) fn folder(given: &Path, args: &HubArgs, part: ModelPart) -> Result<PathBuf, CliError> {
+    let wanted = match requested(given, args)? {
         Ok(wanted) => wanted,
         Err(found) => return Ok(found.folder),
     };
@@ -132,36 +137,42 @@ pub(crate) fn folder(given: &Path, args: &HubArgs, part: Part) -> Result<PathBuf
 /// `here`.
 pub(crate) fn find_draft(given: &Path, args: &HubArgs, here: bool) -> Result<String, CliError> {
     let name = match read("--speculative-config", given)? {
-        ModelArgument::Folder(folder) => return Ok(Found::folder(&folder).told),
+        ModelArgument::Folder(folder) => return Ok(LocatedModel::folder(&folder).source),
         ModelArgument::Hub(name) => name,
     };
-    let wanted = Wanted { name, revision: DEFAULT_REVISION.to_owned() };
+    let wanted = RequestedModel { name, revision: DEFAULT_REVISION.to_owned() };
     let hub = args.cache.hub().map_err(CliError::Usage)?;
-    let model = at_work(move |watch| match here {
-        true => hub.fetch(&wanted, Part::Weights, watch).map(|it| it.model),
-        false => hub.resolve(&wanted, watch),
+    let model = run_until_signalled(move |handle| match here {
+        true => hub.fetch(&wanted, ModelPart::Weights, handle).map(|it| it.model),
+        false => hub.resolve(&wanted, handle),
     })?;
     Ok(model.to_string())
 }
 
 /// The adapters with their folders on this host, and as workers are told of them.
 pub(crate) fn find_adapters(lora: &Lora, args: &HubArgs) -> Result<(Lora, Lora), CliError> {
-    let (mut here, mut told) = (lora.clone(), lora.clone());
-    for (here, told) in here.adapters.iter_mut().zip(&mut told.adapters) {
+    let (mut here, mut sources) = (lora.clone(), lora.clone());
+    for (here, sources) in here.adapters.iter_mut().zip(&mut sources.adapters) {
         let Adapter { path, .. } = here.clone();
         let found = match read("--lora-modules", Path::new(&path))? {
-            ModelArgument::Folder(folder) => Found::folder(&folder),
+            ModelArgument::Folder(folder) => LocatedModel::folder(&folder),
             ModelArgument::Hub(name) => {
-                let wanted = Wanted { name, revision: DEFAULT_REVISION.to_owned() };
+                let wanted = RequestedModel { name, revision: DEFAULT_REVISION.to_owned() };
                 let hub = args.cache.hub().map_err(CliError::Usage)?;
-                let fetched = at_work(move |watch| hub.fetch(&wanted, Part::Adapter, watch))?;
-                Found { folder: fetched.folder, told: fetched.model.to_string(), pinned: None }
+                let fetched = run_until_signalled(move |handle| {
+                    hub.fetch(&wanted, ModelPart::Adapter, handle)
+                })?;
+                LocatedModel {
+                    folder: fetched.folder,
+                    source: fetched.model.to_string(),
+                    pinned: None,
+                }
             }
         };
         here.path = found.folder.to_string_lossy().into_owned();
-        told.path = found.told;
+        sources.path = found.source;
     }
-    Ok((here, told))
+    Ok((here, sources))
 }
 
 /// The folder of what `option` gives, without asking the hub: a folder, or what the cache has.
@@ -172,10 +183,10 @@ pub(crate) fn cached(
     option: &str,
     given: &Path,
     args: &HubArgs,
-    part: Part,
+    part: ModelPart,
 ) -> Result<PathBuf, String> {
     let name = match read(option, given).map_err(|error| error.to_string())? {
-        ModelArgument::Folder(folder) => return Ok(Found::folder(&folder).folder),
+        ModelArgument::Folder(folder) => return Ok(LocatedModel::folder(&folder).folder),
         ModelArgument::Hub(name) => name,
     };
     let revision = args.revision.as_deref().filter(|_| option == "--model");
@@ -191,23 +202,23 @@ pub(crate) fn cached(
 
 /// Does what blocks, until it is done or this process is told to end: also as the first process of
 /// a container, which signals do not end by themselves. From then on it has to listen to them.
-fn at_work<T: Send + 'static>(
-    work: impl FnOnce(&Arc<Watch>) -> Result<T, HubError> + Send + 'static,
+fn run_until_signalled<T: Send + 'static>(
+    work: impl FnOnce(&Arc<DownloadHandle>) -> Result<T, HubError> + Send + 'static,
 ) -> Result<T, CliError> {
     let failed = |error: std::io::Error| CliError::Failed(format!("cannot download: {error}"));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.map_err(failed)?.block_on(async {
         let mut signals = Signals::listen()?;
-        let watch = Arc::new(Watch::default());
+        let handle = Arc::new(DownloadHandle::default());
         let (done, ended) = oneshot::channel();
-        let watched = watch.clone();
+        let watched = handle.clone();
         // Not one of the runtime's threads, for whose ends it waits.
         let thread = std::thread::Builder::new().name("fetch".to_owned());
         thread.spawn(move || drop(done.send(work(&watched)))).map_err(failed)?;
         let outcome = tokio::select! {
             outcome = ended => outcome,
             () = signals.next() => {
-                watch.call_off();
+                handle.cancel();
                 return Err(CliError::Ended);
             }
         };

@@ -9,7 +9,7 @@ use shared::clock::since_1970;
 
 use super::options::{DrainArgs, LogsArgs, OperatorArgs, ScaleArgs, StatusArgs};
 use super::output::print_line;
-use super::{CliError, asking, secret};
+use super::{CliError, http_client, secret};
 
 /// Time limit for an answer.
 const DEADLINE: Duration = Duration::from_secs(10);
@@ -103,9 +103,9 @@ fn ask(
     query: &[(&str, String)],
     body: Option<Value>,
 ) -> Result<Value, CliError> {
-    let url = format!("{}{path}", asking::base(&args.server));
-    let agent = asking::agent(&url, DEADLINE, &args.trust)?;
-    let failed = |error: ureq::Error| CliError::Failed(asking::said(&url, &error));
+    let url = format!("{}{path}", http_client::base_url(&args.server));
+    let agent = http_client::make_agent(&url, DEADLINE, &args.trust)?;
+    let failed = |error: ureq::Error| CliError::Failed(http_client::describe_failure(&url, &error));
     let token = secret::read_file(args.cluster_secret_file.as_deref())?
         .map(|secrets| format!("Bearer {}", secrets.first().token(TOKEN_PURPOSE)));
     let mut response = match body {
@@ -215,7 +215,7 @@ fn table(status: &Status) -> Vec<String> {
 }
 
 /// Formats how long ago a time in seconds since 1970 was.
-fn ago(at: u64) -> String {
+fn elapsed_text(at: u64) -> String {
     let seconds = since_1970().as_secs().saturating_sub(at);
     match seconds {
         0..120 => format!("{seconds} s"),
@@ -236,7 +236,7 @@ fn dead(status: &Status) -> Vec<String> {
             dead.node,
             dead.slot.map_or_else(|| "-".to_owned(), |slot| slot.to_string()),
             dead.pid,
-            ago(dead.at),
+            elapsed_text(dead.at),
             dead.exit.as_deref().unwrap_or("-"),
             dead.lines,
             dead.reason

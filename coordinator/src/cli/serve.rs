@@ -3,13 +3,13 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use coordinator::coordinator::{Coordinator, CoordinatorOptions, LogStats, Told};
+use coordinator::coordinator::{Coordinator, CoordinatorOptions, LogStats, ModelSources};
 use coordinator::metrics::log_line::Field;
 use coordinator::replica::driver::DriverLimits;
 
-use shared::hub::{ModelArgument, Part};
+use shared::hub::{ModelArgument, ModelPart};
 use shared::log::SharedLog;
-use shared::membership::{EtcdOptions, Pinned};
+use shared::membership::{EtcdOptions, PinnedRevision};
 use shared::metrics::compat::Compat;
 use shared::protocol::Lora;
 
@@ -35,9 +35,12 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
     let log = logging::init(&args.common.log_level);
     let lease = Duration::from_secs(args.leader_lease);
     let etcd = etcd::options(&args.etcd, lease)?;
-    let model = Asked { weights: Weights::MayBeElsewhere, pinned: pinned(etcd.as_ref(), args)? };
+    let model = ModelHints {
+        weights: WeightsLocation::MayBeElsewhere,
+        pinned: pinned(etcd.as_ref(), args)?,
+    };
     let options = coordinator_options(&args.common, &args.serving, CLUSTER_LISTEN, model, log)?;
-    check_model(&options, Weights::MayBeElsewhere)?;
+    check_model(&options, WeightsLocation::MayBeElsewhere)?;
     let patience = Duration::from_secs(args.serving.drain_timeout);
     if let Some(etcd) = etcd {
         let interval = Duration::from_secs(args.checkpoint_interval);
@@ -76,13 +79,16 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
 
 /// Which state of a model of the hub the cluster serves, if this coordinator is to serve one and
 /// etcd says it.
-fn pinned(etcd: Option<&EtcdOptions>, args: &CoordinatorArgs) -> Result<Option<Pinned>, CliError> {
+fn pinned(
+    etcd: Option<&EtcdOptions>,
+    args: &CoordinatorArgs,
+) -> Result<Option<PinnedRevision>, CliError> {
     let (Some(etcd), Some(model)) = (etcd, &args.serving.model) else { return Ok(None) };
     if !matches!(hub::read("--model", model)?, ModelArgument::Hub(_)) {
         return Ok(None);
     }
-    let asked = actix::System::new().block_on(etcd.pinned(ETCD_PATIENCE));
-    Ok(asked.unwrap_or_else(|error| {
+    let hints = actix::System::new().block_on(etcd.pinned(ETCD_PATIENCE));
+    Ok(hints.unwrap_or_else(|error| {
         tracing::warn!(error, "etcd does not say which state of the model the cluster serves");
         None
     }))
@@ -99,7 +105,7 @@ pub(crate) fn coordinator_options(
     common: &CommonArgs,
     args: &ServingArgs,
     cluster_listen: SocketAddr,
-    asked: Asked,
+    hints: ModelHints,
     log: SharedLog,
 ) -> Result<CoordinatorOptions, CliError> {
     let secret = secret::read(common)?;
@@ -110,15 +116,15 @@ pub(crate) fn coordinator_options(
     let (placement, api) = (args.placement.rules()?, api::options(&args.api, args.listen)?);
     let metrics_compat = compat(&args.metrics_compat)?;
     // All that can be wrong without the model has been looked at: it may take long to come.
-    let here = asked.weights == Weights::Here;
-    let part = if here { Part::All } else { Part::Text };
+    let here = hints.weights == WeightsLocation::Here;
+    let part = if here { ModelPart::All } else { ModelPart::Text };
     let found = match &args.model {
-        Some(model) => hub::find(model, &args.hub, part, asked.pinned)?,
-        None => hub::Found::folder(&demo_model()?),
+        Some(model) => hub::find(model, &args.hub, part, hints.pinned)?,
+        None => hub::LocatedModel::folder(&demo_model()?),
     };
     let draft = args.speculative_config.as_ref().and_then(|config| config.draft_model.as_deref());
     let draft_model = draft.map(|draft| hub::find_draft(draft, &args.hub, here)).transpose()?;
-    let (lora, told_lora) = hub::find_adapters(&adapters(&args.lora), &args.hub)?;
+    let (lora, lora_sources) = hub::find_adapters(&adapters(&args.lora), &args.hub)?;
     let mut names = args.served_model_name.iter().cloned();
     let own = || match &found.pinned {
         Some(pinned) => Some(pinned.name.clone()),
@@ -126,7 +132,12 @@ pub(crate) fn coordinator_options(
     };
     let name = names.next().or_else(own).unwrap_or_else(|| "model".to_owned());
     Ok(CoordinatorOptions {
-        told: Told { model: found.told, lora: told_lora, draft_model, pinned: found.pinned },
+        sources: ModelSources {
+            model: found.source,
+            lora: lora_sources,
+            draft_model,
+            pinned: found.pinned,
+        },
         served_model_name: name,
         model_aliases: names.collect(),
         model: found.folder,
@@ -208,16 +219,16 @@ pub(crate) fn check_least(args: &ServingArgs, degree: u32) -> Result<(), CliErro
 
 /// What is known of the model before it is found.
 #[derive(Clone, Debug)]
-pub(crate) struct Asked {
+pub(crate) struct ModelHints {
     /// Where its weights are to be.
-    pub(crate) weights: Weights,
+    pub(crate) weights: WeightsLocation,
     /// The state of a model of the hub that the cluster serves.
-    pub(crate) pinned: Option<Pinned>,
+    pub(crate) pinned: Option<PinnedRevision>,
 }
 
 /// Where the model's weights are, as seen from a coordinator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Weights {
+pub(crate) enum WeightsLocation {
     /// On this host.
     Here,
     /// On its workers' hosts; this one may do without.
@@ -226,14 +237,17 @@ pub(crate) enum Weights {
 
 /// Checks what workers would reject about the model before there are any: its configuration, its
 /// degree, the headers of its files, its adapters. Loads nothing.
-pub(crate) fn check_model(options: &CoordinatorOptions, weights: Weights) -> Result<(), CliError> {
+pub(crate) fn check_model(
+    options: &CoordinatorOptions,
+    weights: WeightsLocation,
+) -> Result<(), CliError> {
     let CoordinatorOptions { model, tensor_parallel: degree, lora, .. } = options;
     let checks_adapters = || {
         let none = lora.adapters.is_empty();
         if none { Ok(()) } else { worker::check::adapters(model, lora, *degree).map(drop) }
     };
-    let elsewhere = weights == Weights::MayBeElsewhere;
-    let checked = if elsewhere && options.told.pinned.is_some() {
+    let elsewhere = weights == WeightsLocation::MayBeElsewhere;
+    let checked = if elsewhere && options.sources.pinned.is_some() {
         // Workers fetch them; what is here may be on its way.
         worker::check::degree(model, *degree).and_then(|()| checks_adapters())
     } else if elsewhere && !worker::check::has_weights(model) {

@@ -1,7 +1,7 @@
 //! `--speculative-config`: JSON with the names and defaults of vLLM's.
 use std::path::PathBuf;
 
-use coordinator::scheduler::{Lookup, Method, Speculation};
+use coordinator::scheduler::{Method, NgramConfig, Speculation};
 use serde_json::{Map, Value};
 
 const METHOD: &str = "method";
@@ -38,7 +38,7 @@ pub(super) fn parse(text: &str) -> Result<Speculative, String> {
     let (known, method, draft_model) = match method(&fields)? {
         NGRAM => {
             let (max, min) = (number(&fields, MAX)?, number(&fields, MIN)?);
-            let lookup = Lookup {
+            let lookup = NgramConfig {
                 prompt_lookup_max: max.or(min).unwrap_or(LOOKUP),
                 prompt_lookup_min: min.or(max).unwrap_or(LOOKUP),
             };
@@ -109,7 +109,7 @@ mod tests {
     #[test]
     fn names_and_defaults_are_those_of_vllm() {
         let config = parse(r#"{"method":"ngram","num_speculative_tokens":4}"#).unwrap();
-        let lookup_5 = Lookup { prompt_lookup_max: 5, prompt_lookup_min: 5 };
+        let lookup_5 = NgramConfig { prompt_lookup_max: 5, prompt_lookup_min: 5 };
         let speculation = Speculation {
             num_speculative_tokens: 4,
             method: Method::Ngram(lookup_5),

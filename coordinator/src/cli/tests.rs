@@ -1,7 +1,7 @@
 //! Options and configuration files: precedence and error texts.
 use std::io::Write as _;
 
-use coordinator::scheduler::{Lookup, Method};
+use coordinator::scheduler::{Method, NgramConfig};
 
 use super::options::Workers;
 use super::*;
@@ -136,7 +136,7 @@ fn speculation_is_json_on_the_command_line_and_in_a_file() {
     assert_eq!(up(&[], "").unwrap().serving.speculative_config, None);
     let args = up(&[], &format!("speculative-config = '{}'", config(4))).unwrap();
     let speculation = args.serving.speculative_config.unwrap().speculation;
-    let lookup = Lookup { prompt_lookup_max: 3, prompt_lookup_min: 3 };
+    let lookup = NgramConfig { prompt_lookup_max: 3, prompt_lookup_min: 3 };
     assert_eq!(
         (speculation.num_speculative_tokens, speculation.method),
         (4, Method::Ngram(lookup))

@@ -4,7 +4,7 @@ mod progress;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use coordinator::cluster::view::{ClusterView, Frozen};
+use coordinator::cluster::view::{ClusterView, UnresponsiveNodes};
 use coordinator::coordinator::Coordinator;
 use coordinator::http::admin::ScaleWorkers;
 use tokio::sync::{mpsc, watch};
@@ -13,7 +13,9 @@ use self::progress::LoadBar;
 use super::children::{ChildEvent, Children, WorkerCommand};
 use super::options::{TENSOR_PARALLEL, Workers};
 use super::output::print_line;
-use super::serve::{Asked, BATCHED_TOKENS_GPU, Weights, check_model, coordinator_options, finish};
+use super::serve::{
+    BATCHED_TOKENS_GPU, ModelHints, WeightsLocation, check_model, coordinator_options, finish,
+};
 use super::signals::Signals;
 use super::work::cores;
 use super::{CliError, UpArgs, devices, logging, serve};
@@ -55,13 +57,13 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
     if on_gpus {
         serving.max_num_batched_tokens.get_or_insert(BATCHED_TOKENS_GPU);
     }
-    let model = Asked { weights: Weights::Here, pinned: None };
+    let model = ModelHints { weights: WeightsLocation::Here, pinned: None };
     let mut options = coordinator_options(&args.common, &serving, any_port, model, log)?;
-    check_model(&options, Weights::Here)?;
+    check_model(&options, WeightsLocation::Here)?;
     let (scaler, scaling) = mpsc::channel(8);
     options.workers = Some(scaler);
     let patience = Duration::from_secs(args.serving.drain_timeout);
-    let model = options.told.model.clone();
+    let model = options.sources.model.clone();
     actix::System::new().block_on(async move {
         let mut signals = Signals::listen()?;
         let coordinator =
@@ -74,7 +76,7 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         ));
         let view = coordinator.view();
         let (events, ends) = mpsc::channel(64);
-        let (kick, kicked) = watch::channel(Frozen::new());
+        let (kick, kicked) = watch::channel(UnresponsiveNodes::new());
         let least = args.serving.min_tensor_parallel.unwrap_or(degree).min(degree);
         let mut children = Children::start(command, workers, events, kicked);
         let outcome = tokio::select! {
@@ -82,7 +84,7 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
                 signals.next().await;
                 finish(&coordinator, patience, &mut signals).await;
             } => Ok(()),
-            outcome = watch_over(&coordinator, view, ends, &kick, scaling, (&mut children, least)) => outcome,
+            outcome = supervise(&coordinator, view, ends, &kick, scaling, (&mut children, least)) => outcome,
         };
         print_line("stopping");
         coordinator.stop(true).await;
@@ -173,11 +175,11 @@ async fn scale(
 
 /// Shows progress, announces readiness, and ends only when continuing makes no sense: for example
 /// with fewer than the `least` workers that a replica needs.
-async fn watch_over(
+async fn supervise(
     coordinator: &Coordinator,
     mut view: watch::Receiver<ClusterView>,
     mut ends: mpsc::Receiver<ChildEvent>,
-    kick: &watch::Sender<Frozen>,
+    kick: &watch::Sender<UnresponsiveNodes>,
     mut scaling: mpsc::Receiver<ScaleWorkers>,
     (children, least): (&mut Children, u32),
 ) -> Result<(), CliError> {

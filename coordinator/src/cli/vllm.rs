@@ -8,77 +8,77 @@ use super::logging;
 
 /// How an option is treated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Here {
+pub(crate) enum Handling {
     /// It asks for the normal behaviour: dropped.
-    Anyway,
+    Ignore,
     /// The same, with this message.
-    Needless(&'static str),
+    IgnoreWithNotice(&'static str),
     /// Rejected, with this alternative.
-    Instead(&'static str),
+    Reject(&'static str),
 }
 
-use Here::{Anyway, Instead, Needless};
+use Handling::{Ignore, IgnoreWithNotice, Reject};
 
 /// The options, without leading double dashes.
-pub(crate) const OPTIONS: &[(&str, Here)] = &[
-    ("enable-prefix-caching", Anyway),
-    ("enable-chunked-prefill", Anyway),
-    ("enable-auto-tool-choice", Anyway),
-    ("enable-lora", Anyway),
-    ("enable-prompt-tokens-details", Anyway),
-    ("disable-log-requests", Anyway),
-    ("no-enable-log-requests", Anyway),
-    ("enable-reasoning", Needless("`--reasoning-parser` is enough")),
-    ("trust-remote-code", Needless("it is never needed: no code of a model's folder is run")),
-    ("host", Instead("`--listen IP:PORT`")),
-    ("port", Instead("`--listen IP:PORT`")),
-    ("enforce-eager", Instead("`--no-cuda-graphs`; `--cuda-warmup 0` starts sooner")),
-    ("enable-log-requests", Instead("`--access-log`")),
-    ("disable-log-stats", Instead("`--log-stats-interval 0`")),
-    ("-tp", Instead("`--tensor-parallel N`")),
-    ("-dp", Instead("`--workers` M times the tensor-parallel degree")),
-    ("data-parallel-size", Instead("`--workers` M times the tensor-parallel degree")),
-    ("-pp", Instead("layers are not divided among ranks: `--tensor-parallel N`")),
+pub(crate) const OPTIONS: &[(&str, Handling)] = &[
+    ("enable-prefix-caching", Ignore),
+    ("enable-chunked-prefill", Ignore),
+    ("enable-auto-tool-choice", Ignore),
+    ("enable-lora", Ignore),
+    ("enable-prompt-tokens-details", Ignore),
+    ("disable-log-requests", Ignore),
+    ("no-enable-log-requests", Ignore),
+    ("enable-reasoning", IgnoreWithNotice("`--reasoning-parser` is enough")),
     (
-        "pipeline-parallel-size",
-        Instead("layers are not divided among ranks: `--tensor-parallel N`"),
+        "trust-remote-code",
+        IgnoreWithNotice("it is never needed: no code of a model's folder is run"),
     ),
+    ("host", Reject("`--listen IP:PORT`")),
+    ("port", Reject("`--listen IP:PORT`")),
+    ("enforce-eager", Reject("`--no-cuda-graphs`; `--cuda-warmup 0` starts sooner")),
+    ("enable-log-requests", Reject("`--access-log`")),
+    ("disable-log-stats", Reject("`--log-stats-interval 0`")),
+    ("-tp", Reject("`--tensor-parallel N`")),
+    ("-dp", Reject("`--workers` M times the tensor-parallel degree")),
+    ("data-parallel-size", Reject("`--workers` M times the tensor-parallel degree")),
+    ("-pp", Reject("layers are not divided among ranks: `--tensor-parallel N`")),
+    ("pipeline-parallel-size", Reject("layers are not divided among ranks: `--tensor-parallel N`")),
     (
         "enable-expert-parallel",
-        Instead("each rank has a part of every expert: `--tensor-parallel N`"),
+        Reject("each rank has a part of every expert: `--tensor-parallel N`"),
     ),
     (
         "distributed-executor-backend",
-        Instead("`tutti coordinator`, `tutti worker`, `tutti frontend`"),
+        Reject("`tutti coordinator`, `tutti worker`, `tutti frontend`"),
     ),
-    ("disable-custom-all-reduce", Instead("`--cuda-exchange nccl`")),
-    ("hf-overrides", Instead("edit the folder's `config.json`")),
-    ("rope-scaling", Instead("edit the folder's `config.json`")),
-    ("rope-theta", Instead("edit the folder's `config.json`")),
-    ("generation-config", Instead("edit the folder's `generation_config.json`")),
-    ("override-generation-config", Instead("edit the folder's `generation_config.json`")),
-    ("tokenizer", Instead("the folder's `tokenizer.json` is always used")),
-    ("tokenizer-mode", Instead("the folder's `tokenizer.json` is always used")),
-    ("load-format", Instead("only safetensors are read")),
-    ("hf-token", Instead("`HF_TOKEN` in the environment, or the file `token` in `HF_HOME`")),
-    ("seed", Instead("set `seed` in requests")),
-    ("task", Instead("completions and embeddings are both served")),
-    ("runner", Instead("completions and embeddings are both served")),
-    ("max-loras", Instead("all of `--lora-modules` may be in one step")),
-    ("max-cpu-loras", Instead("all of `--lora-modules` may be in one step")),
-    ("cpu-offload-gb", Instead("weights stay in the memory of the device that computes")),
-    ("kv-cache-dtype", Instead("`--dtype` decides it")),
-    ("num-gpu-blocks-override", Instead("`--kv-cache-memory BYTES`")),
-    ("api-server-count", Instead("`tutti frontend`, any number of them")),
-    ("guided-decoding-backend", Instead("llguidance is the only backend")),
-    ("structured-outputs-config", Instead("llguidance is the only backend")),
-    ("compilation-config", Instead("nothing is compiled; `--no-cuda-graphs`")),
-    ("uvicorn-log-level", Instead("`--log-level`, `--access-log`")),
-    ("root-path", Instead("paths are fixed: a proxy can add a prefix")),
+    ("disable-custom-all-reduce", Reject("`--cuda-exchange nccl`")),
+    ("hf-overrides", Reject("edit the folder's `config.json`")),
+    ("rope-scaling", Reject("edit the folder's `config.json`")),
+    ("rope-theta", Reject("edit the folder's `config.json`")),
+    ("generation-config", Reject("edit the folder's `generation_config.json`")),
+    ("override-generation-config", Reject("edit the folder's `generation_config.json`")),
+    ("tokenizer", Reject("the folder's `tokenizer.json` is always used")),
+    ("tokenizer-mode", Reject("the folder's `tokenizer.json` is always used")),
+    ("load-format", Reject("only safetensors are read")),
+    ("hf-token", Reject("`HF_TOKEN` in the environment, or the file `token` in `HF_HOME`")),
+    ("seed", Reject("set `seed` in requests")),
+    ("task", Reject("completions and embeddings are both served")),
+    ("runner", Reject("completions and embeddings are both served")),
+    ("max-loras", Reject("all of `--lora-modules` may be in one step")),
+    ("max-cpu-loras", Reject("all of `--lora-modules` may be in one step")),
+    ("cpu-offload-gb", Reject("weights stay in the memory of the device that computes")),
+    ("kv-cache-dtype", Reject("`--dtype` decides it")),
+    ("num-gpu-blocks-override", Reject("`--kv-cache-memory BYTES`")),
+    ("api-server-count", Reject("`tutti frontend`, any number of them")),
+    ("guided-decoding-backend", Reject("llguidance is the only backend")),
+    ("structured-outputs-config", Reject("llguidance is the only backend")),
+    ("compilation-config", Reject("nothing is compiled; `--no-cuda-graphs`")),
+    ("uvicorn-log-level", Reject("`--log-level`, `--access-log`")),
+    ("root-path", Reject("paths are fixed: a proxy can add a prefix")),
 ];
 
 /// Returns how an option is treated, given as `--name`, `--name=value` or `-tp`.
-fn find(argument: &str) -> Option<(&str, Here)> {
+fn find(argument: &str) -> Option<(&str, Handling)> {
     let name = argument.split('=').next().unwrap_or(argument);
     let bare = name.strip_prefix("--").unwrap_or(name).replace('_', "-");
     OPTIONS.iter().find(|(known, _)| *known == bare).map(|(_, here)| (name, *here))
@@ -88,9 +88,9 @@ fn find(argument: &str) -> Option<(&str, Here)> {
 pub(crate) fn hint(key: &str) -> Option<String> {
     let (_, here) = find(&format!("--{key}"))?;
     Some(match here {
-        Anyway => "this is always the case: leave it out".to_owned(),
-        Needless(why) => format!("leave it out: {why}"),
-        Instead(what) => format!("this is a vLLM option; here: {what}"),
+        Ignore => "this is always the case: leave it out".to_owned(),
+        IgnoreWithNotice(why) => format!("leave it out: {why}"),
+        Reject(what) => format!("this is a vLLM option; here: {what}"),
     })
 }
 
@@ -115,11 +115,11 @@ pub(crate) fn understood(args: &[OsString]) -> Result<Vec<OsString>, clap::Error
     for argument in args {
         match argument.to_str().filter(|it| it.starts_with('-')).and_then(find) {
             None => kept.push(argument.clone()),
-            Some((_, Anyway)) => {}
-            Some((name, Needless(why))) => {
+            Some((_, Ignore)) => {}
+            Some((name, IgnoreWithNotice(why))) => {
                 logging::pass_on(format!("note: `{name}` is left out: {why}\n").as_bytes());
             }
-            Some((name, Instead(what))) => {
+            Some((name, Reject(what))) => {
                 return Err(refused(&format!("`{name}` is a vLLM option; here: {what}")));
             }
         }
@@ -208,8 +208,8 @@ mod tests {
                 names.flat_map(|it| it.split(' ').next()).any(|it| it == name)
             });
             match here {
-                Anyway => assert!(rows.any(|row| row.contains("always the case")), "{name}"),
-                Needless(what) | Instead(what) => {
+                Ignore => assert!(rows.any(|row| row.contains("always the case")), "{name}"),
+                IgnoreWithNotice(what) | Reject(what) => {
                     assert!(rows.any(|row| row.contains(what)), "{name}: {what}");
                 }
             }

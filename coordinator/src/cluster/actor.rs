@@ -21,28 +21,29 @@ use shared::actor::exchange::PeerId;
 use shared::actor::link::LinkHandle;
 use shared::clock::Clock;
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
-use shared::membership::{Desired, Desires};
+use shared::membership::{DesiredState, DesiredStateSender};
 use shared::protocol::{EngineConfig, ToFetch, ToWorker};
 use tokio::sync::watch;
 
+use self::names::AffectedActors;
 pub use self::names::Supervised;
-use self::names::Touched;
 pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, Scale};
 pub use self::requests::Command;
-pub use self::workers::{Admit, Joined, NotJoined, Refusal};
+pub use self::workers::{Admit, JoinRefusal, Joined, NotJoined};
 use super::absence::{Absences, EXPECTED_FOR};
 use super::affinity::Affinity;
-use super::orphanage::{Home, Orphanage};
+use super::migration::{Candidate, Migrations};
 use super::records::Records;
 use super::roster::{LinkNumber, Roster};
-use super::view::{ClusterView, Frozen};
+use super::view::{ClusterView, UnresponsiveNodes};
 use super::{Cluster, ClusterConfig, Effect};
 use crate::engine::EngineError;
 use crate::links::WorkerLink;
 use crate::metrics::Hub;
 use crate::metrics::observe::ReplicaConfig;
 use crate::replica::actor::{
-    EpochFailed, FailAll, GiveUp, Lost, RankPace, Ready, ReplicaActor, ReplicaLoad, Retire,
+    EpochEnded, EpochFailed, EpochFormed, FailAll, GiveUpRequests, RankPace, ReplicaActor,
+    ReplicaLoad, Retire,
 };
 use crate::scheduler::{ConfigError, EpochEnd};
 
@@ -76,8 +77,8 @@ struct RunningReplica {
 }
 
 impl RunningReplica {
-    fn home(&self, replica: ReplicaId, doubtful: bool) -> Home {
-        Home {
+    fn candidate(&self, replica: ReplicaId, doubtful: bool) -> Candidate {
+        Candidate {
             replica,
             serving: self.serving.is_some(),
             load: self.load.in_flight.load(Ordering::Relaxed),
@@ -112,13 +113,13 @@ pub struct ClusterActor {
     /// Why no replica's actor can be made.
     broken_config: Option<String>,
     /// Workers whose links were given up for silence, until they are back.
-    frozen: Frozen,
+    frozen: UnresponsiveNodes,
     tensor_parallel: u32,
     worker_stats: bool,
     /// What workers must have before they join.
     to_fetch: ToFetch,
     stopping: bool,
-    orphanage: Orphanage,
+    migrations: Migrations,
     /// Log lines and ends of worker processes.
     records: Records,
     /// Workers that are gone and may be back.
@@ -137,7 +138,7 @@ pub struct ClusterActor {
     /// Whether the view has unpublished changes that are not urgent.
     unpublished: bool,
     /// Where operators' commands are left for the next leader, if there can be one.
-    desires: Option<Desires>,
+    desires: Option<DesiredStateSender>,
 }
 
 impl std::fmt::Debug for ClusterActor {
@@ -171,12 +172,12 @@ impl ClusterActor {
             engine,
             view,
             broken_config: None,
-            frozen: Frozen::new(),
+            frozen: UnresponsiveNodes::new(),
             tensor_parallel,
             worker_stats,
             to_fetch,
             stopping: false,
-            orphanage: Orphanage::default(),
+            migrations: Migrations::default(),
             records: Records::default(),
             absences: Absences::default(),
             actors,
@@ -200,11 +201,11 @@ impl ClusterActor {
     /// With several coordinators: adopts what operators told the last leader, and leaves what they
     /// say to the next one.
     #[must_use]
-    pub fn desiring(mut self, told: Option<Desired>, desires: Desires) -> Self {
-        if let Some(told) = told {
+    pub fn desiring(mut self, desired: Option<DesiredState>, desires: DesiredStateSender) -> Self {
+        if let Some(desired) = desired {
             // Written again so that an etcd that lost its data has it, too.
-            desires.send_replace(Some(told.clone()));
-            self.core.go_by(told);
+            desires.send_replace(Some(desired.clone()));
+            self.core.adopt_desired(desired);
         }
         self.desires = Some(desires);
         self
@@ -217,7 +218,7 @@ impl ClusterActor {
             self.unpublished = true;
             return;
         }
-        let touched = Touched::by(&effects);
+        let affected = AffectedActors::of(&effects);
         for effect in effects {
             match effect {
                 Effect::Send { worker, epoch, message } => self.send(worker, epoch, &message),
@@ -237,8 +238,8 @@ impl ClusterActor {
                         running.serving = None;
                         self.affinity.forget(replica);
                         running.load.last_step_ms.store(0, Ordering::Relaxed);
-                        running.addr.do_send(Lost { epoch, end });
-                        self.orphanage.expect(replica);
+                        running.addr.do_send(EpochEnded { epoch, end });
+                        self.migrations.expect(replica);
                     }
                 }
                 Effect::ReplicaRemoved { replica } => {
@@ -247,15 +248,15 @@ impl ClusterActor {
                     self.replica_died(replica);
                     self.broken.remove(&replica);
                     if let Some(running) = self.replicas.remove(&replica) {
-                        // Its requests arrive as orphans; the actor ends with its last address.
+                        // Its requests arrive by themselves; the actor ends with its last address.
                         running.addr.do_send(Retire);
-                        self.orphanage.expect(replica);
+                        self.migrations.expect(replica);
                     }
                 }
-                Effect::Pace { worker, slow } => {
+                Effect::WorkerPace { worker, slow } => {
                     self.hub.observer().record().rank_slow(worker, slow);
                 }
-                Effect::Silent { worker, lasts } => {
+                Effect::AnswerTimedOut { worker, lasts } => {
                     let (node, seconds) = (self.node_of(worker), lasts.as_secs());
                     tracing::warn!(
                         worker = node,
@@ -264,7 +265,7 @@ impl ClusterActor {
                         "the worker did not answer while its replica was formed"
                     );
                 }
-                Effect::GivesWay { worker, to } => {
+                Effect::RankReplaced { worker, to } => {
                     tracing::warn!(
                         worker = self.node_of(worker),
                         slot = worker.0,
@@ -273,7 +274,7 @@ impl ClusterActor {
                          whether the ranks reach each other"
                     );
                 }
-                Effect::SetAside { worker, lasts } => {
+                Effect::Quarantined { worker, lasts } => {
                     let member = self.core.member(worker);
                     let node = member.map_or("", |member| member.node.as_str());
                     let device = member.map_or("", |member| member.device());
@@ -286,7 +287,7 @@ impl ClusterActor {
                          scale` tries it again at once"
                     );
                 }
-                Effect::Desire(desired) => {
+                Effect::StoreDesired(desired) => {
                     if let Some(desires) = &self.desires {
                         desires.send_replace(Some(desired));
                     }
@@ -300,7 +301,7 @@ impl ClusterActor {
                 }
             }
         }
-        self.name_touched(&touched);
+        self.report_affected(&affected);
         self.publish();
     }
 
@@ -346,22 +347,22 @@ impl ClusterActor {
         self.hub.observer().record().replica_ready(id, &config);
         self.start_replica(ctx, id);
         let Some(running) = self.replicas.get_mut(&id) else { return };
-        running.addr.do_send(Ready {
+        running.addr.do_send(EpochFormed {
             epoch,
             num_blocks,
             host_blocks,
             ranks: links,
             workers: ranks.clone(),
         });
-        self.orphanage.expect(id);
+        self.migrations.expect(id);
         running.serving = Some((epoch, ranks));
         running.load.doubtful.store(running.is_doubtful(&self.suspects), Ordering::Relaxed);
         running.room = Some(u32::try_from(tokens).unwrap_or(u32::MAX));
         // Requests waiting at replicas that cannot continue can continue here.
         for (id, running) in &self.replicas {
             if running.serving.is_none() {
-                running.addr.do_send(GiveUp);
-                self.orphanage.expect(*id);
+                running.addr.do_send(GiveUpRequests);
+                self.migrations.expect(*id);
             }
         }
     }
@@ -384,7 +385,7 @@ impl ClusterActor {
 
     /// Notices actors that panicked. Their requests are gone, and the clients see them end. Their
     /// ranks are formed again for a new actor.
-    fn miss_replicas(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+    fn detect_crashed_replicas(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         let gone: Vec<ReplicaId> = self
             .replicas
             .iter()
@@ -394,7 +395,7 @@ impl ClusterActor {
         for id in gone {
             tracing::error!(replica = %id, "the replica's actor ended; restarting it");
             self.affinity.forget(id);
-            self.orphanage.gone(id);
+            self.migrations.gone(id);
             let serving = self.replicas.remove(&id).and_then(|running| running.serving);
             if let Some((epoch, _)) = serving {
                 self.core.epoch_failed(now, id, epoch, "its actor has ended", effects);
@@ -454,7 +455,7 @@ impl Actor for ClusterActor {
                 }
                 actor.roster.given_up(worker);
             }
-            actor.miss_replicas(now, &mut effects);
+            actor.detect_crashed_replicas(now, &mut effects);
             actor.hub.observer().record().forget_frontends(now, EXPECTED_FOR);
             actor.core.tick(now, &mut effects);
             if !effects.is_empty() {
@@ -466,7 +467,7 @@ impl Actor for ClusterActor {
         });
         // Actors of applications change independently of the cluster.
         ctx.run_interval(COUNT, |actor, _| {
-            actor.name_actors();
+            actor.report_actors();
             actor.count_set_aside();
         });
         ctx.run_interval(SHARE, |actor, _| actor.share_queues());

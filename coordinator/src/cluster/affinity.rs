@@ -9,7 +9,7 @@ use std::collections::{HashMap, VecDeque};
 use shared::ids::ReplicaId;
 use shared::mix::mix;
 
-use super::orphanage::Home;
+use super::migration::Candidate;
 
 /// Tokens between two points at which a prompt's beginning is remembered.
 const CHUNK: usize = 64;
@@ -38,12 +38,19 @@ impl Affinity {
 
     /// Chooses a replica for a prompt and remembers it. If none serves, chooses a waiting one,
     /// since it may be back in a moment.
-    pub fn route(&mut self, prompt: &[u32], salt: u64, homes: &[Home]) -> Option<ReplicaId> {
-        let least = homes.iter().min_by_key(|home| (!home.serving, home.load))?;
+    pub fn route(
+        &mut self,
+        prompt: &[u32],
+        salt: u64,
+        candidates: &[Candidate],
+    ) -> Option<ReplicaId> {
+        let least =
+            candidates.iter().min_by_key(|candidate| (!candidate.serving, candidate.load))?;
         let room = least.load + ROOM.max(least.load / 2);
         // Not where it would wait while another could run it.
         let room = room.min(self.max_num_seqs.saturating_sub(1).max(least.load));
-        let has_room = |home: &&Home| home.serving == least.serving && home.load <= room;
+        let has_room =
+            |candidate: &&Candidate| candidate.serving == least.serving && candidate.load <= room;
         let mut chosen = least.replica;
         let beginnings: Vec<u64> = prompt
             .chunks_exact(CHUNK)
@@ -54,7 +61,7 @@ impl Affinity {
             .collect();
         for hash in &beginnings {
             let Some((replica, _)) = self.given.get(hash) else { break };
-            if homes.iter().filter(has_room).any(|home| home.replica == *replica) {
+            if candidates.iter().filter(has_room).any(|candidate| candidate.replica == *replica) {
                 chosen = *replica;
             }
         }
@@ -88,13 +95,13 @@ impl Affinity {
 mod tests {
     use super::*;
 
-    fn homes(loads: &[u32]) -> Vec<Home> {
-        let home = |(id, load): (usize, &u32)| Home {
+    fn candidates(loads: &[u32]) -> Vec<Candidate> {
+        let candidate = |(id, load): (usize, &u32)| Candidate {
             serving: *load < 1000,
             load: *load,
-            ..Home::unknown(ReplicaId(id as u32))
+            ..Candidate::unknown(ReplicaId(id as u32))
         };
-        loads.iter().enumerate().map(home).collect()
+        loads.iter().enumerate().map(candidate).collect()
     }
 
     fn prompt(same: u32, tail: u32) -> Vec<u32> {
@@ -104,8 +111,9 @@ mod tests {
     #[test]
     fn a_prompt_goes_where_its_beginning_was_while_there_is_room() {
         let mut affinity = Affinity::new(8);
-        let mut route =
-            |prompt: &[u32], loads: &[u32]| affinity.route(prompt, 0, &homes(loads)).unwrap().0;
+        let mut route = |prompt: &[u32], loads: &[u32]| {
+            affinity.route(prompt, 0, &candidates(loads)).unwrap().0
+        };
         assert_eq!(route(&prompt(128, 1000), &[1, 0]), 1, "the least loaded one");
         assert_eq!(route(&prompt(128, 2000), &[0, 4]), 1, "it has the beginning, and room");
         assert_eq!(route(&prompt(128, 3000), &[0, 5]), 0, "it has no room");
@@ -122,22 +130,22 @@ mod tests {
     fn salts_and_lost_caches_are_apart() {
         let mut affinity = Affinity::new(8);
         let long = prompt(128, 0);
-        assert_eq!(affinity.route(&long, 0, &homes(&[1, 0])), Some(ReplicaId(1)));
-        assert_eq!(affinity.route(&long, 7, &homes(&[0, 1])), Some(ReplicaId(0)));
+        assert_eq!(affinity.route(&long, 0, &candidates(&[1, 0])), Some(ReplicaId(1)));
+        assert_eq!(affinity.route(&long, 7, &candidates(&[0, 1])), Some(ReplicaId(0)));
         affinity.forget(ReplicaId(1));
-        assert_eq!(affinity.route(&long, 0, &homes(&[0, 1])), Some(ReplicaId(0)));
-        assert_eq!(affinity.route(&long, 0, &homes(&[])), None);
+        assert_eq!(affinity.route(&long, 0, &candidates(&[0, 1])), Some(ReplicaId(0)));
+        assert_eq!(affinity.route(&long, 0, &candidates(&[])), None);
     }
 
     #[test]
     fn what_is_remembered_is_bounded() {
         let mut affinity = Affinity::new(8);
         for tail in 0..40_000 {
-            affinity.route(&prompt(0, tail * 200), 0, &homes(&[0]));
-            affinity.route(&prompt(0, 0), 0, &homes(&[0]));
+            affinity.route(&prompt(0, tail * 200), 0, &candidates(&[0]));
+            affinity.route(&prompt(0, 0), 0, &candidates(&[0]));
         }
         assert!(affinity.given.len() <= REMEMBERED_MAX);
         assert!(affinity.order.len() <= 2 * REMEMBERED_MAX);
-        assert_eq!(affinity.route(&prompt(0, 0), 0, &homes(&[4, 0])), Some(ReplicaId(0)));
+        assert_eq!(affinity.route(&prompt(0, 0), 0, &candidates(&[4, 0])), Some(ReplicaId(0)));
     }
 }

@@ -2,7 +2,7 @@
 use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId, WorkerId};
-use shared::membership::Desired;
+use shared::membership::DesiredState;
 use shared::protocol::ToWorker;
 
 use crate::scheduler::EpochEnd;
@@ -49,35 +49,35 @@ pub enum Effect {
         replica: ReplicaId,
     },
     /// A worker computes much slower than the others of its replica, or no longer does.
-    Pace {
+    WorkerPace {
         /// The worker.
         worker: WorkerId,
         /// Whether it is slow.
         slow: bool,
     },
     /// A worker did not answer for this long while it was formed.
-    Silent {
+    AnswerTimedOut {
         /// The worker.
         worker: WorkerId,
         /// For how long, at least.
         lasts: Duration,
     },
     /// A worker's formations come to nothing: it is a spare now, and another has its rank.
-    GivesWay {
+    RankReplaced {
         /// Which.
         worker: WorkerId,
         /// Who takes its place.
         to: WorkerId,
     },
     /// A worker's device failed again and again; it gets no rank for a while.
-    SetAside {
+    Quarantined {
         /// The worker.
         worker: WorkerId,
         /// For how long.
         lasts: Duration,
     },
     /// Operators want this now: store it for the next leader.
-    Desire(Desired),
+    StoreDesired(DesiredState),
     /// Retrying cannot help (a corrupt model, an impossible degree).
     Unservable {
         /// The replica.

@@ -20,13 +20,13 @@ impl Cluster {
         effects: &mut Vec<Effect>,
     ) {
         let epoch = id.epoch;
-        self.silence.heard(now, worker);
+        self.pending_answers.heard(now, worker);
         if id.bytes.len() > GROUP_ID_MAX {
             return;
         }
         let to = self.replicas.in_epoch(worker, epoch, |replica| {
             replica.advanced(now);
-            replica.relay(worker)
+            replica.group_id_recipients(worker)
         });
         let send = |worker| Effect::Send { worker, epoch, message: ToWorker::GroupId(id.clone()) };
         effects.extend(to.into_iter().flatten().map(send));
@@ -52,7 +52,7 @@ impl Cluster {
         self.answered(now, worker, complete.is_some());
         let Some((Some((num_blocks, host_blocks)), ranks)) = complete else { return };
         for rank in &ranks {
-            self.silence.told(now, *rank);
+            self.pending_answers.expect(now, *rank);
         }
         effects.extend(ranks.into_iter().map(|worker| Effect::Send {
             worker,
@@ -69,7 +69,7 @@ impl Cluster {
         let node = |worker| self.members.get(worker).map_or("?", |member| member.node.as_str());
         let replica = self.replicas.of(worker).and_then(|id| self.replicas.get(id))?;
         let remedy = "copy the same files to both";
-        if let Some((other, identity)) = replica.differs(theirs) {
+        if let Some((other, identity)) = replica.rank_with_other_files(theirs) {
             return Some(format!(
                 "{} and {} have different models in {model} ({theirs} and {identity}): {remedy}",
                 node(&worker),
@@ -92,7 +92,9 @@ impl Cluster {
         failure: &FormFailed,
         effects: &mut Vec<Effect>,
     ) {
-        let Some(id) = self.replicas.of(worker) else { return self.silence.heard(now, worker) };
+        let Some(id) = self.replicas.of(worker) else {
+            return self.pending_answers.heard(now, worker);
+        };
         let is_present = self.replicas.in_epoch(worker, failure.epoch, |_| ()).is_some();
         self.answered(now, worker, is_present);
         let reason = failure.message.clone();
@@ -100,23 +102,23 @@ impl Cluster {
             // Another rank's report that it lost this one may come before the reason.
             let broke = |it: &Replica| !it.is_live() && it.epoch() == failure.epoch;
             if failure.permanent && self.replicas.get(id).is_some_and(broke) {
-                let why = format!("{}: {reason}", self.named(worker));
+                let why = format!("{}: {reason}", self.display_name(worker));
                 self.replicas.change(id, |replica| replica.fails_for_good(now, why));
                 effects.push(Effect::Unservable { replica: id, reason });
             }
             return;
         }
-        let why = format!("{}: {reason}", self.named(worker));
+        let why = format!("{}: {reason}", self.display_name(worker));
         let ranks = self.replicas.get(id).map(Replica::ranks).unwrap_or_default();
         // One that says nothing is waited for, and replaced, for that.
-        let all_answer = !ranks.iter().any(|rank| self.silence.is_owed(*rank));
+        let all_answer = !ranks.iter().any(|rank| self.pending_answers.is_unanswered(*rank));
         self.break_replica(now, id, EpochEnd::Failed, &why, effects);
         if failure.permanent {
             self.replicas.change(id, |replica| replica.hold(now));
             effects.push(Effect::Unservable { replica: id, reason });
         } else if all_answer {
-            self.vain.failed(&ranks);
-            self.give_way(now, id, effects);
+            self.failed_formations.failed(&ranks);
+            self.replace_failing_rank(now, id, effects);
         }
     }
 
@@ -137,8 +139,8 @@ impl Cluster {
         self.answered(now, worker, complete.is_some());
         if let Some((Some((num_blocks, host_blocks)), ranks)) = complete {
             for rank in &ranks {
-                self.silence.serves(*rank);
-                self.vain.forget(*rank);
+                self.pending_answers.serves(*rank);
+                self.failed_formations.forget(*rank);
             }
             let ready = Effect::ReplicaReady { replica: id, epoch, ranks, num_blocks, host_blocks };
             effects.push(ready);
@@ -154,7 +156,7 @@ impl Cluster {
         });
         let Some(ranks) = ranks else { return };
         for rank in &ranks {
-            self.silence.told(now, *rank);
+            self.pending_answers.expect(now, *rank);
         }
         let world_size = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
         let members: Vec<&Member> =

@@ -58,7 +58,7 @@ impl Quarantine {
     }
 
     /// Whether a device rests.
-    pub(super) fn rests(&self, device: &str) -> bool {
+    pub(super) fn is_resting(&self, device: &str) -> bool {
         self.devices.get(device).is_some_and(|it| it.until.is_some())
     }
 
@@ -102,13 +102,13 @@ mod tests {
             // The failure at 0 no longer counts at 10.
             assert_eq!(quarantine.failed(minutes(at), "a"), rest, "{at}");
         }
-        assert!(quarantine.rests("a") && !quarantine.rests("b"));
+        assert!(quarantine.is_resting("a") && !quarantine.is_resting("b"));
         assert_eq!(quarantine.failed(minutes(14), "b"), None);
         assert_eq!(quarantine.ends().collect::<Vec<_>>(), [minutes(24)]);
         quarantine.advance(minutes(24) - Duration::from_millis(1));
-        assert!(quarantine.rests("a"));
+        assert!(quarantine.is_resting("a"));
         quarantine.advance(minutes(24));
-        assert!(!quarantine.rests("a") && quarantine.ends().next().is_none());
+        assert!(!quarantine.is_resting("a") && quarantine.ends().next().is_none());
     }
 
     #[test]
@@ -131,7 +131,7 @@ mod tests {
         let mut quarantine = Quarantine::default();
         assert!(thrice(&mut quarantine, minutes(10)).is_some());
         quarantine.forgive();
-        assert!(!quarantine.rests("a"));
+        assert!(!quarantine.is_resting("a"));
         for device in 0..2 * DEVICES_MAX {
             let now = minutes(10) + Duration::from_millis(device as u64);
             quarantine.failed(now, &device.to_string());

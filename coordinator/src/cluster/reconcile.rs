@@ -23,8 +23,8 @@ impl Cluster {
         self.desired.scale(replicas);
         self.release_held();
         self.quarantine.forgive();
-        self.vain.forget_all();
-        effects.push(Effect::Desire(self.desired.clone()));
+        self.failed_formations.forget_all();
+        effects.push(Effect::StoreDesired(self.desired.clone()));
         self.reconcile(now, effects);
     }
 
@@ -67,7 +67,7 @@ impl Cluster {
             return Err(format!("{worker} is not a member"));
         };
         let (node, incarnation) = (member.node.clone(), member.incarnation);
-        let rests = |m: &Member| self.quarantine.rests(m.device());
+        let rests = |m: &Member| self.quarantine.is_resting(m.device());
         let able = |m: &Member| self.config.placement.lacks(m).is_none() && !rests(m);
         let member_able = able(member);
         let stays = |m: &&Member| !m.draining && m.worker != worker && able(m);
@@ -79,14 +79,14 @@ impl Cluster {
             ));
         }
         self.desired.drain(&node, incarnation.0);
-        effects.push(Effect::Desire(self.desired.clone()));
-        self.let_go(now, worker, &format!("{node} is drained"), false, effects);
+        effects.push(Effect::StoreDesired(self.desired.clone()));
+        self.dismiss_worker(now, worker, &format!("{node} is drained"), false, effects);
         Ok(())
     }
 
     /// Makes its replica continue without the worker and tells that to end; `again`: to be started
     /// again, even if it hangs.
-    pub(super) fn let_go(
+    pub(super) fn dismiss_worker(
         &mut self,
         now: Duration,
         worker: WorkerId,
@@ -96,7 +96,7 @@ impl Cluster {
     ) {
         if let Some(member) = self.members.get_mut(&worker) {
             member.draining = true;
-            self.let_go.insert(worker, (member.incarnation, reason.to_owned(), again));
+            self.dismissed.insert(worker, (member.incarnation, reason.to_owned(), again));
         }
         if let Some(id) = self.replicas.of(worker) {
             self.break_replica(now, id, EpochEnd::Planned, reason, effects);
@@ -119,7 +119,7 @@ impl Cluster {
         self.remove_surplus(now, effects);
         self.fill_vacancies();
         self.shrink(now, effects);
-        self.relieve(now, effects);
+        self.replace_slow_ranks(now, effects);
         self.grow(now, effects);
         self.add_replicas(now);
         let due: Vec<ReplicaId> = self
@@ -149,7 +149,7 @@ impl Cluster {
         let joining = [self.settling_since, self.short_since].into_iter().flatten();
         replicas
             .chain(joining.map(|since| since.saturating_add(grace)))
-            .chain(self.silence.all_ends(patience))
+            .chain(self.pending_answers.deadlines(patience))
             .chain(self.quarantine.ends())
             .filter(|due| *due > now)
             .min()
@@ -159,7 +159,7 @@ impl Cluster {
     fn free(&self) -> Vec<&Member> {
         let able = |member: &Member| self.config.placement.lacks(member).is_none();
         let holds = |member: &Member| self.replicas.of(member.worker).is_some();
-        let rests = |member: &Member| self.quarantine.rests(member.device());
+        let rests = |member: &Member| self.quarantine.is_resting(member.device());
         let free = |it: &&Member| !it.draining && !holds(it) && able(it) && !rests(it);
         let mut free: Vec<&Member> = self.members.values().filter(free).collect();
         // In slot order, doubtful ones last.
@@ -170,7 +170,9 @@ impl Cluster {
     /// Whether others are taken before this worker: it is slow, did not answer when it was formed,
     /// or its formations come to nothing.
     fn is_doubtful(&self, worker: WorkerId) -> bool {
-        self.slow.contains(&worker) || self.silence.struck(worker) || self.vain.is_often(worker)
+        self.slow.contains(&worker)
+            || self.pending_answers.has_strikes(worker)
+            || self.failed_formations.failed_often(worker)
     }
 
     /// Whether a free worker that is not doubtful may join a replica.
@@ -197,7 +199,7 @@ impl Cluster {
             let stands_still = since.is_some_and(|since| now >= since.saturating_add(patience));
             let owes = replica.unanswered();
             let is_silent = |worker: &WorkerId| {
-                self.silence.ends(*worker, patience).is_some_and(|end| now >= end)
+                self.pending_answers.deadline(*worker, patience).is_some_and(|end| now >= end)
             };
             let silent: Vec<WorkerId> = owes.iter().copied().filter(is_silent).collect();
             // A rank that is at work but does not answer has lost its answer: only a new epoch
@@ -207,15 +209,16 @@ impl Cluster {
                 continue;
             }
             let names: Vec<String> = guilty.iter().map(ToString::to_string).collect();
-            let waited = guilty.iter().map(|worker| self.silence.patience(*worker, patience));
+            let waited =
+                guilty.iter().map(|worker| self.pending_answers.patience(*worker, patience));
             let seconds = waited.min().unwrap_or(patience).as_secs();
             let reason = format!("nothing was heard from {} for {seconds} s", names.join(", "));
             self.break_replica(now, id, EpochEnd::Failed, &reason, effects);
             let mut again = Vec::new();
             for worker in guilty {
-                let lasts = self.silence.patience(worker, patience);
-                effects.push(Effect::Silent { worker, lasts });
-                if self.silence.strike(worker) {
+                let lasts = self.pending_answers.patience(worker, patience);
+                effects.push(Effect::AnswerTimedOut { worker, lasts });
+                if self.pending_answers.strike(worker) {
                     again.push(worker);
                 } else if self.has_spare_for(id) {
                     self.replicas.change(id, |replica| {
@@ -229,22 +232,27 @@ impl Cluster {
             for worker in again {
                 let reason = format!(
                     "{} again did not answer while its replica was formed",
-                    self.named(worker)
+                    self.display_name(worker)
                 );
-                self.let_go(now, worker, &reason, true, effects);
+                self.dismiss_worker(now, worker, &reason, true, effects);
             }
         }
     }
 
     /// A replica's formations come to nothing: one of its ranks gives way to the spare that failed
     /// least often, if there is one that failed less often than it and answers.
-    pub(super) fn give_way(&mut self, now: Duration, id: ReplicaId, effects: &mut Vec<Effect>) {
+    pub(super) fn replace_failing_rank(
+        &mut self,
+        now: Duration,
+        id: ReplicaId,
+        effects: &mut Vec<Effect>,
+    ) {
         let ranks = self.replicas.get(id).map(Replica::ranks).unwrap_or_default();
-        let Some(worker) = self.vain.gives_way(&ranks) else { return };
-        let failures = |worker| self.vain.failures(worker);
+        let Some(worker) = self.failed_formations.to_replace(&ranks) else { return };
+        let failures = |worker| self.failed_formations.failures(worker);
         let mut group = self.members_of(id);
         group.retain(|member| member.worker != worker);
-        let answers = |it: &Member| !self.silence.struck(it.worker);
+        let answers = |it: &Member| !self.pending_answers.has_strikes(it.worker);
         let fewer = |it: &Member| failures(it.worker) < failures(worker);
         let better = |it: &&Member| answers(it) && fewer(it) && joins(it, &group);
         let best = self.free().into_iter().filter(better).min_by_key(|it| failures(it.worker));
@@ -254,11 +262,11 @@ impl Cluster {
             replica.dismiss(now, worker);
             replica.fill(&mut vec![&best], &group, rules);
         });
-        effects.push(Effect::GivesWay { worker, to: best.worker });
+        effects.push(Effect::RankReplaced { worker, to: best.worker });
     }
 
     /// Replaces slow ranks with spares that are not known to be slow, if there are any.
-    fn relieve(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+    fn replace_slow_ranks(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         let slow: Vec<WorkerId> = self.slow.iter().copied().collect();
         for worker in slow {
             let serving = |id: &ReplicaId| self.replicas.get(*id).is_some_and(Replica::is_serving);
@@ -266,7 +274,7 @@ impl Cluster {
             if !self.has_spare_for(id) {
                 continue;
             }
-            let reason = format!("{} is slow and is replaced", self.named(worker));
+            let reason = format!("{} is slow and is replaced", self.display_name(worker));
             self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
             self.replicas.change(id, |replica| {
                 replica.dismiss(now, worker);
@@ -283,7 +291,7 @@ impl Cluster {
             let surplus = self
                 .replicas
                 .iter()
-                .max_by_key(|(_, replica)| (!replica.is_serving(), replica.born()))
+                .max_by_key(|(_, replica)| (!replica.is_serving(), replica.creation_order()))
                 .map(|(id, _)| id);
             let Some(id) = surplus else { return };
             self.remove(now, id, "fewer replicas are wanted", effects);
@@ -346,7 +354,7 @@ impl Cluster {
             }
             // None of the waiting replicas can be formed by itself: the youngest gives its workers
             // to the others.
-            let born = |id: &&ReplicaId| self.replicas.get(**id).map(Replica::born);
+            let born = |id: &&ReplicaId| self.replicas.get(**id).map(Replica::creation_order);
             let (Some(youngest), true) =
                 (waiting.iter().max_by_key(born).copied(), waiting.len() > 1)
             else {
@@ -408,7 +416,7 @@ impl Cluster {
         let most = rules.affordable(free, degree, free / degree.max(1), self.replicas.len());
         let mut groups = if most == 0 { Vec::new() } else { self.place(degree) };
         groups.truncate(most);
-        if groups.is_empty() && self.replicas.is_empty() && self.short_for(now) {
+        if groups.is_empty() && self.replicas.is_empty() && self.is_short_of_workers(now) {
             // A small replica is better than none.
             let degrees = self.config.degrees.iter().map(|degree| *degree as usize);
             let mut placed = degrees.map(|degree| self.place(degree));
@@ -473,7 +481,7 @@ impl Cluster {
     }
 
     /// Whether there have been too few workers for a whole replica for longer than joining takes.
-    fn short_for(&mut self, now: Duration) -> bool {
+    fn is_short_of_workers(&mut self, now: Duration) -> bool {
         if self.free().is_empty() {
             self.short_since = None;
             return false;

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, VecDeque};
 use shared::ids::WorkerId;
 use shared::log::{LogLimits, LogLines, LogRing};
 
-use super::status::{Dead, NodeLogs};
+use super::status::{DeadProcess, NodeLogs};
 
 /// Maximum number of ended processes remembered.
 const DEAD_MAX: usize = 64;
@@ -17,7 +17,7 @@ const ENDED_MAX: usize = 64;
 
 /// What a supervisor saw of a process's end.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ended {
+pub struct ProcessExit {
     /// The node's name.
     pub node: String,
     /// The process.
@@ -37,8 +37,8 @@ struct Process {
 }
 
 #[derive(Debug)]
-struct Gone {
-    dead: Dead,
+struct DeadRecord {
+    dead: DeadProcess,
     log: LogRing,
     stderr: Vec<String>,
 }
@@ -48,9 +48,9 @@ struct Gone {
 pub struct Records {
     live: BTreeMap<WorkerId, Process>,
     /// Oldest first.
-    gone: VecDeque<Gone>,
+    gone: VecDeque<DeadRecord>,
     /// Supervisors' reports on processes whose link has not ended.
-    ended: VecDeque<Ended>,
+    ended: VecDeque<ProcessExit>,
 }
 
 impl Records {
@@ -80,21 +80,21 @@ impl Records {
         let Some(process) = self.live.remove(&worker) else { return };
         let seen = self.ended.iter().position(|e| e.node == process.node && e.pid == process.pid);
         let seen = seen.and_then(|index| self.ended.remove(index));
-        let dead = Dead {
+        let dead = DeadProcess {
             node: process.node,
             slot: Some(worker.0),
             pid: process.pid,
             reason: process.goodbye.unwrap_or_else(|| reason.to_owned()),
             exit: seen.as_ref().map(|ended| ended.status.clone()),
             at,
-            ..Dead::default()
+            ..DeadProcess::default()
         };
         let stderr = seen.map(|ended| ended.stderr).unwrap_or_default();
-        self.bury(Gone { dead, log: process.log, stderr });
+        self.remember(DeadRecord { dead, log: process.log, stderr });
     }
 
     /// Its supervisor saw it end, `at` seconds since 1970.
-    pub fn ended(&mut self, ended: Ended, at: u64) {
+    pub fn ended(&mut self, ended: ProcessExit, at: u64) {
         let same = |node: &str, pid: u32| node == ended.node && pid == ended.pid;
         if self.live.values().any(|process| same(&process.node, process.pid)) {
             self.ended.push_back(ended);
@@ -110,21 +110,21 @@ impl Records {
                 gone.stderr = ended.stderr;
             }
             None => {
-                let dead = Dead {
+                let dead = DeadProcess {
                     node: ended.node,
                     pid: ended.pid,
                     reason: "it never joined".to_owned(),
                     exit: Some(ended.status),
                     at,
-                    ..Dead::default()
+                    ..DeadProcess::default()
                 };
                 let log = LogRing::new(LogLimits::SENT);
-                self.bury(Gone { dead, log, stderr: ended.stderr });
+                self.remember(DeadRecord { dead, log, stderr: ended.stderr });
             }
         }
     }
 
-    fn bury(&mut self, gone: Gone) {
+    fn remember(&mut self, gone: DeadRecord) {
         self.gone.push_back(gone);
         if self.gone.len() > DEAD_MAX {
             self.gone.pop_front();
@@ -132,8 +132,8 @@ impl Records {
     }
 
     /// Ended processes, newest first.
-    pub fn dead(&self) -> impl Iterator<Item = Dead> + '_ {
-        self.gone.iter().rev().map(|gone| Dead {
+    pub fn dead(&self) -> impl Iterator<Item = DeadProcess> + '_ {
+        self.gone.iter().rev().map(|gone| DeadProcess {
             lines: (gone.log.len().max(gone.stderr.len())) as u32,
             last_line: gone.stderr.last().cloned().or_else(|| gone.log.last(1).pop()),
             ..gone.dead.clone()
@@ -161,7 +161,7 @@ impl Records {
                 ..NodeLogs::default()
             });
         }
-        let wanted = |gone: &&Gone| {
+        let wanted = |gone: &&DeadRecord| {
             gone.dead.node == node
                 && match wanted {
                     WhichProcess::Newest | WhichProcess::Ended => true,
@@ -206,9 +206,9 @@ mod tests {
         LogLines { first, lines: lines.iter().map(|line| (*line).to_owned()).collect() }
     }
 
-    fn ended(node: &str, pid: u32) -> Ended {
+    fn ended(node: &str, pid: u32) -> ProcessExit {
         let stderr = vec!["last words".to_owned()];
-        Ended { node: node.to_owned(), pid, status: "signal: 9".to_owned(), stderr }
+        ProcessExit { node: node.to_owned(), pid, status: "signal: 9".to_owned(), stderr }
     }
 
     #[test]
@@ -220,7 +220,7 @@ mod tests {
         assert!(live.alive && live.lines == ["two"], "{live:?}");
         records.left(W, "the peer closed the connection", 5);
         records.ended(ended("a", 10), 6);
-        let dead: Vec<Dead> = records.dead().collect();
+        let dead: Vec<DeadProcess> = records.dead().collect();
         assert_eq!(dead.len(), 1);
         assert_eq!((dead[0].pid, dead[0].at, dead[0].lines), (10, 5, 2));
         assert_eq!(dead[0].exit.as_deref(), Some("signal: 9"));
@@ -243,7 +243,7 @@ mod tests {
         records.said_goodbye(W, "drained");
         records.left(W, "closed", 5);
         records.ended(ended("b", 11), 6);
-        let dead: Vec<Dead> = records.dead().collect();
+        let dead: Vec<DeadProcess> = records.dead().collect();
         assert_eq!(dead[1].reason, "drained");
         assert_eq!((dead[0].node.as_str(), dead[0].slot), ("b", None));
         assert_eq!(dead[0].reason, "it never joined");

@@ -126,18 +126,18 @@ impl Replica {
     }
 
     /// Notes that it is made after this many others.
-    pub(super) fn born_behind(&mut self, others: u64) {
+    pub(super) fn set_creation_order(&mut self, others: u64) {
         self.born = others;
     }
 
     /// Number of replicas made before it.
-    pub(super) fn born(&self) -> u64 {
+    pub(super) fn creation_order(&self) -> u64 {
         self.born
     }
 
     /// Returns the recipients of rank 0's NCCL id: the other ranks of an epoch that is being
     /// formed, once; none if the sender is not rank 0.
-    pub(super) fn relay(&mut self, worker: WorkerId) -> Vec<WorkerId> {
+    pub(super) fn group_id_recipients(&mut self, worker: WorkerId) -> Vec<WorkerId> {
         let is_first = self.slots.first().is_some_and(|slot| slot.worker == Some(worker));
         if self.phase != ReplicaPhase::Forming || !is_first || self.relayed {
             return Vec::new();
@@ -370,7 +370,10 @@ impl Replica {
     }
 
     /// Returns a rank that has formed already with other contents in its model folder.
-    pub(super) fn differs(&self, identity: ModelIdentity) -> Option<(WorkerId, ModelIdentity)> {
+    pub(super) fn rank_with_other_files(
+        &self,
+        identity: ModelIdentity,
+    ) -> Option<(WorkerId, ModelIdentity)> {
         let of = |slot: &Slot| Some((slot.worker?, slot.identity?));
         self.slots.iter().filter_map(of).find(|(_, other)| *other != identity)
     }

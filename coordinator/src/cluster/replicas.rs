@@ -56,7 +56,7 @@ impl Replicas {
     /// Inserts a replica whose workers are ranks of no other.
     pub(super) fn insert(&mut self, id: ReplicaId, mut replica: Replica) {
         self.remove(id);
-        replica.born_behind(self.made);
+        replica.set_creation_order(self.made);
         self.made += 1;
         self.of.extend(replica.ranks().into_iter().map(|worker| (worker, id)));
         self.all.insert(id, replica);

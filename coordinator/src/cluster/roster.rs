@@ -30,7 +30,7 @@ pub struct LinkNumber(u64);
 pub struct Roster {
     slots: BTreeMap<String, WorkerId>,
     present: BTreeMap<WorkerId, (Incarnation, LinkNumber)>,
-    known: BTreeMap<WorkerId, Runs>,
+    known: BTreeMap<WorkerId, SlotRuns>,
     /// Slots of nodes that are not expected back, the first one given up first.
     idle: VecDeque<WorkerId>,
     /// Process runs whose totals were closed when their slots went to others, oldest first.
@@ -42,7 +42,7 @@ pub struct Roster {
 
 /// Process runs of one slot.
 #[derive(Debug)]
-struct Runs {
+struct SlotRuns {
     last: Incarnation,
     /// Earlier ones that may be back, oldest first.
     earlier: VecDeque<Incarnation>,
@@ -64,7 +64,7 @@ pub enum Admission {
 
 /// What it means that a worker joined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Joining {
+pub struct JoinOutcome {
     /// Its connection.
     pub link: LinkNumber,
     /// Whether it is another process than the last one in its slot.
@@ -103,12 +103,12 @@ impl Roster {
 
     /// A worker has been admitted and welcomed. Its old connection, if any, is no longer its
     /// present one.
-    pub fn joined(&mut self, worker: WorkerId, incarnation: Incarnation) -> Joining {
+    pub fn joined(&mut self, worker: WorkerId, incarnation: Incarnation) -> JoinOutcome {
         self.links += 1;
         let link = LinkNumber(self.links);
         self.idle.retain(|idle| *idle != worker);
         self.present.insert(worker, (incarnation, link));
-        let runs = self.known.entry(worker).or_insert_with(|| Runs {
+        let runs = self.known.entry(worker).or_insert_with(|| SlotRuns {
             last: incarnation,
             earlier: VecDeque::new(),
             retired: VecDeque::new(),
@@ -127,7 +127,7 @@ impl Roster {
                 runs.retired.pop_front();
             }
         }
-        Joining { link, restarted, retired }
+        JoinOutcome { link, restarted, retired }
     }
 
     /// A worker that was admitted did not join after all. A name that nobody ever joined under

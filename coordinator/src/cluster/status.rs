@@ -29,7 +29,7 @@ pub struct Status {
     #[serde(default)]
     pub actors: Vec<Actor>,
     /// Processes that are gone, newest first; bounded.
-    pub dead: Vec<Dead>,
+    pub dead: Vec<DeadProcess>,
 }
 
 /// Commands that operators gave while coordinators ran: scaling and draining.
@@ -113,7 +113,7 @@ pub struct Replica {
 
 /// A process that is gone.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Dead {
+pub struct DeadProcess {
     /// Its name.
     pub node: String,
     /// Its slot; absent when it never joined.

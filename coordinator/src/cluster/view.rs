@@ -9,7 +9,7 @@ use super::{ReplicaPhase, ReplicaStatus};
 use crate::replica::actor::ReplicaLoad;
 
 /// Nodes whose workers do not answer, with their process ids.
-pub type Frozen = BTreeMap<String, u32>;
+pub type UnresponsiveNodes = BTreeMap<String, u32>;
 
 /// The cluster at one moment.
 #[derive(Clone, Debug, Default)]
@@ -25,7 +25,7 @@ pub struct ClusterView {
     /// Why no replica can be served at all, whatever its ranks do.
     pub broken: Option<String>,
     /// Workers whose processes live but are silent, for their supervisors.
-    pub frozen: Frozen,
+    pub frozen: UnresponsiveNodes,
 }
 
 /// Returns why nothing can be served, in one sentence for clients. The details are for the log and

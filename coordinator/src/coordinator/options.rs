@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use shared::log::SharedLog;
-use shared::membership::Pinned;
+use shared::membership::PinnedRevision;
 use shared::metrics::compat::Compat;
 use shared::protocol::{Dtype, Lora, Quantization};
 use shared::wire::auth::Secret;
@@ -26,7 +26,7 @@ pub struct CoordinatorOptions {
     /// The model folder on this host.
     pub model: PathBuf,
     /// What the other processes are told to use.
-    pub told: Told,
+    pub sources: ModelSources,
     /// Compute data type.
     pub dtype: Dtype,
     /// Quantization of the weights.
@@ -100,10 +100,10 @@ pub struct CoordinatorOptions {
     pub log: SharedLog,
 }
 
-/// What workers and front ends are told to use: folders, which they see at the same paths as this
-/// host, or models of the hub, as [`HubModel`](shared::hub::HubModel) is written.
+/// Where workers and front ends load what they serve from: folders, which they see at the same
+/// paths as this host, or models of the hub, as [`HubModel`](shared::hub::HubModel) is written.
 #[derive(Clone, Debug)]
-pub struct Told {
+pub struct ModelSources {
     /// The model.
     pub model: String,
     /// The adapters beside it.
@@ -111,7 +111,7 @@ pub struct Told {
     /// The model that drafts, where one does.
     pub draft_model: Option<String>,
     /// Which state of the model of the hub that is, if it is one.
-    pub pinned: Option<Pinned>,
+    pub pinned: Option<PinnedRevision>,
 }
 
 /// How statistics are logged.

@@ -17,7 +17,7 @@ const STEPS_IN_FLIGHT: u32 = 2;
 
 /// A bound address.
 #[derive(Debug)]
-pub(crate) struct Bound {
+pub(crate) struct BoundListener {
     pub(crate) listener: TcpListener,
     pub(crate) address: SocketAddr,
 }
@@ -25,18 +25,18 @@ pub(crate) struct Bound {
 /// A coordinator that could serve at once: its options are checked, its tokenizer and templates are
 /// loaded, its addresses are bound.
 #[derive(Debug)]
-pub struct Prepared {
+pub struct PreparedCoordinator {
     pub(super) options: CoordinatorOptions,
     pub(super) text: Arc<TextModel>,
     pub(super) engine: EngineConfig,
     pub(super) scheduling: SchedulerConfig,
     pub(super) hub: Arc<Hub>,
-    pub(crate) http: Bound,
-    pub(crate) cluster: Bound,
-    pub(crate) metrics: Option<Bound>,
+    pub(crate) http: BoundListener,
+    pub(crate) cluster: BoundListener,
+    pub(crate) metrics: Option<BoundListener>,
 }
 
-impl Prepared {
+impl PreparedCoordinator {
     /// Checks the options, loads tokenizer and templates, binds the addresses.
     ///
     /// # Errors
@@ -101,7 +101,7 @@ impl Prepared {
         let cluster = listen(options.cluster_listen, "--cluster-listen")?;
         let alone = options.metrics_listen;
         let alone = alone.map(|address| listen(address, "--metrics-listen")).transpose()?;
-        let make_hub = if options.metrics { Hub::new } else { Hub::off };
+        let make_hub = if options.metrics { Hub::new } else { Hub::disabled };
         let hub = Arc::new(make_hub(Incarnation(options.run), metrics::Limits::default()));
         Ok(Self { options, text, engine, scheduling, hub, http, cluster, metrics: alone })
     }
@@ -135,12 +135,12 @@ impl Prepared {
     }
 }
 
-fn listen(address: SocketAddr, option: &'static str) -> Result<Bound, StartError> {
+fn listen(address: SocketAddr, option: &'static str) -> Result<BoundListener, StartError> {
     let bind = || {
         let listener = TcpListener::bind(address)?;
         listener.set_nonblocking(true)?;
         let bound = listener.local_addr()?;
-        Ok(Bound { listener, address: bound })
+        Ok(BoundListener { listener, address: bound })
     };
     bind().map_err(|error| StartError::Listen { address, option, error })
 }

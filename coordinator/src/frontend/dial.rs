@@ -13,7 +13,7 @@ use shared::wire::keyring::Keyring;
 use super::{FrontendError, FrontendOptions};
 
 /// The destination that welcomed the front end, the connection, and the welcome.
-pub(super) type Joined = (Destination, Connection, FrontendWelcome);
+pub(super) type JoinedLink = (Destination, Connection, FrontendWelcome);
 
 /// Dials forever.
 #[derive(Debug)]
@@ -42,7 +42,7 @@ impl Dialler {
         &mut self,
         hello: &FrontendHello,
         last: Option<Destination>,
-    ) -> Result<Joined, FrontendError> {
+    ) -> Result<JoinedLink, FrontendError> {
         let (mut wait, mut unreached) = (REDIAL_MIN, Unreached::default());
         let mut to = match last {
             Some(last) => self.pause(&mut wait, last).await,

@@ -9,7 +9,7 @@ use std::time::Duration;
 use shared::ids::RequestId;
 use shared::protocol::EngineError;
 
-use super::asked::Asked;
+use super::open_request::OpenRequest;
 use crate::engine::EventSender;
 
 /// How long requests are held while no coordinator serves: by default, longer than it takes for a
@@ -23,7 +23,7 @@ pub(super) const TOKENS_MAX: usize = 32 << 20;
 /// A request, its client, and the error the client gets if nobody takes it in time.
 #[derive(Debug)]
 pub(super) struct HeldRequest {
-    pub(super) asked: Asked,
+    pub(super) open_request: OpenRequest,
     pub(super) events: EventSender,
     /// Since when it is held.
     pub(super) since: Duration,
@@ -40,7 +40,7 @@ pub(super) struct Outage {
 
 /// The requests held, in order of arrival.
 #[derive(Debug, Default)]
-pub(super) struct Held {
+pub(super) struct HeldRequests {
     requests: BTreeMap<u64, HeldRequest>,
     /// Key of each of them in `requests`.
     places: HashMap<RequestId, u64>,
@@ -48,18 +48,18 @@ pub(super) struct Held {
     tokens: usize,
 }
 
-impl Held {
+impl HeldRequests {
     /// Holds a request.
     ///
     /// # Errors
     /// The request, if there is no room for it.
     pub(super) fn push(&mut self, request: HeldRequest) -> Result<(), Box<HeldRequest>> {
-        let tokens = self.tokens.saturating_add(request.asked.weight());
+        let tokens = self.tokens.saturating_add(request.open_request.weight());
         if self.requests.len() >= REQUESTS_MAX || tokens > TOKENS_MAX {
             return Err(Box::new(request));
         }
         self.tokens = tokens;
-        self.places.insert(request.asked.id(), self.next);
+        self.places.insert(request.open_request.id(), self.next);
         self.requests.insert(self.next, request);
         self.next += 1;
         Ok(())
@@ -99,8 +99,8 @@ impl Held {
 
     fn take(&mut self, place: u64) -> Option<HeldRequest> {
         let request = self.requests.remove(&place)?;
-        self.places.remove(&request.asked.id());
-        self.tokens -= request.asked.weight();
+        self.places.remove(&request.open_request.id());
+        self.tokens -= request.open_request.weight();
         Some(request)
     }
 }
@@ -118,15 +118,16 @@ mod tests {
         let mut clients = Vec::new();
         let mut request = |id: u64, since: u64, tokens: usize| {
             let greedy = vec![SamplingParams::greedy()];
-            let asked = GenerateRequest::new(RequestId(id), vec![1; tokens], greedy, 1);
-            clients.push(Some(engine.submit(asked).unwrap()));
+            let open_request = GenerateRequest::new(RequestId(id), vec![1; tokens], greedy, 1);
+            clients.push(Some(engine.submit(open_request).unwrap()));
             let Ok(EngineCommand::Submit { request, events }) = commands.try_recv() else {
                 panic!()
             };
-            let (asked, since) = (Asked::new(*request).unwrap(), Duration::from_secs(since));
-            HeldRequest { asked, events, since, error: EngineError::ShuttingDown }
+            let (open_request, since) =
+                (OpenRequest::new(*request).unwrap(), Duration::from_secs(since));
+            HeldRequest { open_request, events, since, error: EngineError::ShuttingDown }
         };
-        let mut held = Held::default();
+        let mut held = HeldRequests::default();
         for (id, since) in [(0, 5), (1, 0), (2, 1), (3, 6)] {
             held.push(request(id, since, 7)).unwrap();
         }
@@ -135,7 +136,7 @@ mod tests {
         assert!(held.push(request(6, 0, 1)).is_err(), "no room for a token");
         clients[3] = None;
         let ids = |requests: Vec<HeldRequest>| -> Vec<u64> {
-            requests.iter().map(|request| request.asked.id().0).collect()
+            requests.iter().map(|request| request.open_request.id().0).collect()
         };
         assert_eq!(ids(held.expired(HELD_FOR, None)), [1], "the one that is held for longest");
         assert_eq!(ids(held.expired(HELD_FOR, None)), [0; 0]);

@@ -10,9 +10,9 @@ use shared::ids::RequestId;
 use shared::metrics::labels::RejectReason;
 use shared::protocol::{EngineError, EngineEvent, FromFrontend};
 
-use super::asked::Asked;
-use super::held::{HELD_FOR, Held, HeldRequest, Outage, TOKENS_MAX};
-use crate::engine::{EngineCommand, EventSender, Reading};
+use super::held::{HELD_FOR, HeldRequest, HeldRequests, Outage, TOKENS_MAX};
+use super::open_request::OpenRequest;
+use crate::engine::{EngineCommand, EventSender, ReaderProgress};
 use crate::metrics::FrontendStats;
 
 /// How often a request may lose its coordinator before it is not sent again: a request that is
@@ -21,10 +21,10 @@ const LOST_MAX: u32 = 2;
 
 /// A request that the coordinator is working on.
 #[derive(Debug)]
-struct Live {
-    asked: Asked,
+struct RunningRequest {
+    open_request: OpenRequest,
     events: EventSender,
-    reading: Reading,
+    reading: ReaderProgress,
 }
 
 /// Number of a link; links to coordinators are numbered one after another.
@@ -35,7 +35,7 @@ pub(super) struct LinkNumber(u64);
 #[derive(Debug)]
 pub(super) struct Requests {
     stats: FrontendStats,
-    live: HashMap<RequestId, Live>,
+    live: HashMap<RequestId, RunningRequest>,
     /// Tokens of live requests that are kept for sending again.
     live_tokens: usize,
     /// Maximum of `live_tokens`.
@@ -43,7 +43,7 @@ pub(super) struct Requests {
     /// Requests whose clients are gone and whose cancellation has not been sent yet.
     gone: Vec<RequestId>,
     /// Requests to be sent.
-    held: Held,
+    held: HeldRequests,
     /// Since when requests are held although there is a link: until a replica serves.
     unsettled_since: Option<Duration>,
     /// Whether the coordinator refuses requests because it was told to end.
@@ -60,7 +60,7 @@ impl Requests {
             live_tokens: 0,
             live_tokens_max: TOKENS_MAX,
             gone: Vec::new(),
-            held: Held::default(),
+            held: HeldRequests::default(),
             unsettled_since: None,
             is_leaving: false,
             link: LinkNumber::default(),
@@ -77,7 +77,7 @@ impl Requests {
     }
 
     /// A replica serves.
-    pub(super) fn settled(&mut self) {
+    pub(super) fn replica_serves(&mut self) {
         self.unsettled_since = None;
     }
 
@@ -85,10 +85,10 @@ impl Requests {
     pub(super) fn command(&mut self, now: Duration, command: EngineCommand) {
         match command {
             EngineCommand::Submit { request, events } => {
-                let Some(asked) = Asked::new(*request) else { return };
+                let Some(open_request) = OpenRequest::new(*request) else { return };
                 let message = "no coordinator accepts requests".to_owned();
                 let error = EngineError::Unavailable { message };
-                self.hold(HeldRequest { asked, events, since: now, error });
+                self.hold(HeldRequest { open_request, events, since: now, error });
             }
             EngineCommand::Cancel { id } => match self.forget(id) {
                 Some(_) => self.gone.push(id),
@@ -103,19 +103,19 @@ impl Requests {
             return Some(FromFrontend::Cancel(id));
         }
         while !self.is_holding(now) {
-            let HeldRequest { mut asked, events, .. } = self.held.pop()?;
+            let HeldRequest { mut open_request, events, .. } = self.held.pop()?;
             if events.is_closed() {
                 continue;
             }
-            let message = FromFrontend::Submit(asked.message(now));
-            if self.live_tokens.saturating_add(asked.weight()) > self.live_tokens_max {
-                asked.let_go();
+            let message = FromFrontend::Submit(open_request.message(now));
+            if self.live_tokens.saturating_add(open_request.weight()) > self.live_tokens_max {
+                open_request.free_tokens();
             }
-            self.live_tokens += asked.weight();
+            self.live_tokens += open_request.weight();
             // The client may not have read an earlier coordinator's events yet.
-            let reading = Reading::behind(now, events.waiting());
-            let live = Live { asked, events, reading };
-            self.live.insert(live.asked.id(), live);
+            let reading = ReaderProgress::behind(now, events.waiting());
+            let live = RunningRequest { open_request, events, reading };
+            self.live.insert(live.open_request.id(), live);
             return Some(message);
         }
         None
@@ -148,27 +148,27 @@ impl Requests {
         if event == EngineEvent::Failed(EngineError::ShuttingDown) {
             // The next leader continues it.
             self.is_leaving = true;
-            if live.asked.is_kept()
-                && let Some(Live { asked, events, .. }) = self.forget(id)
+            if live.open_request.is_kept()
+                && let Some(RunningRequest { open_request, events, .. }) = self.forget(id)
             {
                 let error = EngineError::ShuttingDown;
-                return self.hold(HeldRequest { asked, events, since: now, error });
+                return self.hold(HeldRequest { open_request, events, since: now, error });
             }
             return self.fail(id, EngineError::ShuttingDown);
         }
-        let before = live.asked.weight();
-        let news = live.asked.take(event);
-        self.live_tokens = self.live_tokens + live.asked.weight() - before;
+        let before = live.open_request.weight();
+        let news = live.open_request.take(event);
+        self.live_tokens = self.live_tokens + live.open_request.weight() - before;
         if self.live_tokens > self.live_tokens_max {
-            self.live_tokens -= live.asked.weight();
-            live.asked.let_go();
+            self.live_tokens -= live.open_request.weight();
+            live.open_request.free_tokens();
         }
         let Some(event) = news else { return };
         // The HTTP side cancels the request of a client that left, but only if the command queue
         // had room.
         let is_gone = live.events.send(event).is_err();
         live.reading.sent();
-        let is_over = live.asked.is_over();
+        let is_over = live.open_request.is_over();
         if is_over || is_gone {
             self.forget(id);
         }
@@ -180,7 +180,7 @@ impl Requests {
     /// Finds requests whose clients are gone without an event noticing, or have long stopped
     /// reading.
     pub(super) fn find_gone(&mut self, now: Duration) {
-        let gone = |(id, live): (&RequestId, &mut Live)| {
+        let gone = |(id, live): (&RequestId, &mut RunningRequest)| {
             let waiting = live.events.waiting();
             (live.events.is_closed() || live.reading.is_stuck(now, waiting)).then_some(*id)
         };
@@ -203,11 +203,11 @@ impl Requests {
     pub(super) fn link_lost(&mut self, now: Duration, reason: &str) {
         self.gone.clear();
         self.live_tokens = 0;
-        let mut lost: Vec<(RequestId, Live)> = self.live.drain().collect();
+        let mut lost: Vec<(RequestId, RunningRequest)> = self.live.drain().collect();
         lost.sort_unstable_by_key(|(id, _)| *id);
-        for (_, Live { mut asked, events, .. }) in lost {
-            let why = match asked.lose() {
-                _ if !asked.is_kept() => {
+        for (_, RunningRequest { mut open_request, events, .. }) in lost {
+            let why = match open_request.record_lost_link() {
+                _ if !open_request.is_kept() => {
                     "; the request was not kept, since too many tokens were in progress"
                 }
                 times if times > LOST_MAX => "; so did those before that had this request",
@@ -216,7 +216,7 @@ impl Requests {
             let message = format!("the link to the coordinator ended: {reason}{why}");
             let error = EngineError::Unavailable { message };
             if why.is_empty() {
-                self.hold(HeldRequest { asked, events, since: now, error });
+                self.hold(HeldRequest { open_request, events, since: now, error });
             } else {
                 let _ = events.send(EngineEvent::Failed(error));
             }
@@ -242,9 +242,9 @@ impl Requests {
     }
 
     /// Ends a request that cannot be held or has been for too long.
-    fn refuse(&self, HeldRequest { asked, events, error, .. }: HeldRequest) {
+    fn refuse(&self, HeldRequest { open_request, events, error, .. }: HeldRequest) {
         // A request that has begun was accepted before.
-        if !asked.has_begun() {
+        if !open_request.has_begun() {
             self.stats.rejected(match error {
                 EngineError::ShuttingDown => RejectReason::ShuttingDown,
                 _ => RejectReason::Unavailable,
@@ -260,9 +260,9 @@ impl Requests {
     }
 
     /// Removes a live request.
-    fn forget(&mut self, id: RequestId) -> Option<Live> {
+    fn forget(&mut self, id: RequestId) -> Option<RunningRequest> {
         let live = self.live.remove(&id)?;
-        self.live_tokens -= live.asked.weight();
+        self.live_tokens -= live.open_request.weight();
         Some(live)
     }
 }

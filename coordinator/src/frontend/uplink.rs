@@ -20,7 +20,7 @@ use shared::wire::frame::FrameKind;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{MissedTickBehavior, interval};
 
-use super::dial::{Dialler, Joined};
+use super::dial::{Dialler, JoinedLink};
 use super::held::{HELD_FOR, Outage};
 use super::requests::{LinkNumber, Requests};
 use super::{FrontendError, FrontendOptions};
@@ -60,7 +60,7 @@ pub(super) struct Uplink {
 }
 
 /// How serving over one link ended.
-enum Served {
+enum LinkEnd {
     /// The link ended, with the reason.
     Lost(String),
     /// This process was told to stop.
@@ -112,7 +112,7 @@ impl Uplink {
     /// Serves until told to stop (`None`), or until it cannot continue (the error).
     pub(super) async fn run(
         mut self,
-        mut joined: Joined,
+        mut joined: JoinedLink,
         mut stop: oneshot::Receiver<()>,
     ) -> Option<FrontendError> {
         let mut again = false;
@@ -127,8 +127,8 @@ impl Uplink {
                 self.options.actors.peer_lost(peer, "the link ended");
             }
             match served {
-                Served::Stopped => return None,
-                Served::Lost(reason) => {
+                LinkEnd::Stopped => return None,
+                LinkEnd::Lost(reason) => {
                     tracing::warn!(%reason, "the link to the coordinator ended; dialling again");
                     self.set_readiness(false, self.waiting(&reason));
                     self.requests.link_lost(self.clock.now(), &reason);
@@ -159,10 +159,10 @@ impl Uplink {
 
     async fn serve(
         &mut self,
-        (to, connection, welcome): Joined,
+        (to, connection, welcome): JoinedLink,
         number: LinkNumber,
         stop: &mut oneshot::Receiver<()>,
-    ) -> Served {
+    ) -> LinkEnd {
         let (name, nvml) = (welcome.frontend.to_string(), self.options.nvml.clone());
         let _host = HostThread::start(&name, nvml, self.process.clone());
         let (incoming, mut events) = mpsc::channel(INCOMING_MAX);
@@ -192,7 +192,7 @@ impl Uplink {
             if waiting.is_none() {
                 waiting = match self.next_message().as_ref().map(Encoded::new).transpose() {
                     Ok(next) => next,
-                    Err(error) => return Served::Lost(error.to_string()),
+                    Err(error) => return LinkEnd::Lost(error.to_string()),
                 };
             }
             // While the link is behind, commands wait in their own queue, whose bound clients are
@@ -201,18 +201,18 @@ impl Uplink {
             tokio::select! {
                 event = events.recv() => {
                     if let Err(reason) = self.take(number, event) {
-                        return Served::Lost(reason);
+                        return LinkEnd::Lost(reason);
                     }
                 }
                 now = &mut superseded => {
-                    return Served::Lost(format!("{} leads now", now.address));
+                    return LinkEnd::Lost(format!("{} leads now", now.address));
                 }
                 sent = send(&link, waiting.as_ref()), if waiting.is_some() => {
                     waiting = None;
                     match sent {
                         // A closed link also reports its end as an event.
                         Ok(()) | Err(SendError::Closed) => {}
-                        Err(error) => return Served::Lost(error.to_string()),
+                        Err(error) => return LinkEnd::Lost(error.to_string()),
                     }
                 }
                 Some(command) = self.commands.recv(), if takes => {
@@ -226,7 +226,7 @@ impl Uplink {
                 }
                 _ = &mut *stop => {
                     self.say_goodbye(&link).await;
-                    return Served::Stopped;
+                    return LinkEnd::Stopped;
                 }
             }
         }
@@ -279,7 +279,7 @@ impl Uplink {
     }
 
     /// Dials until a coordinator answers, holding requests meanwhile.
-    async fn dial(&mut self, last: Destination) -> Result<Joined, FrontendError> {
+    async fn dial(&mut self, last: Destination) -> Result<JoinedLink, FrontendError> {
         let outage = Some(Outage { since: self.clock.now(), held_for: self.held_for() });
         let Self { dialler, requests, commands, clock, hello, .. } = self;
         let joined = dialler.dial(hello, Some(last));
@@ -322,7 +322,7 @@ impl Uplink {
         match message.map_err(|error| error.to_string())? {
             ToFrontend::Readiness { ready, message } => {
                 if ready {
-                    self.requests.settled();
+                    self.requests.replica_serves();
                 }
                 self.set_readiness(ready, message);
             }

@@ -9,7 +9,7 @@ use shared::ids::RequestId;
 use shared::protocol::{EngineEvent, ToFrontend};
 use tokio::sync::{Notify, mpsc};
 
-use crate::engine::{EngineError, Gone, PROMPT_LOGPROBS_PIECE};
+use crate::engine::{EngineError, PROMPT_LOGPROBS_PIECE, ReceiverGone};
 use crate::http::gate::Visit;
 use crate::http::state::ReadinessCheck;
 
@@ -20,12 +20,12 @@ const READINESS_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Whether a link is open, for all who use it.
 #[derive(Debug)]
-pub(super) struct Open {
+pub(super) struct LinkState {
     is_open: AtomicBool,
     over: Notify,
 }
 
-impl Open {
+impl LinkState {
     pub(super) fn new() -> Arc<Self> {
         Arc::new(Self { is_open: AtomicBool::new(true), over: Notify::new() })
     }
@@ -55,12 +55,12 @@ impl Open {
 #[derive(Clone, Debug)]
 pub(super) struct LinkRequests {
     queue: mpsc::Sender<(RequestId, EngineEvent)>,
-    open: Arc<Open>,
+    open: Arc<LinkState>,
     live: Arc<Mutex<HashMap<RequestId, Weak<RemoteRequest>>>>,
 }
 
 impl LinkRequests {
-    pub(super) fn new(queue: mpsc::Sender<(RequestId, EngineEvent)>, open: Arc<Open>) -> Self {
+    pub(super) fn new(queue: mpsc::Sender<(RequestId, EngineEvent)>, open: Arc<LinkState>) -> Self {
         Self { queue, open, live: Arc::default() }
     }
 
@@ -127,10 +127,10 @@ impl RemoteEvents {
     /// Queues one event.
     ///
     /// # Errors
-    /// [`Gone`]; also when the front end is so far behind that its link is given up.
-    pub fn send(&self, event: EngineEvent) -> Result<(), Gone> {
+    /// [`ReceiverGone`]; also when the front end is so far behind that its link is given up.
+    pub fn send(&self, event: EngineEvent) -> Result<(), ReceiverGone> {
         if self.is_closed() {
-            return Err(Gone);
+            return Err(ReceiverGone);
         }
         let less = |left: usize| Some(event.left_after(left));
         let _ = self.0.choices_left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
@@ -154,11 +154,11 @@ impl RemoteRequest {
         !self.link.open.is_open() || self.cancelled.load(Ordering::Acquire)
     }
 
-    fn queue(&self, event: EngineEvent) -> Result<(), Gone> {
+    fn queue(&self, event: EngineEvent) -> Result<(), ReceiverGone> {
         self.link.queue.try_send((self.id, event)).map_err(|_| {
             // The sending task notices this and ends the link.
             self.link.close();
-            Gone
+            ReceiverGone
         })
     }
 }
@@ -182,7 +182,7 @@ impl Drop for RemoteRequest {
 pub(super) async fn send(
     mut events: mpsc::Receiver<(RequestId, EngineEvent)>,
     link: PeerAddr<ToFrontend>,
-    open: Arc<Open>,
+    open: Arc<LinkState>,
 ) {
     let over = open.closed();
     tokio::pin!(over);
@@ -235,7 +235,7 @@ fn weight(event: &EngineEvent) -> usize {
 pub(super) async fn send_readiness(
     readiness: ReadinessCheck,
     link: PeerAddr<ToFrontend>,
-    open: Arc<Open>,
+    open: Arc<LinkState>,
 ) {
     let mut timer = tokio::time::interval(READINESS_INTERVAL);
     let mut told = None;

@@ -12,7 +12,7 @@ use shared::wire::frame::FrameKind;
 
 use super::Frontends;
 use super::events::LinkRequests;
-use super::making::Making;
+use super::preparation::PendingRequests;
 use crate::engine::{EngineCommand, EngineError};
 use crate::links::link_end;
 
@@ -31,7 +31,7 @@ pub(super) struct Receiver {
     peer: PeerId,
     node: String,
     /// Its requests that wait for what must be made first.
-    pub(super) making: Making,
+    pub(super) pending: PendingRequests,
 }
 
 impl Receiver {
@@ -52,7 +52,7 @@ impl Receiver {
             requests,
             peer,
             node: hello.node.clone(),
-            making: Making::default(),
+            pending: PendingRequests::default(),
         }
     }
 
@@ -78,7 +78,7 @@ impl Receiver {
             LinkEvent::Closed { reason } => {
                 self.frontends.hub.observer().record().link_ended(link_end(&reason));
                 self.requests.close();
-                self.making.clear();
+                self.pending.clear();
                 let (frontends, number) = (&self.frontends, self.link_number);
                 let reason = reason.to_string();
                 frontends.actors.peer_lost(self.peer, &reason);
@@ -95,8 +95,10 @@ impl Receiver {
             FromFrontend::Submit(submit) => self.submit(*submit),
             FromFrontend::Cancel(id) => {
                 self.requests.cancel(id);
-                let Some(id) = self.global(id) else { return self.impossible(&over(id)) };
-                if self.making.cancel(id) {
+                let Some(id) = self.engine_id(id) else {
+                    return self.protocol_violation(&id_out_of_range(id));
+                };
+                if self.pending.cancel(id) {
                     return true;
                 }
                 // A full channel loses nothing: the engine sees that the events are closed.
@@ -117,12 +119,12 @@ impl Receiver {
 
     /// The engine's number for a request of this link; `None` if `id` is out of range and would
     /// collide with another link's.
-    fn global(&self, id: RequestId) -> Option<RequestId> {
+    fn engine_id(&self, id: RequestId) -> Option<RequestId> {
         (id.0 >> LINK_SHIFT == 0).then_some(RequestId(self.link_number << LINK_SHIFT | id.0))
     }
 
     /// Logs a message that no working front end sends; the result ends the link.
-    fn impossible(&self, reason: &str) -> bool {
+    fn protocol_violation(&self, reason: &str) -> bool {
         tracing::error!(frontend = %self.id, %reason, "sent an impossible request");
         false
     }
@@ -132,30 +134,31 @@ impl Receiver {
         let visit = frontends.gate.enter();
         let late = visit.is_none();
         let Some(events) = self.requests.begin(submit.id, submit.choices_left(), visit) else {
-            return self.impossible(&format!("request number {} is already running", submit.id.0));
+            return self
+                .protocol_violation(&format!("request number {} is already running", submit.id.0));
         };
         if late {
             // The front end sends it to the next leader, and counts what it tells its client.
             let _ = events.send(EngineEvent::Failed(EngineError::ShuttingDown));
             return true;
         }
-        let request = match self.global(submit.id) {
+        let request = match self.engine_id(submit.id) {
             Some(id) => frontends.request(id, submit),
-            None => Err(over(submit.id)),
+            None => Err(id_out_of_range(submit.id)),
         };
         let request = match request {
             Ok(request) => Box::new(request),
-            Err(reason) => return self.impossible(&reason),
+            Err(reason) => return self.protocol_violation(&reason),
         };
-        if Making::is_for(&request) {
-            self.making.make(self.frontends.clone(), request, events);
+        if PendingRequests::is_needed_for(&request) {
+            self.pending.prepare(self.frontends.clone(), request, events);
         } else {
-            frontends.enter(request, events);
+            frontends.submit_to_engine(request, events);
         }
         true
     }
 }
 
-fn over(id: RequestId) -> String {
+fn id_out_of_range(id: RequestId) -> String {
     format!("request number {} is not below 2^{LINK_SHIFT}", id.0)
 }

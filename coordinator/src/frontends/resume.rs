@@ -23,7 +23,7 @@ pub(super) fn resume(
     for (at, (choice, sampling)) in choices.zip(sampling).enumerate() {
         let most =
             (*max_tokens as usize).min((max_model_len as usize).saturating_sub(prompt.len()));
-        let rules = Rules { end_tokens, min_tokens: sampling.min_tokens as usize, most };
+        let rules = EndRules { end_tokens, min_tokens: sampling.min_tokens as usize, most };
         choice.end = rules.end(&choice.tokens, stop_checks.get_mut(at), guides.get_mut(at))?;
     }
     request.guides =
@@ -32,14 +32,14 @@ pub(super) fn resume(
 }
 
 /// What ends a choice.
-struct Rules<'a> {
+struct EndRules<'a> {
     end_tokens: &'a [u32],
     min_tokens: usize,
     /// Maximum number of tokens.
     most: usize,
 }
 
-impl Rules<'_> {
+impl EndRules<'_> {
     /// Returns how these tokens end their choice, if they do.
     fn end(
         &self,

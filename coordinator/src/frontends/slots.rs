@@ -10,7 +10,7 @@ use shared::ids::Incarnation;
 use shared::protocol::FrontendId;
 
 use crate::cluster::absence::EXPECTED_FOR;
-use crate::cluster::actor::Refusal;
+use crate::cluster::actor::JoinRefusal;
 
 /// Maximum number of front ends, linked or gone, that have a slot.
 pub(super) const SLOTS_MAX: usize = 4096;
@@ -35,7 +35,7 @@ struct Slot<L> {
 
 /// Permission for a front end to join.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Admitted {
+pub(super) struct AdmittedFrontend {
     /// Its slot.
     pub(super) frontend: FrontendId,
     /// The slot's previous process, if the slot was reassigned; it is not expected back.
@@ -44,7 +44,7 @@ pub(super) struct Admitted {
 
 /// What a joining front end replaces.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Before<L> {
+pub(super) struct Replaced<L> {
     /// The previous process, if it was another one.
     pub(super) run: Option<Incarnation>,
     /// The previous link of the same process, if still open.
@@ -72,18 +72,18 @@ impl<L> Slots<L> {
         node: &str,
         run: Incarnation,
         brought: Option<FrontendId>,
-    ) -> Result<Admitted, Refusal> {
+    ) -> Result<AdmittedFrontend, JoinRefusal> {
         if self.closed.contains(&run) {
             let reason = "it was away for so long that its totals are closed: start it again";
-            return Err(Refusal::Never(reason.to_owned()));
+            return Err(JoinRefusal::Never(reason.to_owned()));
         }
         if let Some(frontend) = self.by_node.get(node).copied() {
             let slot = self.slots.get(&frontend);
             if slot.is_some_and(|slot| slot.link.is_some() && slot.run != Some(run)) {
                 let reason = format!("another process is linked as front end {node}");
-                return Err(Refusal::NotYet(reason));
+                return Err(JoinRefusal::NotYet(reason));
             }
-            return Ok(Admitted { frontend, freed: None });
+            return Ok(AdmittedFrontend { frontend, freed: None });
         }
         let (frontend, freed) = if self.by_node.len() < SLOTS_MAX {
             (self.vacant(brought), None)
@@ -92,7 +92,7 @@ impl<L> Slots<L> {
         };
         self.by_node.insert(node.to_owned(), frontend);
         self.slots.insert(frontend, Slot { run: None, link: None, free_since: now });
-        Ok(Admitted { frontend, freed })
+        Ok(AdmittedFrontend { frontend, freed })
     }
 
     /// An admitted front end went away before it got its welcome: frees its slot if that was new.
@@ -115,13 +115,13 @@ impl<L> Slots<L> {
     }
 
     /// Frees the slot of the front end that has been gone longest and is no longer expected back.
-    fn free(&mut self, now: Duration) -> Result<(FrontendId, Option<Incarnation>), Refusal> {
+    fn free(&mut self, now: Duration) -> Result<(FrontendId, Option<Incarnation>), JoinRefusal> {
         let gone = |(id, slot): (&FrontendId, &Slot<L>)| {
             let long = now.saturating_sub(slot.free_since) >= EXPECTED_FOR;
             (slot.link.is_none() && long).then_some((slot.free_since, *id))
         };
         let Some((_, id)) = self.slots.iter().filter_map(gone).min() else {
-            return Err(Refusal::NotYet(format!(
+            return Err(JoinRefusal::NotYet(format!(
                 "{SLOTS_MAX} front ends are linked or were within the last {} minutes, which is \
                  the maximum",
                 EXPECTED_FOR.as_secs() / 60
@@ -146,7 +146,7 @@ impl<L> Slots<L> {
         id: FrontendId,
         run: Incarnation,
         link: L,
-    ) -> Result<Before<L>, L> {
+    ) -> Result<Replaced<L>, L> {
         let is_its = self.by_node.get(node) == Some(&id);
         let Some(slot) = self.slots.get_mut(&id).filter(|_| is_its) else { return Err(link) };
         let is_same = slot.run == Some(run);
@@ -155,7 +155,7 @@ impl<L> Slots<L> {
         }
         let old = slot.link.replace(link);
         let run = slot.run.replace(run).filter(|_| !is_same);
-        Ok(Before { run, link: old })
+        Ok(Replaced { run, link: old })
     }
 
     /// A link has ended. Returns whether it was the slot's current one, as `is_it` tells.
@@ -185,8 +185,8 @@ mod tests {
         Duration::from_secs(secs)
     }
 
-    fn slot(admitted: Result<Admitted, Refusal>) -> u32 {
-        let Admitted { frontend, freed } = admitted.unwrap();
+    fn slot(admitted: Result<AdmittedFrontend, JoinRefusal>) -> u32 {
+        let AdmittedFrontend { frontend, freed } = admitted.unwrap();
         assert_eq!(freed, None);
         frontend.0
     }
@@ -207,13 +207,13 @@ mod tests {
     fn another_process_waits_until_the_present_one_is_gone() {
         let mut slots = Slots::<u32>::default();
         assert_eq!(slot(slots.admit(secs(0), "a", A, None)), 1);
-        let nobody = Before { run: None, link: None };
+        let nobody = Replaced { run: None, link: None };
         assert_eq!(slots.joined("a", FrontendId(1), A, 7), Ok(nobody));
         let waits = slots.admit(secs(1), "a", B, None).unwrap_err();
-        assert!(matches!(waits, Refusal::NotYet(why) if why.contains("linked as front end a")));
+        assert!(matches!(waits, JoinRefusal::NotYet(why) if why.contains("linked as front end a")));
         // The process's own next link replaces the old one, which ends later.
         assert_eq!(slot(slots.admit(secs(1), "a", A, None)), 1);
-        let own = Before { run: None, link: Some(7) };
+        let own = Replaced { run: None, link: Some(7) };
         assert_eq!(slots.joined("a", FrontendId(1), A, 8), Ok(own));
         assert!(!slots.left(secs(2), FrontendId(1), |link| *link == 7));
         assert!(slots.admit(secs(2), "a", B, None).is_err(), "it is linked still");
@@ -221,7 +221,7 @@ mod tests {
         // Two processes are admitted at the same time; only one of them joins.
         let both = [A, B].map(|run| slot(slots.admit(secs(3), "a", run, None)));
         assert_eq!(both, [1, 1]);
-        let other = Before { run: Some(A), link: None };
+        let other = Replaced { run: Some(A), link: None };
         assert_eq!(slots.joined("a", FrontendId(1), B, 9), Ok(other));
         assert_eq!(slots.joined("a", FrontendId(1), A, 10), Err(10));
         assert_eq!(slots.linked().collect::<Vec<_>>(), [("a", FrontendId(1), &9)]);
@@ -252,15 +252,15 @@ mod tests {
         }
         let late = secs(0) + EXPECTED_FOR;
         let full = slots.admit(late - secs(1), "new", A, None).unwrap_err();
-        assert!(matches!(full, Refusal::NotYet(why) if why.contains("4096 front ends")));
-        let freed = Admitted { frontend: FrontendId(1), freed: Some(Incarnation(100)) };
+        assert!(matches!(full, JoinRefusal::NotYet(why) if why.contains("4096 front ends")));
+        let freed = AdmittedFrontend { frontend: FrontendId(1), freed: Some(Incarnation(100)) };
         assert_eq!(slots.admit(late, "new", A, None), Ok(freed));
         assert!(slots.admit(late, "newer", B, None).is_err(), "the next one is expected still");
         // Its slot belongs to another process by now, or to none: its totals would be counted
         // twice.
         let back = slots.admit(late + secs(9), "pod-0", Incarnation(100), None).unwrap_err();
-        assert!(matches!(back, Refusal::Never(why) if why.contains("start it again")));
-        let freed = Admitted { frontend: FrontendId(2), freed: Some(Incarnation(101)) };
+        assert!(matches!(back, JoinRefusal::Never(why) if why.contains("start it again")));
+        let freed = AdmittedFrontend { frontend: FrontendId(2), freed: Some(Incarnation(101)) };
         assert_eq!(slots.admit(late + secs(9), "pod-0", B, None), Ok(freed));
     }
 }

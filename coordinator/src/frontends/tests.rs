@@ -58,7 +58,7 @@ fn receiver_for(
         Gate::default(),
     ));
     let peer = frontends.actors.reserve_peer();
-    let requests = LinkRequests::new(mpsc::channel(64).0, Open::new());
+    let requests = LinkRequests::new(mpsc::channel(64).0, LinkState::new());
     let hello = FrontendHello {
         node: "a".into(),
         incarnation: Incarnation(2),
@@ -177,7 +177,7 @@ async fn what_was_accepted_is_told_to_stop_checks_and_guides() {
             vec![AcceptedChoice::Over { tokens: 2 }, goes_on(vec![a]), goes_on(vec![a, b])];
         change(&mut submit);
         let request = receiver.frontends.request(submit.id, submit).unwrap();
-        let made = receiver.frontends.made(Box::new(request), &Semaphore::new(1), || true).await;
+        let made = receiver.frontends.prepare(Box::new(request), &Semaphore::new(1), || true).await;
         let request = made.unwrap();
         let choices: Vec<u32> = request.sampling.iter().map(|it| it.choice).collect();
         assert_eq!((choices, request.n()), (vec![1, 2], 3));
@@ -266,7 +266,7 @@ async fn what_goes_on_from_its_prompt_does_so_here_too() {
     assert!(request.guides[0].allowed().unwrap().allows(spaced));
     // No text can begin with this.
     ask(&receiver, 3, false, &guide);
-    while !receiver.making.is_empty() {
+    while !receiver.pending.is_empty() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     assert!(taken.try_recv().is_err());
@@ -302,7 +302,7 @@ async fn a_request_gets_its_guides_first_unless_it_is_cancelled_meanwhile() {
     let EngineCommand::Submit { request, .. } = command else { panic!("{command:?}") };
     assert_eq!(request.id, RequestId(3 << LINK_SHIFT | 9));
     assert_eq!((request.guides.len(), request.sampling.len()), (2, 2));
-    while !receiver.making.is_empty() {
+    while !receiver.pending.is_empty() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     assert!(taken.try_recv().is_err(), "neither of the others, and no cancellation of nothing");
@@ -312,7 +312,7 @@ async fn a_request_gets_its_guides_first_unless_it_is_cancelled_meanwhile() {
 fn a_request_that_is_let_go_of_without_an_end_has_one_nonetheless() {
     let (queue, mut events) = mpsc::channel(16);
     let remote = |choices: usize| {
-        let link = LinkRequests::new(queue.clone(), Open::new());
+        let link = LinkRequests::new(queue.clone(), LinkState::new());
         link.begin(RequestId(7), choices, None).unwrap()
     };
     let finished =
@@ -350,7 +350,10 @@ fn a_cancellation_reaches_a_request_though_the_queue_is_full() {
     assert!(!events.is_closed());
     assert!(receiver.message(FromFrontend::Cancel(RequestId(7))));
     assert!(events.is_closed());
-    assert_eq!(events.send(EngineEvent::Failed(EngineError::Corrupted)), Err(crate::engine::Gone));
+    assert_eq!(
+        events.send(EngineEvent::Failed(EngineError::Corrupted)),
+        Err(crate::engine::ReceiverGone)
+    );
     let command = taken.try_recv().unwrap();
     let EngineCommand::Submit { events, .. } = command else { panic!("{command:?}") };
     assert!(!events.is_closed(), "the other one runs");
@@ -400,7 +403,7 @@ async fn a_front_end_that_reads_nothing_loses_its_link_when_its_queue_is_full() 
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
     let link = connection.start(liveness, clock, |_| true);
     let (queue, incoming) = mpsc::channel(8);
-    let open = Open::new();
+    let open = LinkState::new();
     let requests = LinkRequests::new(queue, open.clone());
     let events = requests.begin(RequestId(7), 1, None).unwrap();
     let sending = tokio::spawn(events::send(incoming, PeerAddr::new(link), open));

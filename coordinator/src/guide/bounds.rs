@@ -17,9 +17,9 @@ const DEPTH_MAX: usize = 64;
 /// # Errors
 /// One sentence that continues after the field's name.
 pub(super) fn check(schema: &Value) -> Result<(), String> {
-    let mut found = Found::default();
+    let mut found = SchemaCounts::default();
     found.schema(schema);
-    let Found { patterns, properties, members, merges } = found;
+    let SchemaCounts { patterns, properties, members, merges } = found;
     if patterns > PATTERNS_MAX {
         return Err(format!(
             "has {patterns} entries of `patternProperties`, the limit is {PATTERNS_MAX}"
@@ -28,7 +28,7 @@ pub(super) fn check(schema: &Value) -> Result<(), String> {
     if merges.is_empty() {
         return Ok(());
     }
-    let mut ways = Ways { root: schema, known: HashMap::new() };
+    let mut ways = AlternativeCounts { root: schema, known: HashMap::new() };
     let most = merges.iter().map(|merge| ways.of_object(merge, 0)).max().unwrap_or(1);
     let most = most.max(members);
     if most.saturating_mul(properties) > MERGED_MAX {
@@ -43,7 +43,7 @@ pub(super) fn check(schema: &Value) -> Result<(), String> {
 
 /// The counts of a whole schema.
 #[derive(Default)]
-struct Found<'a> {
+struct SchemaCounts<'a> {
     patterns: usize,
     properties: usize,
     /// Total members of `anyOf` and `oneOf`.
@@ -51,7 +51,7 @@ struct Found<'a> {
     merges: Vec<&'a Map<String, Value>>,
 }
 
-impl<'a> Found<'a> {
+impl<'a> SchemaCounts<'a> {
     /// Counts a schema and everything below it, schema or not: references may point anywhere.
     fn schema(&mut self, value: &'a Value) {
         let object = match value {
@@ -97,13 +97,13 @@ pub(super) fn merges(object: &Map<String, Value>) -> bool {
 }
 
 /// Counts the alternatives that a schema has once its parts are merged.
-struct Ways<'a> {
+struct AlternativeCounts<'a> {
     root: &'a Value,
     /// The count per reference; 1 while it is being counted.
     known: HashMap<&'a str, usize>,
 }
 
-impl<'a> Ways<'a> {
+impl<'a> AlternativeCounts<'a> {
     fn of(&mut self, value: &'a Value, depth: usize) -> usize {
         value.as_object().map_or(1, |object| self.of_object(object, depth))
     }

@@ -11,7 +11,7 @@ const ENTRIES_MAX: usize = 128;
 const BYTES_MAX: usize = 256 << 20;
 
 /// The result of compiling a specification.
-pub(super) type Made<T> = Result<Arc<T>, String>;
+pub(super) type Compiled<T> = Result<Arc<T>, String>;
 
 /// An LRU cache of compiled specifications.
 #[derive(Debug)]
@@ -25,7 +25,7 @@ pub(super) struct Cache<T> {
 struct Entry<T> {
     used: u64,
     bytes: usize,
-    made: Made<T>,
+    made: Compiled<T>,
 }
 
 impl<T> Default for Cache<T> {
@@ -36,7 +36,7 @@ impl<T> Default for Cache<T> {
 
 impl<T> Cache<T> {
     /// The cached result for `spec`.
-    pub(super) fn get(&mut self, spec: &GuideSpec) -> Option<Made<T>> {
+    pub(super) fn get(&mut self, spec: &GuideSpec) -> Option<Compiled<T>> {
         self.uses += 1;
         let entry = self.made.get_mut(spec)?;
         entry.used = self.uses;
@@ -45,7 +45,7 @@ impl<T> Cache<T> {
 
     /// Caches a result of about `bytes` bytes, not counting the specification itself. Entries that
     /// are too large on their own are not cached.
-    pub(super) fn put(&mut self, spec: GuideSpec, made: Made<T>, bytes: usize) {
+    pub(super) fn put(&mut self, spec: GuideSpec, made: Compiled<T>, bytes: usize) {
         self.uses += 1;
         self.remove(&spec);
         let bytes = bytes + spec.bytes();

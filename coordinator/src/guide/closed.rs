@@ -27,7 +27,7 @@ const FORMATS: [&str; 10] =
 /// Returns the schema with its objects closed, and without formats that are annotations.
 #[must_use]
 pub(crate) fn closed(schema: &Value) -> Value {
-    let Found { seen, open, .. } = Found::of(schema);
+    let SchemaObjects { seen, open, .. } = SchemaObjects::of(schema);
     let closes = |map: &Map<String, Value>| {
         let (place, has) = (std::ptr::from_ref(map), |key: &str| map.contains_key(key));
         seen.contains(&place)
@@ -55,7 +55,7 @@ pub(crate) fn closed(schema: &Value) -> Value {
 /// it for sets.
 #[must_use]
 pub(crate) fn without_unique_items(schema: &Value) -> Value {
-    let seen = Found::of(schema).seen;
+    let seen = SchemaObjects::of(schema).seen;
     let change = |map: &Map<String, Value>, copied: &mut Map<String, Value>| {
         if seen.contains(&std::ptr::from_ref(map)) {
             copied.remove("uniqueItems");
@@ -90,14 +90,14 @@ fn copy(value: &Value, change: &impl Fn(&Map<String, Value>, &mut Map<String, Va
 
 /// The objects of a JSON document that are schemas, by address: references may point anywhere, and
 /// constants and defaults only look like schemas.
-struct Found<'a> {
+struct SchemaObjects<'a> {
     root: &'a Value,
     seen: HashSet<*const Map<String, Value>>,
     /// The schemas that are merged with others.
     open: HashSet<*const Map<String, Value>>,
 }
 
-impl<'a> Found<'a> {
+impl<'a> SchemaObjects<'a> {
     fn of(root: &'a Value) -> Self {
         let mut found = Self { root, seen: HashSet::new(), open: HashSet::new() };
         found.all();

@@ -28,7 +28,7 @@ const ERROR_CHARS: usize = 400;
 
 /// A compiled specification. Each sequence follows it independently.
 pub struct Grammar {
-    way: Way,
+    way: Constraint,
     /// The tokens that may come first after other text.
     first: Arc<TokenMask>,
     /// The tokens that may come first where no text precedes; or why none may.
@@ -37,7 +37,7 @@ pub struct Grammar {
     bytes: usize,
 }
 
-enum Way {
+enum Constraint {
     /// Any sequence of the tokens in `first`.
     Free,
     /// The matcher before the first token. Each sequence copies it, so that what one sequence makes
@@ -70,7 +70,7 @@ impl Grammar {
         let parser = factory.create_parser(top_level(spec)?);
         let lexer = parser.as_ref().map_or(0, |parser| parser.parser.lexer_stats().num_bytes);
         let mut matcher = Matcher::new(parser);
-        let mut first = matcher.compute_mask().map_err(|error| short(&error.to_string()))?;
+        let mut first = matcher.compute_mask().map_err(|error| one_line(&error.to_string()))?;
         let behind = Arc::new(mask(vocab, &first)?);
         for token in barred {
             first.disallow_token(*token);
@@ -82,7 +82,7 @@ impl Grammar {
         let first = behind;
         let is_json = matches!(spec, GuideSpec::Json { .. });
         let matcher = Arc::new(Mutex::new(matcher));
-        let way = Way::Matched { matcher, is_json, vocab, masks };
+        let way = Constraint::Matched { matcher, is_json, vocab, masks };
         let bytes = GRAMMAR_BYTES + lexer + 2 * first.weight() + BYTES_PER_BYTE * spec.bytes();
         Ok(Self { way, first, first_of_all, bytes })
     }
@@ -94,7 +94,7 @@ impl Grammar {
         let first = TokenMask::Only(list);
         first.check(vocab)?;
         let (bytes, first) = (first.weight(), Arc::new(first));
-        Ok(Self { way: Way::Free, first_of_all: Ok(first.clone()), first, bytes })
+        Ok(Self { way: Constraint::Free, first_of_all: Ok(first.clone()), first, bytes })
     }
 
     /// Approximate memory in bytes; the library's share can only be estimated.
@@ -108,7 +108,7 @@ impl Grammar {
     /// One sentence when no token may come first there.
     pub fn guide(self: &Arc<Self>, behind_text: bool) -> Result<Guide, String> {
         let first = if behind_text { self.first.clone() } else { self.first_of_all.clone()? };
-        Ok(Guide { grammar: self.clone(), first, place: Place::Beginning(None) })
+        Ok(Guide { grammar: self.clone(), first, place: GuideState::Beginning(None) })
     }
 }
 
@@ -117,7 +117,7 @@ fn top_level(spec: &GuideSpec) -> Result<TopLevelGrammar, String> {
         GuideSpec::Json { schema, whitespace } => {
             TopLevelGrammar::from_json_schema(json_schema(schema, whitespace)?)
         }
-        GuideSpec::Regex(regex) => TopLevelGrammar::from_regex(whole(regex)),
+        GuideSpec::Regex(regex) => TopLevelGrammar::from_regex(without_anchors(regex)),
         GuideSpec::Choice(strings) => TopLevelGrammar::from_lark(grammar::choice("start", strings)),
         GuideSpec::Made(grammar) => lark(grammar)?,
         GuideSpec::Lark(grammar) if grammar.contains("::=") => {
@@ -168,7 +168,7 @@ pub(crate) fn json_schema(schema: &str, whitespace: &Whitespace) -> Result<Value
 }
 
 /// Removes the anchors of a regular expression, which matches the whole text anyway.
-pub(crate) fn whole(regex: &str) -> &str {
+pub(crate) fn without_anchors(regex: &str) -> &str {
     let regex = regex.strip_prefix('^').unwrap_or(regex);
     let Some(rest) = regex.strip_suffix('$') else { return regex };
     let escapes = rest.len() - rest.trim_end_matches('\\').len();
@@ -176,7 +176,7 @@ pub(crate) fn whole(regex: &str) -> &str {
 }
 
 /// The library's error in one line, without its internal state.
-fn short(error: &str) -> String {
+fn one_line(error: &str) -> String {
     // The library's own assertions mean nothing to a client.
     if error.contains("panic: ") || error.contains("panicked at") {
         return "is too large or too complex to compile: make it smaller or simpler".to_owned();
@@ -211,31 +211,31 @@ fn mask(vocab: u32, allowed: &SimpleVob) -> Result<TokenMask, String> {
 pub struct Guide {
     grammar: Arc<Grammar>,
     first: Arc<TokenMask>,
-    place: Place,
+    place: GuideState,
 }
 
 /// The state of a guide.
-enum Place {
+enum GuideState {
     /// No token is accepted yet, or it makes no difference. Once the first step is near, holds the
     /// copy of the matcher, which may still be in the making.
-    Beginning(Option<Copied>),
+    Beginning(Option<MatcherCopy>),
     /// After some tokens; the next mask was not requested yet. A sequence that has all its tokens
     /// never requests it.
     Behind(Box<Matcher>),
     /// After some tokens; the next mask is known.
     Known(Box<Matcher>, TokenMask),
     /// The next mask is being computed.
-    Computed(Arc<Mutex<Work>>),
+    Computed(Arc<Mutex<MaskWork>>),
     /// It has failed, or is complete.
     Ended,
 }
 
 /// A copy of a grammar's matcher, filled in once made and taken once. Copying may take
 /// milliseconds.
-type Copied = Arc<Mutex<Option<Box<Matcher>>>>;
+type MatcherCopy = Arc<Mutex<Option<Box<Matcher>>>>;
 
 /// A mask being computed, with the matcher that computes it.
-enum Work {
+enum MaskWork {
     /// Who waits for it.
     UnderWay(Option<Waker>),
     Done(Box<Matcher>, Result<TokenMask, GuideEnd>),
@@ -245,7 +245,7 @@ enum Work {
 
 impl fmt::Debug for Guide {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let has_begun = !matches!(self.place, Place::Beginning(_));
+        let has_begun = !matches!(self.place, GuideState::Beginning(_));
         f.debug_struct("Guide").field("has_begun", &has_begun).finish_non_exhaustive()
     }
 }
@@ -253,12 +253,12 @@ impl fmt::Debug for Guide {
 impl Guide {
     /// Starts copying the matcher before it is needed.
     fn copy_ahead(&mut self) {
-        let (Place::Beginning(copy @ None), Way::Matched { matcher, masks, .. }) =
+        let (GuideState::Beginning(copy @ None), Constraint::Matched { matcher, masks, .. }) =
             (&mut self.place, &self.grammar.way)
         else {
             return;
         };
-        let (copied, matcher) = (Copied::default(), matcher.clone());
+        let (copied, matcher) = (MatcherCopy::default(), matcher.clone());
         *copy = Some(copied.clone());
         masks.run(Box::new(move || {
             let mut copied = copied.lock().unwrap_or_else(PoisonError::into_inner);
@@ -272,7 +272,7 @@ impl Guide {
     /// # Errors
     /// If the guide cannot go on, as when the token was first accepted.
     pub fn follow(&mut self, token: u32) -> Result<Guided, GuideEnd> {
-        if matches!(self.place, Place::Beginning(_)) && !self.first.allows(token) {
+        if matches!(self.place, GuideState::Beginning(_)) && !self.first.allows(token) {
             return Err(not_allowed(token));
         }
         self.advance(token)
@@ -280,46 +280,46 @@ impl Guide {
 
     /// Advances by a token that is allowed.
     fn advance(&mut self, token: u32) -> Result<Guided, GuideEnd> {
-        let Way::Matched { matcher, is_json, .. } = &self.grammar.way else {
+        let Constraint::Matched { matcher, is_json, .. } = &self.grammar.way else {
             return Ok(Guided::GoesOn);
         };
-        let mut matcher = match std::mem::replace(&mut self.place, Place::Ended) {
-            Place::Known(matcher, _) | Place::Behind(matcher) => matcher,
-            Place::Beginning(copy) => {
+        let mut matcher = match std::mem::replace(&mut self.place, GuideState::Ended) {
+            GuideState::Known(matcher, _) | GuideState::Behind(matcher) => matcher,
+            GuideState::Beginning(copy) => {
                 let copy = copy
                     .and_then(|copy| copy.lock().unwrap_or_else(PoisonError::into_inner).take());
                 copy.map_or_else(|| copy_of(matcher), Ok)?
             }
-            Place::Computed(_) | Place::Ended => return Err(unknown()),
+            GuideState::Computed(_) | GuideState::Ended => return Err(unknown()),
         };
         let taken = guarded(|| take(&mut matcher, token, *is_json))?;
         if taken == Guided::GoesOn {
-            self.place = Place::Behind(matcher);
+            self.place = GuideState::Behind(matcher);
         }
         Ok(taken)
     }
 
     /// Starts computing the mask that follows the accepted tokens.
     fn compute(&mut self) {
-        let (Place::Behind(_), Way::Matched { vocab, masks, .. }) =
+        let (GuideState::Behind(_), Constraint::Matched { vocab, masks, .. }) =
             (&self.place, &self.grammar.way)
         else {
             return;
         };
-        let work = Arc::new(Mutex::new(Work::UnderWay(None)));
-        let before = std::mem::replace(&mut self.place, Place::Computed(work.clone()));
-        let (Place::Behind(mut matcher), vocab) = (before, *vocab) else { return };
+        let work = Arc::new(Mutex::new(MaskWork::UnderWay(None)));
+        let before = std::mem::replace(&mut self.place, GuideState::Computed(work.clone()));
+        let (GuideState::Behind(mut matcher), vocab) = (before, *vocab) else { return };
         masks.run(Box::new(move || {
             // A panic must reach whoever waits: a whole batch waits with it.
             let allowed = guarded(|| {
-                let allowed = matcher.compute_mask().map_err(|it| short(&it.to_string()));
+                let allowed = matcher.compute_mask().map_err(|it| one_line(&it.to_string()));
                 allowed.and_then(|allowed| mask(vocab, &allowed))
             });
-            let done = Work::Done(matcher, allowed);
+            let done = MaskWork::Done(matcher, allowed);
             let mut work = work.lock().unwrap_or_else(PoisonError::into_inner);
             let before = std::mem::replace(&mut *work, done);
             drop(work);
-            if let Work::UnderWay(Some(waker)) = before {
+            if let MaskWork::UnderWay(Some(waker)) = before {
                 waker.wake();
             }
         }));
@@ -353,39 +353,39 @@ impl TokenGuide for Guide {
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), GuideEnd>> {
         self.copy_ahead();
         self.compute();
-        let Place::Computed(work) = &self.place else { return Poll::Ready(Ok(())) };
+        let GuideState::Computed(work) = &self.place else { return Poll::Ready(Ok(())) };
         let mut under_way = work.lock().unwrap_or_else(PoisonError::into_inner);
-        match std::mem::replace(&mut *under_way, Work::Taken) {
-            Work::UnderWay(_) => {
-                *under_way = Work::UnderWay(Some(context.waker().clone()));
+        match std::mem::replace(&mut *under_way, MaskWork::Taken) {
+            MaskWork::UnderWay(_) => {
+                *under_way = MaskWork::UnderWay(Some(context.waker().clone()));
                 Poll::Pending
             }
-            Work::Done(matcher, Ok(mask)) => {
+            MaskWork::Done(matcher, Ok(mask)) => {
                 drop(under_way);
-                self.place = Place::Known(matcher, mask);
+                self.place = GuideState::Known(matcher, mask);
                 Poll::Ready(Ok(()))
             }
-            Work::Done(_, Err(error)) => {
+            MaskWork::Done(_, Err(error)) => {
                 drop(under_way);
-                self.place = Place::Ended;
+                self.place = GuideState::Ended;
                 Poll::Ready(Err(error))
             }
-            Work::Taken => Poll::Ready(Err(unknown())),
+            MaskWork::Taken => Poll::Ready(Err(unknown())),
         }
     }
 
     fn allowed(&self) -> Option<&TokenMask> {
         match &self.place {
-            Place::Beginning(_) => Some(&self.first),
-            Place::Known(_, mask) => Some(mask),
-            Place::Behind(_) | Place::Computed(_) | Place::Ended => None,
+            GuideState::Beginning(_) => Some(&self.first),
+            GuideState::Known(_, mask) => Some(mask),
+            GuideState::Behind(_) | GuideState::Computed(_) | GuideState::Ended => None,
         }
     }
 
     fn mask_bytes_max(&self) -> usize {
         match &self.grammar.way {
-            Way::Free => self.grammar.first.weight(),
-            Way::Matched { vocab, .. } => TokenMask::weight_max(*vocab),
+            Constraint::Free => self.grammar.first.weight(),
+            Constraint::Matched { vocab, .. } => TokenMask::weight_max(*vocab),
         }
     }
 
@@ -399,12 +399,12 @@ impl TokenGuide for Guide {
 
 /// Advances the matcher by one token.
 fn take(matcher: &mut Matcher, token: u32, is_json: bool) -> Result<Guided, String> {
-    let error = |error| short(&format!("{error}"));
+    let error = |error| one_line(&format!("{error}"));
     matcher.consume_token(token).map_err(error)?;
     if matcher.is_stopped() {
         return match matcher.stop_reason() {
             StopReason::NoExtension | StopReason::EndOfSentence => Ok(Guided::IsOver),
-            reason => Err(matcher.get_error().map_or(reason.to_string(), |it| short(&it))),
+            reason => Err(matcher.get_error().map_or(reason.to_string(), |it| one_line(&it))),
         };
     }
     // After its last character, only a number can continue; trailing whitespace is of no use.
@@ -420,7 +420,7 @@ fn take(matcher: &mut Matcher, token: u32, is_json: bool) -> Result<Guided, Stri
 
 #[cfg(test)]
 mod tests {
-    use super::{GuideEnd, guarded, short};
+    use super::{GuideEnd, guarded, one_line};
 
     #[test]
     fn a_panic_is_an_error_for_whoever_waits() {
@@ -434,8 +434,8 @@ mod tests {
 
     #[test]
     fn what_the_library_says_is_one_line_without_its_inner_state() {
-        let said = short("panic: assertion failed: grammar.symbols.len() < u16::MAX\n<state>x");
+        let said = one_line("panic: assertion failed: grammar.symbols.len() < u16::MAX\n<state>x");
         assert!(said.contains("make it smaller") && !said.contains("assert"), "{said}");
-        assert_eq!(short("no such\n3 | rule: a\n  | ^\nrule\n<state>x"), "no such rule");
+        assert_eq!(one_line("no such\n3 | rule: a\n  | ^\nrule\n<state>x"), "no such rule");
     }
 }

@@ -113,6 +113,6 @@ fn tokens_behind(
 }
 
 fn texts(model: &TextModel, spec: &GuideSpec, most: usize) -> Vec<String> {
-    let grammar = Guides::new(model).unwrap().make(spec).unwrap();
+    let grammar = Guides::new(model).unwrap().compile(spec).unwrap();
     (0..40).filter_map(|seed| follow(model, &grammar, seed, most)).collect()
 }

@@ -11,7 +11,7 @@ use socket2::SockRef;
 
 use super::kept::Kept;
 use super::options::{CONNECTIONS_PER_ADDRESS, ConnectionBound};
-use crate::addresses::{Addresses, Place, is_private};
+use crate::addresses::{Addresses, ConnectionSlot, is_private};
 use crate::metrics::FrontendStats;
 
 /// How long a connection is kept after an answer, for another request.
@@ -36,7 +36,7 @@ impl Default for Connections {
 
 /// A connection's place, for as long as it lives.
 #[derive(Debug)]
-struct Counted(#[expect(dead_code, reason = "what counts is when it is dropped")] Place);
+struct Counted(#[expect(dead_code, reason = "what counts is when it is dropped")] ConnectionSlot);
 
 impl Connections {
     /// Starts without connections.
@@ -68,7 +68,7 @@ impl Connections {
         Kept::watch(stream, data, self.kept);
         let Ok(peer) = stream.peer_addr() else { return };
         let Some(max) = self.most(peer.ip()) else { return };
-        match self.addresses.enter(peer.ip(), max) {
+        match self.addresses.try_add(peer.ip(), max) {
             Some(place) => {
                 data.insert(Counted(place));
             }

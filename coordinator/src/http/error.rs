@@ -16,7 +16,7 @@ use crate::engine::{self, EngineError};
 /// Returns the seconds after which to retry when nothing else tells: not the same for all clients.
 fn soon() -> u32 {
     static REFUSED: AtomicU64 = AtomicU64::new(0);
-    engine::soon(RequestId(REFUSED.fetch_add(1, Ordering::Relaxed)))
+    engine::retry_after_seconds(RequestId(REFUSED.fetch_add(1, Ordering::Relaxed)))
 }
 
 /// An error reply.

@@ -87,13 +87,13 @@ impl MetricsPage {
                     }
                 }
                 let own = Merged::of(&hub.membership().snapshot());
-                let moment = match &self.publication {
+                let snapshot = match &self.publication {
                     Some(publication) => publication.shown(),
-                    None => Some(Arc::new(hub.moment())),
+                    None => Some(Arc::new(hub.page_snapshot())),
                 };
                 let (nothing, none) = (Merged::default(), Exemplars::new());
                 let (merged, exemplars) =
-                    moment.as_ref().map_or((&nothing, &none), |it| (&it.merged, &it.exemplars));
+                    snapshot.as_ref().map_or((&nothing, &none), |it| (&it.merged, &it.exemplars));
                 let page = Page { merged, own: &own, exemplars, gathered: &gathered };
                 page.render(format, &self.options, &mut text);
                 hub.observer().record().scraped(self.clock.now().saturating_sub(began));

@@ -243,7 +243,7 @@ impl AppState {
     /// 400 naming the field, also if it takes too long; 503 if too many others wait.
     pub async fn make_guide(&self, common: &mut Common) -> Result<(), ApiError> {
         let Some(Asked { field, spec }) = common.asked.take() else { return Ok(()) };
-        let made = self.text.grammars.make(&self.text, &spec).await;
+        let made = self.text.grammars.compile(&self.text, &spec).await;
         let made = made.map_err(|error| match error {
             GrammarError::Refused(why) => ApiError::field(field, format!("`{field}`: {why}")),
             GrammarError::Busy => ApiError::overloaded(error.to_string()),

@@ -87,7 +87,7 @@ impl Asked {
                 let schema = schema.map_err(|error| wrong(self.field, &error))?;
                 Some(grammar::json(head, &schema))
             }
-            GuideSpec::Regex(regex) => Some(grammar::regex(head, guide::whole(regex))),
+            GuideSpec::Regex(regex) => Some(grammar::regex(head, guide::without_anchors(regex))),
             GuideSpec::Choice(strings) => Some(grammar::choice(head, strings)),
             GuideSpec::Lark(_) | GuideSpec::Made(_) | GuideSpec::Tokens(_) => None,
         })

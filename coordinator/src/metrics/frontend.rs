@@ -13,7 +13,7 @@ use shared::metrics::labels::{
 use shared::metrics::local::PerValue;
 use shared::metrics::{Counter, Histogram, LocalStats, PartialSnapshot, catalogue};
 
-use super::level::Level;
+use super::up_down_gauge::UpDownGauge;
 
 /// Routes of requests for the engine, and their usual statuses. These series exist from the start;
 /// otherwise `increase()` would miss the first event of each.
@@ -36,7 +36,7 @@ struct Cells {
     expired: PerValue<Counter>,
     connections_refused: Counter,
     reloads: BTreeMap<(SecretFile, ReloadOutcome), Counter>,
-    in_flight: Level,
+    in_flight: UpDownGauge,
     /// The route is the pattern from our own route table, never the requested path, so that clients
     /// cannot create series.
     requests: BTreeMap<(&'static str, Method, u16), Counter>,
@@ -82,7 +82,7 @@ impl FrontendStats {
             }),
             connections_refused: stats.counter(catalogue::HTTP_CONNECTIONS_REFUSED, []),
             reloads: reloads(&mut stats),
-            in_flight: Level::permanent(&mut stats, in_flight),
+            in_flight: UpDownGauge::permanent(&mut stats, in_flight),
             requests,
             durations,
             stats,

@@ -8,14 +8,14 @@ use shared::metrics::application::Metrics;
 use shared::metrics::labels::ReportRefusal;
 use shared::metrics::merger::checkpoint::Checkpoint;
 use shared::metrics::{
-    Applied, Exemplars, Limits, LocalStats, Merged, Merger, Refused, SharedStats, Source,
-    decode_snapshot,
+    Exemplars, Limits, LocalStats, Merged, Merger, ReportOutcome, ReportRefused, SharedStats,
+    Source, decode_snapshot,
 };
 use shared::protocol::{FrontendId, WorkerStats};
 
 use super::frontend::FrontendStats;
 use super::observe::Observer;
-use crate::checkpoint::Moment;
+use crate::checkpoint::PageSnapshot;
 
 /// Gathers the cluster's metrics. Shared by the actors that receive reports and by whoever
 /// publishes.
@@ -67,8 +67,8 @@ impl Hub {
 
     /// Makes a hub that measures nothing but HTTP: to find out what measuring costs.
     #[must_use]
-    pub fn off(incarnation: Incarnation, limits: Limits) -> Self {
-        Self { observer: Observer::off(), ..Self::new(incarnation, limits) }
+    pub fn disabled(incarnation: Incarnation, limits: Limits) -> Self {
+        Self { observer: Observer::disabled(), ..Self::new(incarnation, limits) }
     }
 
     /// Cells of this process's other threads.
@@ -111,15 +111,15 @@ impl Hub {
     /// step result) is stale by definition.
     ///
     /// # Errors
-    /// [`Refused`], already counted, if the report cannot be merged.
+    /// [`ReportRefused`], already counted, if the report cannot be merged.
     pub fn report(
         &self,
         source: Source,
         incarnation: Incarnation,
         stats: &WorkerStats,
-    ) -> Result<Applied, Refused> {
+    ) -> Result<ReportOutcome, ReportRefused> {
         if stats.snapshot.is_empty() {
-            return Ok(Applied::Stale);
+            return Ok(ReportOutcome::Stale);
         }
         // Decoded before taking the lock: the work grows with the report.
         let snapshot = decode_snapshot(&stats.snapshot);
@@ -128,7 +128,7 @@ impl Hub {
             Ok(snapshot) => merger.apply(source, incarnation, stats.sequence, snapshot),
             Err(_) => Err(merger.refuse(ReportRefusal::Malformed, None)),
         };
-        for line in merger.take_unsaid() {
+        for line in merger.take_warnings() {
             tracing::warn!("{line}");
         }
         applied
@@ -143,7 +143,7 @@ impl Hub {
         source: Source,
         incarnation: Incarnation,
         stats: &WorkerStats,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), ReportRefused> {
         self.report(source, incarnation, stats)?;
         let mut recording = self.observer.record();
         match source {
@@ -178,8 +178,8 @@ impl Hub {
 
     /// Everything that a page shows at present.
     #[must_use]
-    pub fn moment(&self) -> Moment {
-        Moment { merged: self.merged(), exemplars: self.exemplars() }
+    pub fn page_snapshot(&self) -> PageSnapshot {
+        PageSnapshot { merged: self.merged(), exemplars: self.exemplars() }
     }
 
     /// What the next coordinator continues from.
@@ -190,12 +190,12 @@ impl Hub {
 
     /// Both, taken at the same moment.
     #[must_use]
-    pub fn moment_and_checkpoint(&self) -> (Moment, Checkpoint) {
+    pub fn snapshot_and_checkpoint(&self) -> (PageSnapshot, Checkpoint) {
         let (merged, checkpoint) = {
             let merger = self.refreshed();
             (merger.merged(), merger.checkpoint())
         };
-        (Moment { merged, exemplars: self.exemplars() }, checkpoint)
+        (PageSnapshot { merged, exemplars: self.exemplars() }, checkpoint)
     }
 
     /// Continues from what an earlier coordinator counted. Returns the number of series that are

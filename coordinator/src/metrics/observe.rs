@@ -35,7 +35,7 @@ pub use self::cluster::ReplicaConfig;
 pub use self::request::{RequestSummary, RequestTrack};
 use self::speculation::SpeculationCells;
 use self::swap::HostCells;
-use super::level::Level;
+use super::up_down_gauge::UpDownGauge;
 
 /// The coordinator's cells. Clones share them.
 #[derive(Clone, Debug)]
@@ -60,8 +60,8 @@ struct Cells {
     stats: LocalStats,
     /// Number of reports taken.
     reports: u64,
-    fixed: Fixed,
-    waiting_for_replica: Level,
+    fixed: GlobalSeries,
+    waiting_for_replica: UpDownGauge,
     /// Names of the adapters served.
     adapters: Vec<String>,
     /// The value of `--dtype`, and whether prefix caching is on.
@@ -76,14 +76,14 @@ struct Cells {
 
 /// Series that exist once.
 #[derive(Debug)]
-struct Fixed {
+struct GlobalSeries {
     accepted: Counter,
     guided: PerValue<Counter>,
     rejected: PerValue<Counter>,
     expired: PerValue<Counter>,
     finished: PerValue<Counter>,
     replayed: Counter,
-    in_flight: Level,
+    in_flight: UpDownGauge,
     ttft: Histogram,
     inter_token: Histogram,
     time_per_output_token: Histogram,
@@ -113,13 +113,13 @@ struct Fixed {
 /// Series of one replica.
 #[derive(Debug)]
 struct ReplicaCells {
-    running: Level,
+    running: UpDownGauge,
     /// Running requests of each adapter.
-    adapters: Vec<Level>,
+    adapters: Vec<UpDownGauge>,
     /// Waiting or swapped requests of each adapter.
-    adapters_waiting: Vec<Level>,
-    swapped: Level,
-    waiting: [Level; WAITING_AT_REPLICA.len()],
+    adapters_waiting: Vec<UpDownGauge>,
+    swapped: UpDownGauge,
+    waiting: [UpDownGauge; WAITING_AT_REPLICA.len()],
     prompt_tokens: Counter,
     prompt_by_source: PerValue<Counter>,
     generation_tokens: Counter,
@@ -185,10 +185,10 @@ impl Observer {
     #[must_use]
     pub fn new() -> Self {
         let mut stats = LocalStats::new();
-        let fixed = Fixed::resolve(&mut stats);
+        let fixed = GlobalSeries::resolve(&mut stats);
         let waiting = stats
             .gauge(catalogue::REQUESTS_WAITING, [WaitingReason::NoReplica.as_str(), NO_REPLICA]);
-        let waiting_for_replica = Level::permanent(&mut stats, waiting);
+        let waiting_for_replica = UpDownGauge::permanent(&mut stats, waiting);
         let cells = Cells {
             stats,
             reports: 0,
@@ -206,7 +206,7 @@ impl Observer {
 
     /// Makes cells that record nothing: to find out what recording costs.
     #[must_use]
-    pub fn off() -> Self {
+    pub fn disabled() -> Self {
         Self { cells: None }
     }
 
@@ -329,7 +329,7 @@ impl Drop for Recording<'_> {
 
 impl Recording<'_> {
     /// Notes a gap between two tokens of a request.
-    fn gap(&mut self, gap: Duration, request: &Arc<str>, now: Duration) {
+    fn record_gap(&mut self, gap: Duration, request: &Arc<str>, now: Duration) {
         if self.gaps.0 != gap {
             self.count_gaps();
             self.gaps.0 = gap;
@@ -371,7 +371,7 @@ impl ReplicaCells {
     }
 }
 
-impl Fixed {
+impl GlobalSeries {
     fn resolve(stats: &mut LocalStats) -> Self {
         let in_flight = stats.gauge(catalogue::REQUESTS_IN_FLIGHT, []);
         Self {
@@ -389,7 +389,7 @@ impl Fixed {
                 stats.counter(catalogue::REQUEST_SUCCESS, [reason])
             }),
             replayed: stats.counter(catalogue::REQUESTS_REPLAYED, []),
-            in_flight: Level::permanent(stats, in_flight),
+            in_flight: UpDownGauge::permanent(stats, in_flight),
             ttft: stats.histogram(catalogue::TIME_TO_FIRST_TOKEN, []),
             inter_token: stats.histogram(catalogue::INTER_TOKEN_LATENCY, []),
             time_per_output_token: stats.histogram(catalogue::REQUEST_TIME_PER_OUTPUT_TOKEN, []),
@@ -430,21 +430,25 @@ impl ReplicaCells {
         let running = stats.gauge(catalogue::REQUESTS_RUNNING, label);
         let swapped = stats.gauge(catalogue::REQUESTS_SWAPPED, label);
         Self {
-            running: Level::new(running),
+            running: UpDownGauge::new(running),
             adapters: adapters
                 .iter()
-                .map(|adapter| Level::new(stats.gauge(catalogue::LORA_REQUESTS, [adapter, &name])))
+                .map(|adapter| {
+                    UpDownGauge::new(stats.gauge(catalogue::LORA_REQUESTS, [adapter, &name]))
+                })
                 .collect(),
             adapters_waiting: adapters
                 .iter()
                 .map(|adapter| {
-                    Level::new(stats.gauge(catalogue::LORA_REQUESTS_WAITING, [adapter, &name]))
+                    UpDownGauge::new(
+                        stats.gauge(catalogue::LORA_REQUESTS_WAITING, [adapter, &name]),
+                    )
                 })
                 .collect(),
-            swapped: Level::new(swapped),
+            swapped: UpDownGauge::new(swapped),
             waiting: WAITING_AT_REPLICA.map(|reason| {
                 let labels = [reason.as_str(), &name];
-                Level::new(stats.gauge(catalogue::REQUESTS_WAITING, labels))
+                UpDownGauge::new(stats.gauge(catalogue::REQUESTS_WAITING, labels))
             }),
             prompt_tokens: stats.counter(catalogue::PROMPT_TOKENS, label),
             prompt_by_source: PerValue::new::<PromptSource>(|source| {

@@ -10,10 +10,10 @@ use shared::clock::Clock;
 use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
 use shared::protocol::{StepResult, ToWorker};
 
-use super::driver::{Moved, ReplicaDriver};
-pub use super::operation::ReplicaLoad;
-use super::operation::{Operation, Outside, TICK};
-use crate::cluster::orphanage::Surplus;
+pub use super::core::ReplicaLoad;
+use super::core::{Outbound, ReplicaCore, TICK};
+use super::driver::{MovedRequest, ReplicaDriver};
+use crate::cluster::migration::QueueShare;
 use crate::engine::{EngineError, EventSender, GenerateRequest};
 use crate::links::WorkerLink;
 use crate::scheduler::EpochEnd;
@@ -21,25 +21,25 @@ use crate::scheduler::EpochEnd;
 /// Drives one replica. It ends with the coordinator or with [`Retire`].
 #[derive(Debug)]
 pub struct ReplicaActor {
-    operation: Operation,
-    outside: Links,
+    core: ReplicaCore,
+    outbound: ReplicaLinks,
     clock: Arc<dyn Clock>,
 }
 
 /// The ranks' links, and the cluster.
 #[derive(Debug)]
-struct Links {
+struct ReplicaLinks {
     id: ReplicaId,
     ranks: Vec<(WorkerId, WorkerLink)>,
     /// Notified when the epoch must end.
     cluster: Recipient<EpochFailed>,
     /// Takes requests that this replica cannot continue.
-    orphanage: Recipient<Orphans>,
+    migrations: Recipient<MigrateRequests>,
     /// Notified of ranks that hold the others up.
     paces: Recipient<RankPace>,
 }
 
-impl Outside for Links {
+impl Outbound for ReplicaLinks {
     /// Encodes the message once and sends the same bytes to every rank.
     fn send(&mut self, epoch: Epoch, message: &ToWorker) -> Result<(), String> {
         let encoded = Encoded::new(message).map_err(|error| error.to_string())?;
@@ -52,7 +52,7 @@ impl Outside for Links {
         self.cluster.do_send(EpochFailed { replica: self.id, epoch, reason, hung });
     }
 
-    fn pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, times: f64) {
+    fn report_pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, times: f64) {
         self.paces.do_send(RankPace { replica: self.id, epoch, worker, slow, times });
     }
 }
@@ -72,10 +72,11 @@ pub struct Submit {
 #[rtype(result = "()")]
 pub struct Cancel(pub RequestId);
 
-/// The replica's ranks are formed; answered with [`Orphans`] that its KV cache has no room for.
+/// The replica's ranks are formed; answered with [`MigrateRequests`] that its KV cache has no room
+/// for.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
-pub struct Ready {
+pub struct EpochFormed {
     /// The epoch.
     pub epoch: Epoch,
     /// KV blocks on every rank.
@@ -91,24 +92,24 @@ pub struct Ready {
 /// The epoch is over.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
-pub struct Lost {
+pub struct EpochEnded {
     /// The epoch.
     pub epoch: Epoch,
     /// Whether it was planned.
     pub end: EpochEnd,
 }
 
-/// Give up all requests if the replica cannot continue them now; answered with [`Orphans`].
+/// Give up all requests if the replica cannot continue them now; answered with [`MigrateRequests`].
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
-pub struct GiveUp;
+pub struct GiveUpRequests;
 
-/// Give requests that have not run yet to replicas with fewer; answered with [`Orphans`].
+/// Give requests that have not run yet to replicas with fewer; answered with [`MigrateRequests`].
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
-pub struct Share(pub Surplus);
+pub struct ShareQueue(pub QueueShare);
 
-/// The replica is given up for good: like [`GiveUp`], and the actor ends.
+/// The replica is given up for good: like [`GiveUpRequests`], and the actor ends.
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
 pub struct Retire;
@@ -116,17 +117,17 @@ pub struct Retire;
 /// Requests that a replica gave up, to be continued elsewhere; possibly none.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
-pub struct Orphans {
+pub struct MigrateRequests {
     /// The replica they come from.
     pub from: ReplicaId,
     /// The requests, oldest first.
-    pub requests: Vec<Moved>,
+    pub requests: Vec<MovedRequest>,
 }
 
 /// Continue another replica's requests.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
-pub struct Adopt(pub Vec<Moved>);
+pub struct AdoptRequests(pub Vec<MovedRequest>);
 
 /// A rank finished a step.
 #[derive(Debug, Message)]
@@ -141,15 +142,15 @@ pub struct StepDone {
 /// A mask that a step waits for is ready.
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
-struct GoOn;
+struct MaskReady;
 
-/// Sends [`GoOn`]. Does not keep the actor alive.
-struct Wakes(WeakAddr<ReplicaActor>);
+/// Sends [`MaskReady`]. Does not keep the actor alive.
+struct MaskWaker(WeakAddr<ReplicaActor>);
 
-impl Wake for Wakes {
+impl Wake for MaskWaker {
     fn wake(self: Arc<Self>) {
         if let Some(replica) = self.0.upgrade() {
-            replica.do_send(GoOn);
+            replica.do_send(MaskReady);
         }
     }
 }
@@ -199,17 +200,17 @@ impl ReplicaActor {
         clock: Arc<dyn Clock>,
         load: Arc<ReplicaLoad>,
         cluster: Recipient<EpochFailed>,
-        orphanage: Recipient<Orphans>,
+        migrations: Recipient<MigrateRequests>,
         paces: Recipient<RankPace>,
     ) -> Self {
-        let outside = Links { id, ranks: Vec::new(), cluster, orphanage, paces };
-        Self { operation: Operation::new(driver, load), outside, clock }
+        let outbound = ReplicaLinks { id, ranks: Vec::new(), cluster, migrations, paces };
+        Self { core: ReplicaCore::new(driver, load), outbound, clock }
     }
 
     /// Answers with all requests if no epoch is under way, otherwise with none.
     fn give_up(&mut self) {
-        let requests = self.operation.give_up(self.clock.now(), &mut self.outside);
-        self.outside.orphanage.do_send(Orphans { from: self.outside.id, requests });
+        let requests = self.core.give_up(self.clock.now(), &mut self.outbound);
+        self.outbound.migrations.do_send(MigrateRequests { from: self.outbound.id, requests });
     }
 }
 
@@ -218,9 +219,9 @@ impl Actor for ReplicaActor {
 
     fn started(&mut self, ctx: &mut Self::Context) {
         ctx.set_mailbox_capacity(4096);
-        self.operation.wake_with(Arc::new(Wakes(ctx.address().downgrade())).into());
+        self.core.wake_with(Arc::new(MaskWaker(ctx.address().downgrade())).into());
         ctx.run_interval(TICK, |actor, _| {
-            actor.operation.tick(actor.clock.now(), &mut actor.outside);
+            actor.core.tick(actor.clock.now(), &mut actor.outbound);
         });
     }
 }
@@ -229,7 +230,7 @@ impl Handler<Submit> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, Submit { request, events }: Submit, _ctx: &mut Self::Context) {
-        self.operation.submit(self.clock.now(), *request, events, &mut self.outside);
+        self.core.submit(self.clock.now(), *request, events, &mut self.outbound);
     }
 }
 
@@ -237,48 +238,49 @@ impl Handler<Cancel> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, Cancel(id): Cancel, _ctx: &mut Self::Context) {
-        self.operation.cancel(self.clock.now(), id, &mut self.outside);
+        self.core.cancel(self.clock.now(), id, &mut self.outbound);
     }
 }
 
-impl Handler<Ready> for ReplicaActor {
+impl Handler<EpochFormed> for ReplicaActor {
     type Result = ();
 
-    fn handle(&mut self, ready: Ready, _ctx: &mut Self::Context) {
-        let Ready { epoch, num_blocks, host_blocks, ranks, workers } = ready;
-        self.outside.ranks = workers.iter().copied().zip(ranks).collect();
+    fn handle(&mut self, ready: EpochFormed, _ctx: &mut Self::Context) {
+        let EpochFormed { epoch, num_blocks, host_blocks, ranks, workers } = ready;
+        self.outbound.ranks = workers.iter().copied().zip(ranks).collect();
         let now = self.clock.now();
-        let outside = &mut self.outside;
-        let requests = self.operation.ready(now, epoch, num_blocks, host_blocks, workers, outside);
-        self.outside.orphanage.do_send(Orphans { from: self.outside.id, requests });
+        let outbound = &mut self.outbound;
+        let requests =
+            self.core.epoch_formed(now, epoch, num_blocks, host_blocks, workers, outbound);
+        self.outbound.migrations.do_send(MigrateRequests { from: self.outbound.id, requests });
     }
 }
 
-impl Handler<Lost> for ReplicaActor {
+impl Handler<EpochEnded> for ReplicaActor {
     type Result = ();
 
-    fn handle(&mut self, lost: Lost, _ctx: &mut Self::Context) {
-        if self.operation.lost(self.clock.now(), lost.epoch, lost.end) {
-            self.outside.ranks.clear();
+    fn handle(&mut self, lost: EpochEnded, _ctx: &mut Self::Context) {
+        if self.core.epoch_ended(self.clock.now(), lost.epoch, lost.end) {
+            self.outbound.ranks.clear();
         }
         self.give_up();
     }
 }
 
-impl Handler<GiveUp> for ReplicaActor {
+impl Handler<GiveUpRequests> for ReplicaActor {
     type Result = ();
 
-    fn handle(&mut self, _: GiveUp, _ctx: &mut Self::Context) {
+    fn handle(&mut self, _: GiveUpRequests, _ctx: &mut Self::Context) {
         self.give_up();
     }
 }
 
-impl Handler<Share> for ReplicaActor {
+impl Handler<ShareQueue> for ReplicaActor {
     type Result = ();
 
-    fn handle(&mut self, Share(surplus): Share, _ctx: &mut Self::Context) {
-        let requests = self.operation.share(self.clock.now(), surplus, &mut self.outside);
-        self.outside.orphanage.do_send(Orphans { from: self.outside.id, requests });
+    fn handle(&mut self, ShareQueue(queue_share): ShareQueue, _ctx: &mut Self::Context) {
+        let requests = self.core.share(self.clock.now(), queue_share, &mut self.outbound);
+        self.outbound.migrations.do_send(MigrateRequests { from: self.outbound.id, requests });
     }
 }
 
@@ -286,18 +288,18 @@ impl Handler<Retire> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, _: Retire, ctx: &mut Self::Context) {
-        self.operation.end(self.clock.now());
-        self.outside.ranks.clear();
+        self.core.retire(self.clock.now());
+        self.outbound.ranks.clear();
         self.give_up();
         ctx.stop();
     }
 }
 
-impl Handler<Adopt> for ReplicaActor {
+impl Handler<AdoptRequests> for ReplicaActor {
     type Result = ();
 
-    fn handle(&mut self, Adopt(requests): Adopt, _ctx: &mut Self::Context) {
-        self.operation.adopt(self.clock.now(), requests, &mut self.outside);
+    fn handle(&mut self, AdoptRequests(requests): AdoptRequests, _ctx: &mut Self::Context) {
+        self.core.adopt(self.clock.now(), requests, &mut self.outbound);
     }
 }
 
@@ -305,15 +307,15 @@ impl Handler<StepDone> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, StepDone { worker, result }: StepDone, _ctx: &mut Self::Context) {
-        self.operation.step_done(self.clock.now(), worker, result, &mut self.outside);
+        self.core.step_done(self.clock.now(), worker, result, &mut self.outbound);
     }
 }
 
-impl Handler<GoOn> for ReplicaActor {
+impl Handler<MaskReady> for ReplicaActor {
     type Result = ();
 
-    fn handle(&mut self, _: GoOn, _ctx: &mut Self::Context) {
-        self.operation.go_on(self.clock.now(), &mut self.outside);
+    fn handle(&mut self, _: MaskReady, _ctx: &mut Self::Context) {
+        self.core.mask_ready(self.clock.now(), &mut self.outbound);
     }
 }
 
@@ -321,6 +323,6 @@ impl Handler<FailAll> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, FailAll(error): FailAll, _ctx: &mut Self::Context) {
-        self.operation.fail_all(self.clock.now(), &error);
+        self.core.fail_all(self.clock.now(), &error);
     }
 }

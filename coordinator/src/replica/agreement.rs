@@ -7,7 +7,7 @@ use shared::ids::StepId;
 
 /// One rank's report on one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Word {
+pub struct RankReport {
     /// Digest of the step's tokens, as the rank has them.
     pub digest: u32,
     /// How long it computed, without waiting for others, in microseconds.
@@ -19,26 +19,26 @@ pub struct Word {
 pub struct Agreement {
     ranks: usize,
     open: VecDeque<Step>,
-    /// Buffers of settled steps, for reuse.
-    unused: Vec<Vec<Option<Word>>>,
-    /// The last step settled; a field so that its memory is reused.
-    settled: Settled,
+    /// Buffers of finished steps, for reuse.
+    unused: Vec<Vec<Option<RankReport>>>,
+    /// The last finished step; a field so that its memory is reused.
+    finished: FinishedStep,
 }
 
 /// A step and each rank's report on it.
 #[derive(Debug)]
 struct Step {
     step: StepId,
-    words: Vec<Option<Word>>,
+    reports: Vec<Option<RankReport>>,
 }
 
 /// A step that all ranks have finished.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Settled {
+pub struct FinishedStep {
     /// The step.
     pub step: StepId,
     /// The ranks in the minority; of two equal halves, the one without rank 0.
-    pub odd: Vec<usize>,
+    pub minority: Vec<usize>,
     /// Time that each rank computed by itself, in microseconds.
     pub own_us: Vec<u64>,
 }
@@ -53,36 +53,36 @@ impl Agreement {
 
     /// A rank has finished a step. A second report is ignored. The caller ensures that the step was
     /// sent and is the rank's next: nothing else bounds the number of open steps.
-    pub fn say(&mut self, rank: usize, step: StepId, word: Word) {
+    pub fn report(&mut self, rank: usize, step: StepId, report: RankReport) {
         let known = self.open.iter().position(|it| it.step == step);
         let index = known.unwrap_or_else(|| {
-            let mut words = self.unused.pop().unwrap_or_default();
-            words.clear();
-            words.resize(self.ranks, None);
-            self.open.push_back(Step { step, words });
+            let mut reports = self.unused.pop().unwrap_or_default();
+            reports.clear();
+            reports.resize(self.ranks, None);
+            self.open.push_back(Step { step, reports });
             self.open.len() - 1
         });
-        if let Some(place) = self.open.get_mut(index).and_then(|it| it.words.get_mut(rank)) {
-            place.get_or_insert(word);
+        if let Some(place) = self.open.get_mut(index).and_then(|it| it.reports.get_mut(rank)) {
+            place.get_or_insert(report);
         }
     }
 
     /// Returns the oldest open step, once all ranks have finished it.
-    pub fn settle(&mut self) -> Option<&Settled> {
-        let whole = |step: &mut Step| step.words.iter().all(Option::is_some);
-        let Step { step, words } = self.open.pop_front_if(whole)?;
-        let said = || words.iter().flatten().map(|word| word.digest);
-        self.settled.step = step;
+    pub fn take_finished(&mut self) -> Option<&FinishedStep> {
+        let whole = |step: &mut Step| step.reports.iter().all(Option::is_some);
+        let Step { step, reports } = self.open.pop_front_if(whole)?;
+        let said = || reports.iter().flatten().map(|report| report.digest);
+        self.finished.step = step;
         // Nothing is allocated for ranks that agree.
-        self.settled.odd = odd(said);
-        self.settled.own_us.clear();
-        self.settled.own_us.extend(words.iter().flatten().map(|word| word.own_us));
-        self.unused.push(words);
-        Some(&self.settled)
+        self.finished.minority = minority(said);
+        self.finished.own_us.clear();
+        self.finished.own_us.extend(reports.iter().flatten().map(|report| report.own_us));
+        self.unused.push(reports);
+        Some(&self.finished)
     }
 }
 
-fn odd<I: Iterator<Item = u32>>(said: impl Fn() -> I) -> Vec<usize> {
+fn minority<I: Iterator<Item = u32>>(said: impl Fn() -> I) -> Vec<usize> {
     let votes = |digest: u32| said().filter(|it| *it == digest).count();
     // The first with the most votes: in a tie, rank 0's.
     let most = said().fold(None, |best: Option<(usize, u32)>, digest| match best {
@@ -97,46 +97,46 @@ fn odd<I: Iterator<Item = u32>>(said: impl Fn() -> I) -> Vec<usize> {
 mod tests {
     use super::*;
 
-    fn settled(digests: &[u32]) -> Vec<usize> {
+    fn finished(digests: &[u32]) -> Vec<usize> {
         let mut agreement = Agreement::default();
         agreement.begin(digests.len());
         // In reverse order; the next step may be under way.
         for (rank, digest) in digests.iter().enumerate().rev() {
-            assert_eq!(agreement.settle(), None);
-            agreement.say(rank, StepId(7), Word { digest: *digest, own_us: rank as u64 });
-            agreement.say(rank, StepId(7), Word { digest: 99, own_us: 99 });
+            assert_eq!(agreement.take_finished(), None);
+            agreement.report(rank, StepId(7), RankReport { digest: *digest, own_us: rank as u64 });
+            agreement.report(rank, StepId(7), RankReport { digest: 99, own_us: 99 });
             if rank > 0 {
-                agreement.say(rank, StepId(8), Word { digest: 1, own_us: 1 });
+                agreement.report(rank, StepId(8), RankReport { digest: 1, own_us: 1 });
             }
         }
-        let settled = agreement.settle().cloned().unwrap();
-        assert_eq!(settled.step, StepId(7));
-        assert!(settled.own_us.iter().copied().eq(0..digests.len() as u64));
-        assert_eq!(agreement.settle(), None, "rank 0 has not finished the next one");
-        settled.odd
+        let finished = agreement.take_finished().cloned().unwrap();
+        assert_eq!(finished.step, StepId(7));
+        assert!(finished.own_us.iter().copied().eq(0..digests.len() as u64));
+        assert_eq!(agreement.take_finished(), None, "rank 0 has not finished the next one");
+        finished.minority
     }
 
     #[test]
     fn who_says_something_else_is_named() {
-        assert!(settled(&[5, 5]).is_empty());
-        assert_eq!(settled(&[5, 6]), [1], "of two, rank 0 is believed");
-        assert_eq!(settled(&[5, 6, 5, 5]), [1]);
-        assert_eq!(settled(&[6, 5, 5, 5]), [0], "most are believed");
-        assert_eq!(settled(&[5, 6, 6, 5]), [1, 2]);
-        assert_eq!(settled(&[4, 5, 6, 7]), [1, 2, 3]);
+        assert!(finished(&[5, 5]).is_empty());
+        assert_eq!(finished(&[5, 6]), [1], "of two, rank 0 is believed");
+        assert_eq!(finished(&[5, 6, 5, 5]), [1]);
+        assert_eq!(finished(&[6, 5, 5, 5]), [0], "most are believed");
+        assert_eq!(finished(&[5, 6, 6, 5]), [1, 2]);
+        assert_eq!(finished(&[4, 5, 6, 7]), [1, 2, 3]);
     }
 
     #[test]
     fn ranks_of_another_epoch_are_forgotten() {
         let mut agreement = Agreement::default();
         agreement.begin(2);
-        agreement.say(0, StepId(1), Word { digest: 1, own_us: 0 });
+        agreement.report(0, StepId(1), RankReport { digest: 1, own_us: 0 });
         agreement.begin(3);
-        agreement.say(5, StepId(1), Word { digest: 1, own_us: 0 });
+        agreement.report(5, StepId(1), RankReport { digest: 1, own_us: 0 });
         for rank in 0..3 {
-            agreement.say(rank, StepId(1), Word { digest: 2, own_us: 0 });
+            agreement.report(rank, StepId(1), RankReport { digest: 2, own_us: 0 });
         }
-        let settled = agreement.settle().unwrap();
-        assert!(settled.odd.is_empty() && settled.own_us.len() == 3);
+        let finished = agreement.take_finished().unwrap();
+        assert!(finished.minority.is_empty() && finished.own_us.len() == 3);
     }
 }

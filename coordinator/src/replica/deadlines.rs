@@ -45,7 +45,7 @@ impl StepSize {
 
 /// How long steps of one size took.
 #[derive(Clone, Copy, Debug, Default)]
-struct Taken {
+struct StepTimes {
     steps: u32,
     /// The longest of late.
     longest: Duration,
@@ -53,7 +53,7 @@ struct Taken {
 
 /// A step takes too long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Overdue {
+pub struct OverdueStep {
     /// How long it has run.
     pub waited: Duration,
     /// How long such steps take, if that is why.
@@ -70,7 +70,7 @@ pub struct Deadlines {
     /// How many times the least is given after alarms, and since when.
     raised: u32,
     raised_at: Duration,
-    taken: BTreeMap<StepSize, Taken>,
+    taken: BTreeMap<StepSize, StepTimes>,
 }
 
 impl Deadlines {
@@ -133,7 +133,12 @@ impl Deadlines {
 
     /// Whether a step of this size that has run for so long takes too long. If so, the epoch is to
     /// end.
-    pub fn judge(&mut self, now: Duration, size: StepSize, waited: Duration) -> Option<Overdue> {
+    pub fn judge(
+        &mut self,
+        now: Duration,
+        size: StepSize,
+        waited: Duration,
+    ) -> Option<OverdueStep> {
         if self.raised > 1 && now.saturating_sub(self.raised_at) >= CALM {
             (self.raised, self.raised_at) = (self.raised / RAISE, now);
         }
@@ -146,7 +151,7 @@ impl Deadlines {
             return None;
         }
         (self.raised, self.raised_at) = (self.raised.saturating_mul(RAISE), now);
-        Some(Overdue { waited, usual: Some(usual) })
+        Some(OverdueStep { waited, usual: Some(usual) })
     }
 }
 

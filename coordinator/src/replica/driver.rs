@@ -14,14 +14,16 @@ use std::collections::VecDeque;
 use std::task::Waker;
 use std::time::Duration;
 
-pub use moving::Moved;
+pub use moving::MovedRequest;
 use shared::ids::{Epoch, ReplicaId, RequestId, SeqId, StepId};
 use shared::mix::IdMap;
 use shared::protocol::{StepMasks, StepPlan, StepResult};
 
 use super::completions::Completions;
-use super::deadlines::{Deadlines, Overdue, StepSize};
-use crate::engine::{EngineError, EngineEvent, EventSender, GenerateRequest, Reading, StopCheck};
+use super::deadlines::{Deadlines, OverdueStep, StepSize};
+use crate::engine::{
+    EngineError, EngineEvent, EventSender, GenerateRequest, ReaderProgress, StopCheck,
+};
 use crate::metrics::Observer;
 use crate::metrics::observe::{RequestSummary, RequestTrack};
 use crate::scheduler::{AwaitedMask, Effect, EpochEnd, Scheduler};
@@ -42,9 +44,9 @@ pub struct DriverLimits {
 
 /// A request that this replica has accepted and not ended.
 #[derive(Debug)]
-struct Live {
+struct LiveRequest {
     events: EventSender,
-    reading: Reading,
+    reading: ReaderProgress,
     track: RequestTrack,
     summary: RequestSummary,
     /// Whether any choice ended by length: the whole request then counts as such.
@@ -59,7 +61,7 @@ struct Live {
 
 /// A step in flight.
 #[derive(Clone, Copy, Debug)]
-struct Running {
+struct RunningStep {
     /// Since when it could run: those behind the oldest wait for it.
     since: Duration,
     size: Option<StepSize>,
@@ -76,7 +78,7 @@ pub struct ReplicaDriver {
     scheduler: Scheduler,
     observer: Observer,
     limits: DriverLimits,
-    live: IdMap<RequestId, Live>,
+    live: IdMap<RequestId, LiveRequest>,
     /// Stop checks of sequences whose requests have stop strings.
     stop_checks: IdMap<SeqId, Box<dyn StopCheck>>,
     effects: Vec<Effect>,
@@ -86,7 +88,7 @@ pub struct ReplicaDriver {
     masks_late: IdMap<AwaitedMask, Duration>,
     looked_for_masks: Duration,
     /// The steps in flight, oldest first.
-    in_flight: VecDeque<Running>,
+    in_flight: VecDeque<RunningStep>,
     /// How long the oldest has run, as far as that says something about its ranks.
     waited: Duration,
     /// When that was last looked at.
@@ -195,8 +197,8 @@ impl ReplicaDriver {
                 drop(recording);
                 self.stop_checks.extend(seqs.iter().copied().zip(stop_checks));
                 let waits_since = self.unavailable_since;
-                let reading = Reading::new(now);
-                let live = Live {
+                let reading = ReaderProgress::new(now);
+                let live = LiveRequest {
                     events,
                     reading,
                     track,
@@ -254,7 +256,7 @@ impl ReplicaDriver {
         epoch: Epoch,
         num_blocks: u32,
         host_blocks: u32,
-    ) -> Vec<Moved> {
+    ) -> Vec<MovedRequest> {
         self.epoch = Some(epoch);
         self.in_flight.clear();
         self.deadlines.begin();
@@ -303,7 +305,7 @@ impl ReplicaDriver {
     pub fn next_plan(&mut self, now: Duration, plan: &mut StepPlan) -> bool {
         let planned = self.scheduler.plan(plan, &mut self.effects);
         if planned {
-            self.goes_out(now, plan);
+            self.record_sent(now, plan);
         }
         if !self.effects.is_empty() {
             self.deliver(now);
@@ -311,11 +313,11 @@ impl ReplicaDriver {
         planned
     }
 
-    fn goes_out(&mut self, now: Duration, plan: &StepPlan) {
+    fn record_sent(&mut self, now: Duration, plan: &StepPlan) {
         if self.in_flight.is_empty() {
             self.waited = Duration::ZERO;
         }
-        self.in_flight.push_back(Running { since: now, size: Deadlines::size(plan) });
+        self.in_flight.push_back(RunningStep { since: now, size: Deadlines::size(plan) });
     }
 
     /// Fills `masks` with those of a step that waits for them, if all are known.
@@ -331,7 +333,7 @@ impl ReplicaDriver {
     pub fn canary(&mut self, now: Duration, plan: &mut StepPlan) -> bool {
         let planned = self.scheduler.canary(plan);
         if planned {
-            self.goes_out(now, plan);
+            self.record_sent(now, plan);
         }
         planned
     }
@@ -345,7 +347,7 @@ impl ReplicaDriver {
         let effects = &mut self.effects;
         match self.scheduler.apply(epoch, step, outputs, &drafted, &mut stopped, effects) {
             Ok(()) => {
-                if let Some(Running { since, size }) = self.in_flight.pop_front() {
+                if let Some(RunningStep { since, size }) = self.in_flight.pop_front() {
                     let took = now.saturating_sub(since).min(self.waited + LOOK_MAX);
                     if let Some(size) = size {
                         self.deadlines.done(size, took);
@@ -387,7 +389,7 @@ impl ReplicaDriver {
     /// Time passes: gives up what waited too long, finds clients that are gone. Returns for how
     /// long the oldest step in flight has run, when that is too long. `heard` is whether all ranks
     /// are heard of: the silence of one has a limit of its own.
-    pub fn tick(&mut self, now: Duration, heard: bool) -> Option<Overdue> {
+    pub fn tick(&mut self, now: Duration, heard: bool) -> Option<OverdueStep> {
         self.find_gone(now);
         self.drop_gone(now);
         self.drop_late_masks(now);
@@ -396,7 +398,7 @@ impl ReplicaDriver {
             return self.overdue(now, heard);
         }
         let timeout = self.limits.unavailable_timeout;
-        let waited = |live: &Live| now.saturating_sub(live.waits_since);
+        let waited = |live: &LiveRequest| now.saturating_sub(live.waits_since);
         let tired = self.live.iter().filter(|(_, live)| waited(live) >= timeout);
         let ids: Vec<RequestId> = tired.map(|(id, _)| *id).collect();
         if !ids.is_empty() {
@@ -406,12 +408,12 @@ impl ReplicaDriver {
         None
     }
 
-    fn overdue(&mut self, now: Duration, heard: bool) -> Option<Overdue> {
+    fn overdue(&mut self, now: Duration, heard: bool) -> Option<OverdueStep> {
         let passed = now.saturating_sub(std::mem::replace(&mut self.looked, now));
-        let Running { since, size } = *self.in_flight.front()?;
+        let RunningStep { since, size } = *self.in_flight.front()?;
         let all = now.saturating_sub(since);
         if all >= self.limits.step_timeout {
-            return Some(Overdue { waited: all, usual: None });
+            return Some(OverdueStep { waited: all, usual: None });
         }
         // Who waits for masks is not slow.
         if heard && self.scheduler.masks_awaited().is_empty() {

@@ -28,7 +28,7 @@ pub struct Stragglers {
 
 /// A rank was slow for long, or was not for as long.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Pace {
+pub struct PaceChange {
     /// The rank.
     pub rank: usize,
     /// Whether it is slow; repeated with each window while it is.
@@ -52,7 +52,7 @@ impl Stragglers {
     }
 
     /// All ranks have finished a step; `own_us` is how long each computed by itself.
-    pub fn step(&mut self, now: Duration, own_us: &[u64]) -> Vec<Pace> {
+    pub fn step(&mut self, now: Duration, own_us: &[u64]) -> Vec<PaceChange> {
         self.steps += 1;
         for (sum, own) in self.sums.iter_mut().zip(own_us) {
             *sum = sum.saturating_add(*own);
@@ -67,7 +67,7 @@ impl Stragglers {
         paces
     }
 
-    fn judge(&mut self) -> Vec<Pace> {
+    fn judge(&mut self) -> Vec<PaceChange> {
         let longest = self.sums.iter().copied().max().unwrap_or_default();
         if self.sums.len() < 2 || longest / self.steps.max(1) < NOTHING_US {
             return Vec::new();
@@ -84,7 +84,7 @@ impl Stragglers {
             };
             let times = own as f64 / usual.max(1) as f64;
             if *row >= WINDOWS || *row == -WINDOWS {
-                paces.push(Pace { rank, slow, times });
+                paces.push(PaceChange { rank, slow, times });
             }
         }
         paces

@@ -5,7 +5,7 @@ use std::{slice, vec};
 use shared::ids::{Epoch, SeqId, StepId};
 use shared::protocol::{Drafts, SequenceOutput, TokenLogprobs};
 
-use super::drafts::{Verifying, drafts_of};
+use super::drafts::{DraftVerification, drafts_of};
 use super::sequence::Sequence;
 use super::{Effect, Scheduler, StepSummary, keep_full, plan};
 use crate::engine::{EngineError, FinishReason, GuideEnd, Guided};
@@ -51,7 +51,7 @@ impl Answer<'_> {
 
 /// Token counts of one entry or of a whole answer.
 #[derive(Clone, Copy, Debug, Default)]
-struct Outcome {
+struct TokenCounts {
     generated: u32,
     recomputed: u32,
     wasted: u32,
@@ -93,7 +93,7 @@ pub fn end_of(
 }
 
 /// Called with every accepted token; returns whether it completes a stop string.
-pub type Stopped<'a> = &'a mut dyn FnMut(SeqId, u32) -> bool;
+pub type StopCallback<'a> = &'a mut dyn FnMut(SeqId, u32) -> bool;
 
 impl Scheduler {
     /// Takes the answer to the oldest step in flight. `drafted` has the number of tokens drafted
@@ -107,7 +107,7 @@ impl Scheduler {
         step: StepId,
         outputs: Vec<SequenceOutput>,
         drafted: &[u32],
-        stopped: Stopped<'_>,
+        stopped: StopCallback<'_>,
         effects: &mut Vec<Effect>,
     ) -> Result<(), ApplyError> {
         if self.epoch != Some(epoch) {
@@ -126,7 +126,8 @@ impl Scheduler {
             drafted: drafted.iter().copied(),
             owes_masks: answered.owes_masks,
         };
-        let mut all = Outcome { recomputed: answered.recomputed_tokens, ..Outcome::default() };
+        let mut all =
+            TokenCounts { recomputed: answered.recomputed_tokens, ..TokenCounts::default() };
         for entry in &answered.entries {
             let one = self.take_entry(entry, &mut answer, stopped, effects);
             all.generated += one.generated;
@@ -154,12 +155,13 @@ impl Scheduler {
         &mut self,
         entry: &plan::Entry,
         answer: &mut Answer<'_>,
-        stopped: Stopped<'_>,
+        stopped: StopCallback<'_>,
         effects: &mut Vec<Effect>,
-    ) -> Outcome {
+    ) -> TokenCounts {
         let drafted = if entry.asks { answer.drafts_of(entry.seq) } else { None };
         let mut output = answer.next_of(entry.seq);
-        let (mut verifying, mut outcome) = (Verifying::default(), Outcome::default());
+        let (mut verification, mut outcome) =
+            (DraftVerification::default(), TokenCounts::default());
         if let Some(seq) = self.current(entry) {
             seq.pending = seq.pending.saturating_sub(u32::from(entry.samples));
             if entry.fresh {
@@ -172,9 +174,9 @@ impl Scheduler {
             let (token, request) = (output.as_ref().and_then(|output| output.token), seq.request);
             match drafts.filter(|_| !is_rushed) {
                 Some(drafts) => {
-                    verifying.drafts = drafts;
+                    verification.drafts = drafts;
                     if self.accept(entry.slot, output.take(), entry.samples, stopped, effects) {
-                        verifying.got(token);
+                        verification.count_token(token);
                     }
                 }
                 None => self.end_request(request, Some(EngineError::Corrupted), effects),
@@ -186,13 +188,13 @@ impl Scheduler {
             let token = output.token;
             if self.current(entry).is_none() {
                 outcome.wasted += u32::from(token.is_some());
-            } else if self.accept_next(entry, output, &verifying, stopped, effects) {
-                outcome.recomputed += u32::from(verifying.repeats(entry));
-                verifying.got(token);
+            } else if self.accept_next(entry, output, &verification, stopped, effects) {
+                outcome.recomputed += u32::from(verification.repeats(entry));
+                verification.count_token(token);
             }
         }
-        outcome.generated = verifying.emitted;
-        self.verified(entry, verifying, effects);
+        outcome.generated = verification.emitted;
+        self.verified(entry, verification, effects);
         outcome
     }
 
@@ -202,7 +204,7 @@ impl Scheduler {
         slot: usize,
         output: Option<SequenceOutput>,
         samples: bool,
-        stopped: Stopped<'_>,
+        stopped: StopCallback<'_>,
         effects: &mut Vec<Effect>,
     ) -> bool {
         let Some(seq) = &mut self.sequences[slot] else { return false };
@@ -266,7 +268,7 @@ impl Scheduler {
         slot: usize,
         token: u32,
         logprobs: Option<TokenLogprobs>,
-        stopped: Stopped<'_>,
+        stopped: StopCallback<'_>,
         effects: &mut Vec<Effect>,
     ) {
         let Some(seq) = &mut self.sequences[slot] else { return };

@@ -29,7 +29,7 @@ pub enum Prefix {
 
 /// A block found by its content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Found {
+pub struct CachedBlock {
     /// Its id.
     pub block: BlockId,
     /// What comes before the next block's tokens.
@@ -61,14 +61,14 @@ struct Block {
     /// Number of sequences that use it.
     users: u32,
     /// Its content, once it is full and findable.
-    holds: Option<Holds>,
+    holds: Option<BlockContent>,
     /// Neighbours in the list of free blocks.
     before: u32,
     behind: u32,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Holds {
+struct BlockContent {
     prefix: Prefix,
     name: u64,
     hash: u64,
@@ -179,7 +179,7 @@ impl BlockPool {
         if let std::collections::hash_map::Entry::Vacant(vacant) = self.kept.entry(hash) {
             vacant.insert(block.0);
             self.gains += 1;
-            self.blocks[block.0 as usize].holds = Some(Holds { prefix, name, hash });
+            self.blocks[block.0 as usize].holds = Some(BlockContent { prefix, name, hash });
         }
         Prefix::Kept(name)
     }
@@ -196,18 +196,18 @@ impl BlockPool {
 
     /// Finds the block that holds these tokens after that prefix.
     #[must_use]
-    pub fn find(&self, prefix: Prefix, tokens: &[u32]) -> Option<Found> {
+    pub fn find(&self, prefix: Prefix, tokens: &[u32]) -> Option<CachedBlock> {
         self.find_hashed(hash(prefix, tokens), prefix, tokens)
     }
 
-    fn find_hashed(&self, hash: u64, prefix: Prefix, tokens: &[u32]) -> Option<Found> {
+    fn find_hashed(&self, hash: u64, prefix: Prefix, tokens: &[u32]) -> Option<CachedBlock> {
         let id = *self.kept.get(&hash)?;
         let block = &self.blocks[id as usize];
         let holds = block.holds.filter(|holds| holds.prefix == prefix)?;
         let start = id as usize * self.block_size;
         let same = self.tokens[start..start + self.block_size] == *tokens;
         let prefix = Prefix::Kept(holds.name);
-        same.then_some(Found { block: BlockId(id), prefix, is_free: block.users == 0 })
+        same.then_some(CachedBlock { block: BlockId(id), prefix, is_free: block.users == 0 })
     }
 
     fn push_back(&mut self, id: u32) {

@@ -2,11 +2,11 @@
 use shared::ids::SeqId;
 use shared::protocol::{Drafts, SequenceOutput};
 
-use super::plan::{Entry, Planning};
+use super::plan::{Entry, PlanBuilder};
 use super::sequence::Sequence;
-use super::speculate::{Drafter, Lookup};
+use super::speculate::{NgramConfig, NgramDrafter};
 use super::speculation::{Method, Speculation, TOKENS_MAX};
-use super::{Effect, Scheduler, SchedulerConfig, Stopped};
+use super::{Effect, Scheduler, SchedulerConfig, StopCallback};
 use crate::engine::EngineError;
 
 /// Maximum bytes of all sequences' indices together. A sequence whose index does not fit drafts
@@ -19,7 +19,7 @@ const WORTH_WAITING: u32 = 2;
 
 /// Progress in verifying one sequence's drafts.
 #[derive(Debug, Default)]
-pub(super) struct Verifying {
+pub(super) struct DraftVerification {
     /// The drafted tokens.
     pub(super) drafts: Vec<u32>,
     /// Tokens taken so far, and how many of them were drafted.
@@ -47,16 +47,16 @@ pub(super) fn drafts_of(
     Some(tokens)
 }
 
-impl Verifying {
+impl DraftVerification {
     /// Counts one more token taken.
-    pub(super) fn got(&mut self, token: Option<u32>) {
+    pub(super) fn count_token(&mut self, token: Option<u32>) {
         let drafted = self.drafts.get(self.emitted as usize).copied();
         self.accepted += u32::from(drafted.is_some() && drafted == token);
         self.emitted += 1;
     }
 
     /// Whether another token may be taken: all drafts before it were right.
-    fn goes_on(&self) -> bool {
+    fn may_continue(&self) -> bool {
         self.emitted > 0 && self.accepted == self.emitted
     }
 
@@ -68,13 +68,13 @@ impl Verifying {
 
 /// What a step will leave for drafts, estimated in advance.
 #[derive(Clone, Copy)]
-struct Room {
+struct DraftRoom {
     rows: u32,
     tokens: u32,
     blocks: u32,
 }
 
-impl Room {
+impl DraftRoom {
     /// Takes the room for a sequence's next draft; returns whether that draft is worth waiting for.
     fn take(&mut self, seq: &Sequence, most: u32, config: &SchedulerConfig) -> bool {
         // The draft follows the tokens in flight.
@@ -113,8 +113,9 @@ impl Sequence {
         }
         match config.method {
             Method::Ngram(_) => {
-                let is_ready =
-                    |drafter: &Drafter| drafter.behind(&self.tokens) == 0 && drafter.is_ready();
+                let is_ready = |drafter: &NgramDrafter| {
+                    drafter.behind(&self.tokens) == 0 && drafter.is_ready()
+                };
                 if self.drafter.as_deref().is_some_and(is_ready) { most } else { 0 }
             }
             // Not before its first token is being sampled: the draft model's own prefill must not
@@ -129,7 +130,7 @@ impl Scheduler {
     /// Decides which admitted sequences are about to draft, as far as their tokens are known, most
     /// urgent first. A sequence that drafts must wait for its last token, so only those do whose
     /// drafts will find room.
-    pub(super) fn look_for_drafts(&mut self) {
+    pub(super) fn select_drafters(&mut self) {
         let Some(config) = self.config.speculation else { return };
         let max_model_len = self.config.max_model_len;
         let most = config.disable_by_batch_size.unwrap_or(u32::MAX);
@@ -152,7 +153,7 @@ impl Scheduler {
 
     /// Returns what a step has left once all admitted sequences, and those about to be admitted,
     /// have what they need.
-    fn room_for_drafts(&self) -> Room {
+    fn room_for_drafts(&self) -> DraftRoom {
         let running = self.running.len() as u32;
         let mut rows = self.config.max_num_seqs.saturating_sub(running);
         let wanted = self.running().map(|seq| seq.num_wanted(self.config.max_model_len));
@@ -169,7 +170,7 @@ impl Scheduler {
             tokens = tokens.saturating_sub(len - seq.computed.min(len));
             free -= blocks;
         }
-        Room { rows, tokens, blocks: self.blocks_for_drafts() }
+        DraftRoom { rows, tokens, blocks: self.blocks_for_drafts() }
     }
 
     /// Number of blocks that drafts may take: one is left for each admitted sequence, and none is
@@ -182,11 +183,11 @@ impl Scheduler {
 
     /// Enters new tokens into the indices, up to a bound for all of them: first the tokens of the
     /// last answers, so that drafting sequences go on, then the backlog of the most urgent.
-    fn enter_tokens(&mut self, config: &Lookup, draft_max: u32) {
+    fn enter_tokens(&mut self, config: &NgramConfig, draft_max: u32) {
         let max_model_len = self.config.max_model_len;
         let mut budget = config.entered_max(self.config.max_num_seqs);
         let drafters = self.running().filter_map(|seq| seq.drafter.as_deref());
-        let mut bytes: usize = drafters.map(Drafter::bytes).sum();
+        let mut bytes: usize = drafters.map(NgramDrafter::bytes).sum();
         for are_last in [true, false] {
             for slot in &self.running {
                 let Some(seq) = &mut self.sequences[*slot] else { continue };
@@ -203,12 +204,12 @@ impl Scheduler {
                 }
                 let room = seq.num_prompt.saturating_add(seq.max_tokens).min(max_model_len);
                 if behind.is_none() {
-                    let more = Drafter::bytes_of(config, room as usize);
+                    let more = NgramDrafter::bytes_of(config, room as usize);
                     if bytes.saturating_add(more) > INDICES_MAX {
                         continue;
                     }
                     bytes += more;
-                    seq.drafter = Some(Box::new(Drafter::new(config, room as usize)));
+                    seq.drafter = Some(Box::new(NgramDrafter::new(config, room as usize)));
                 }
                 let Some(drafter) = &mut seq.drafter else { continue };
                 drafter.enter(&seq.tokens, seq.num_prompt as usize, &mut budget);
@@ -219,8 +220,8 @@ impl Scheduler {
     /// Adds drafts to an otherwise complete plan, from the budget, rows and blocks that it leaves.
     /// Each draft is a decode row of its own. A step's sequences and drafts are at most
     /// `max_num_seqs` together, sampled or not: that is what ranks have room for.
-    pub(super) fn plan_drafts(&mut self, planning: &mut Planning<'_>) {
-        let Planning { plan, step, budget, .. } = planning;
+    pub(super) fn plan_drafts(&mut self, builder: &mut PlanBuilder<'_>) {
+        let PlanBuilder { plan, step, budget, .. } = builder;
         let Some(config) = &self.config.speculation else { return };
         let size = self.config.block_size;
         let shares = step.entries.len() as u32;
@@ -256,7 +257,7 @@ impl Scheduler {
                 seq.blocks.push(block);
                 planned.new_blocks.push(block);
             }
-            seq.told = seq.blocks.len() as u32;
+            seq.blocks_sent = seq.blocks.len() as u32;
             planned.count += drafted;
             planned.drafts.clone_from(&seq.drafts);
             left -= drafted;
@@ -275,12 +276,12 @@ impl Scheduler {
         &mut self,
         entry: &Entry,
         output: SequenceOutput,
-        verifying: &Verifying,
-        stopped: Stopped<'_>,
+        verification: &DraftVerification,
+        stopped: StopCallback<'_>,
         effects: &mut Vec<Effect>,
     ) -> bool {
         let Some(seq) = self.current(entry) else { return false };
-        if !verifying.goes_on() || output.token.is_none() {
+        if !verification.may_continue() || output.token.is_none() {
             let request = seq.request;
             self.end_request(request, Some(EngineError::Corrupted), effects);
             return false;
@@ -295,10 +296,10 @@ impl Scheduler {
     pub(super) fn verified(
         &mut self,
         entry: &Entry,
-        verifying: Verifying,
+        verification: DraftVerification,
         effects: &mut Vec<Effect>,
     ) {
-        let Verifying { drafts, emitted, accepted } = verifying;
+        let DraftVerification { drafts, emitted, accepted } = verification;
         let tokens = drafts.len() as u32;
         if tokens > 0 {
             effects.push(Effect::Drafted { tokens, accepted, emitted });
@@ -319,8 +320,8 @@ mod tests {
     use super::*;
     use crate::engine::GenerateRequest;
 
-    fn lookup(lengths: u32) -> Lookup {
-        Lookup { prompt_lookup_max: 1 + lengths, prompt_lookup_min: 2 }
+    fn lookup(lengths: u32) -> NgramConfig {
+        NgramConfig { prompt_lookup_max: 1 + lengths, prompt_lookup_min: 2 }
     }
 
     fn scheduler(max_num_seqs: u32, lengths: u32) -> Scheduler {
@@ -372,7 +373,7 @@ mod tests {
         }
         assert!(scheduler.plan(&mut StepPlan::default(), &mut Vec::new()));
         for plan in 1..4 {
-            scheduler.look_for_drafts();
+            scheduler.select_drafters();
             let entered = entered(&scheduler);
             assert_eq!(entered.len(), 64);
             assert_eq!(entered.iter().sum::<usize>(), 512 * plan, "{entered:?}");
@@ -381,11 +382,11 @@ mod tests {
         // A sequence that lacks only its last token goes before more urgent ones.
         let slot = scheduler.running[63];
         let seq = scheduler.sequences[slot].as_mut().unwrap();
-        let mut drafter = Box::new(Drafter::new(&lookup(4), 1030));
+        let mut drafter = Box::new(NgramDrafter::new(&lookup(4), 1030));
         drafter.enter(&seq.tokens, 1000, &mut 1000);
         seq.drafter = Some(drafter);
         seq.tokens.push(0);
-        scheduler.look_for_drafts();
+        scheduler.select_drafters();
         let entered = entered(&scheduler);
         assert_eq!((entered[63], entered[..63].iter().sum()), (1001, 512 * 4 - 1));
     }
@@ -398,13 +399,13 @@ mod tests {
         }
         assert!(scheduler.plan(&mut StepPlan::default(), &mut Vec::new()));
         for _ in 0..5 {
-            scheduler.look_for_drafts();
+            scheduler.select_drafters();
         }
         // 15 MiB each (15 lengths of 2^18 places of 4 bytes), of 256 MiB.
         let mut expected = [[10; 17].as_slice(), &[0; 3]].concat();
         assert_eq!(entered(&scheduler), expected);
         scheduler.cancel(RequestId(4), &mut Vec::new());
-        scheduler.look_for_drafts();
+        scheduler.select_drafters();
         expected.pop();
         assert_eq!(entered(&scheduler), expected);
     }

@@ -71,7 +71,7 @@ pub enum Effect {
         /// The request.
         request: RequestId,
         /// Where the request is now.
-        place: Place,
+        place: RequestPlace,
         /// Number of blocks copied to host memory; `None` if the sequence is recomputed.
         swapped: Option<u32>,
         /// Tokens whose K and V were computed and are lost.
@@ -89,7 +89,7 @@ pub enum Effect {
         /// The request.
         request: RequestId,
         /// Where it is now.
-        place: Place,
+        place: RequestPlace,
     },
     /// Drafts were verified.
     Drafted {
@@ -114,7 +114,7 @@ impl Effect {
 
 /// Where a request is: the place of its most advanced sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum RequestPlace {
     /// In the queue.
     Waiting,
     /// In host memory.

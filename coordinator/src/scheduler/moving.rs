@@ -9,7 +9,7 @@ use super::sequence::{Request, Sequence};
 use crate::engine::EngineError;
 
 /// A request that does not fit where it was to continue, and why.
-pub type Refused = Box<(HandedOver, EngineError)>;
+pub type RefusedRequest = Box<(HandedOver, EngineError)>;
 
 /// A request on its way to another replica's scheduler, with everything accepted so far.
 #[derive(Debug)]
@@ -113,7 +113,7 @@ impl Scheduler {
     ///
     /// # Errors
     /// The request, if it does not fit here.
-    pub fn adopt(&mut self, handed: HandedOver) -> Result<Vec<(SeqId, SeqId)>, Refused> {
+    pub fn adopt(&mut self, handed: HandedOver) -> Result<Vec<(SeqId, SeqId)>, RefusedRequest> {
         let room = self.room();
         let goes_on = handed.sequences.iter().filter(|sequence| !sequence.has_outgrown(room));
         let needed = goes_on.map(Sequence::tokens_needed).max().unwrap_or(0);

@@ -1,7 +1,7 @@
 //! PURE: the order of running and waiting sequences, and where requests are.
 use shared::ids::RequestId;
 
-use super::effect::Place;
+use super::effect::RequestPlace;
 use super::sequence::{Request, Sequence, Urgency};
 use super::{Effect, Scheduler};
 
@@ -67,8 +67,8 @@ impl Scheduler {
         change(owner);
         let now = owner.place();
         for (place, count) in [
-            (Place::Running, &mut self.num_running_requests),
-            (Place::Swapped, &mut self.num_swapped_requests),
+            (RequestPlace::Running, &mut self.num_running_requests),
+            (RequestPlace::Swapped, &mut self.num_swapped_requests),
         ] {
             *count = *count + u32::from(now == place) - u32::from(before == place);
         }

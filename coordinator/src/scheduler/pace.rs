@@ -24,7 +24,7 @@ const MISSED_MOST: u32 = 32;
 
 /// Draft length of one sequence.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Pace {
+pub(super) struct DraftPace {
     /// Tokens of its next draft; `None` before the first one, which has the maximum.
     length: Option<u32>,
     trust: u32,
@@ -35,13 +35,13 @@ pub(super) struct Pace {
     resumes_at: u32,
 }
 
-impl Default for Pace {
+impl Default for DraftPace {
     fn default() -> Self {
         Self { length: None, trust: TRUST_AT_FIRST, pause: PAUSE, missed: 0, resumes_at: 0 }
     }
 }
 
-impl Pace {
+impl DraftPace {
     /// Returns the length of the next draft, at most `most`, of a sequence of `len` tokens.
     pub(super) fn length(&self, len: u32, most: u32) -> u32 {
         if len < self.resumes_at { 0 } else { self.length.unwrap_or(most).min(most) }
@@ -91,8 +91,8 @@ mod tests {
 
     /// Generates `tokens` tokens with drafts whose first `right` tokens are right; returns the
     /// steps, the drafted tokens and the final pace.
-    fn run(tokens: u32, most: u32, right: impl Fn(u32) -> u32) -> (u32, u32, Pace) {
-        let (mut pace, mut len, mut steps, mut drafted) = (Pace::default(), 0, 0, 0);
+    fn run(tokens: u32, most: u32, right: impl Fn(u32) -> u32) -> (u32, u32, DraftPace) {
+        let (mut pace, mut len, mut steps, mut drafted) = (DraftPace::default(), 0, 0, 0);
         while len < tokens {
             let draft = pace.length(len, most);
             let accepted = right(len).min(draft);
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn a_draft_model_that_does_not_catch_up_is_asked_ever_less() {
-        let (mut pace, mut asked) = (Pace::default(), 0);
+        let (mut pace, mut asked) = (DraftPace::default(), 0);
         for len in 0..5000 {
             if pace.length(len, 4) > 0 {
                 asked += 1;

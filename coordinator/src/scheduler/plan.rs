@@ -3,7 +3,7 @@ use shared::ids::{RequestId, SeqId, StepId};
 use shared::protocol::{Drafts, NewSequence, SequenceStep, StepPlan};
 use shared::sampling::Pooling;
 
-use super::effect::Place;
+use super::effect::RequestPlace;
 use super::sequence::{Request, Sequence};
 use super::{Effect, Scheduler, keep_full, weight};
 
@@ -70,7 +70,7 @@ impl Entry {
 }
 
 /// A step that is being planned.
-pub(super) struct Planning<'a> {
+pub(super) struct PlanBuilder<'a> {
     pub(super) plan: &'a mut StepPlan,
     pub(super) step: InFlight,
     /// Tokens left for the step.
@@ -80,17 +80,17 @@ pub(super) struct Planning<'a> {
 
 /// Bytes of a plan's frame taken by admitted sequences, and bytes taken by masks.
 #[derive(Clone, Copy)]
-struct Taken {
+struct FrameUse {
     admitted: usize,
     masks: usize,
 }
 
 /// What happens to the next waiting sequence.
-enum Turn {
-    Comes,
+enum AdmissionDecision {
+    Admit,
     /// It waits for room for masks; sequences that need none may pass it.
-    IsOvertaken,
-    Waits,
+    Skip,
+    Wait,
 }
 
 impl Scheduler {
@@ -101,21 +101,21 @@ impl Scheduler {
         if self.in_flight.len() >= self.config.max_steps_in_flight as usize {
             return false;
         }
-        self.look_for_drafts();
+        self.select_drafters();
         if !self.tokens_are_ready() {
             return false;
         }
         clear(plan);
         let step = self.spare.pop().unwrap_or_default().cleared();
         let budget = self.config.max_num_batched_tokens;
-        let mut planning = Planning { plan, step, budget, effects };
+        let mut builder = PlanBuilder { plan, step, budget, effects };
         // Sequences that need one token go first, most urgent first; the rest of the budget goes to
         // prompts under way, then to the queue.
-        self.plan_running(&mut planning, true);
-        self.plan_running(&mut planning, false);
-        self.plan_waiting(&mut planning);
-        self.plan_drafts(&mut planning);
-        let Planning { plan, mut step, .. } = planning;
+        self.plan_running(&mut builder, true);
+        self.plan_running(&mut builder, false);
+        self.plan_waiting(&mut builder);
+        self.plan_drafts(&mut builder);
+        let PlanBuilder { plan, mut step, .. } = builder;
         let is_planned = !plan.sequences.is_empty();
         if is_planned {
             plan.epoch = epoch;
@@ -165,11 +165,11 @@ impl Scheduler {
     }
 
     /// Plans admitted sequences, either those in decode or those in prefill.
-    fn plan_running(&mut self, planning: &mut Planning<'_>, decode: bool) {
+    fn plan_running(&mut self, builder: &mut PlanBuilder<'_>, decode: bool) {
         let mut index = 0;
         while let Some(slot) = self.running.get(index).copied() {
             index += 1;
-            if planning.budget == 0 {
+            if builder.budget == 0 {
                 return;
             }
             let Some(seq) = &self.sequences[slot] else { continue };
@@ -180,14 +180,14 @@ impl Scheduler {
             if seq.waits_for_token(self.config.max_model_len) {
                 continue;
             }
-            let count = wanted.min(planning.budget);
-            if !self.may_report(seq, count, &planning.step) {
+            let count = wanted.min(builder.budget);
+            if !self.has_report_room(seq, count, &builder.step) {
                 continue;
             }
             // A sequence preempted to make room comes after this one or is this one, so `index`
             // stays valid; nor is it in this plan.
-            if self.make_room(slot, count, planning) {
-                self.plan_sequence(slot, count, planning);
+            if self.make_room(slot, count, builder) {
+                self.plan_sequence(slot, count, builder);
             }
         }
     }
@@ -196,15 +196,15 @@ impl Scheduler {
     /// found in the KV cache cost no budget, but their sequence is in the plan all the same. No
     /// sequence is overtaken, except guided ones that wait for room for masks: by those that need
     /// none.
-    fn plan_waiting(&mut self, planning: &mut Planning<'_>) {
+    fn plan_waiting(&mut self, builder: &mut PlanBuilder<'_>) {
         if self.waiting.is_empty() {
             return;
         }
         let masks = self.running().filter_map(mask_bytes).sum();
-        let mut taken = Taken { admitted: 0, masks };
+        let mut taken = FrameUse { admitted: 0, masks };
         let mut masks_are_full = false;
         while let Some((at, slot)) = self.next_waiting(masks_are_full) {
-            if planning.budget == 0 || self.running.len() >= self.config.max_num_seqs as usize {
+            if builder.budget == 0 || self.running.len() >= self.config.max_num_seqs as usize {
                 return;
             }
             let Some(seq) = &self.sequences[slot] else {
@@ -212,24 +212,24 @@ impl Scheduler {
                 continue;
             };
             let is_swapped = seq.swapped.is_some();
-            let takes = Taken {
+            let takes = FrameUse {
                 // A single one always fits: `SchedulerConfig::validate`.
                 admitted: if is_swapped { 0 } else { weight::of(seq, &self.config) },
                 masks: mask_bytes(seq).unwrap_or(0),
             };
-            match self.turn_of(seq, planning, taken, takes) {
-                Turn::Comes => {}
-                Turn::IsOvertaken => {
+            match self.decide_admission(seq, builder, taken, takes) {
+                AdmissionDecision::Admit => {}
+                AdmissionDecision::Skip => {
                     masks_are_full = true;
                     continue;
                 }
-                Turn::Waits => return,
+                AdmissionDecision::Wait => return,
             }
             taken.admitted += takes.admitted;
             taken.masks += takes.masks;
             let comes = match is_swapped {
-                true => self.swap_in(at, slot, planning),
-                false => self.admit(at, slot, planning),
+                true => self.swap_in(at, slot, builder),
+                false => self.admit(at, slot, builder),
             };
             if !comes {
                 return;
@@ -240,26 +240,32 @@ impl Scheduler {
     /// Decides whether a waiting sequence may be in this step, as far as bytes, reports and blame
     /// go. `taken` is what the step and the running sequences have of frames, `takes` what it would
     /// add.
-    fn turn_of(&self, seq: &Sequence, planning: &Planning<'_>, taken: Taken, takes: Taken) -> Turn {
+    fn decide_admission(
+        &self,
+        seq: &Sequence,
+        builder: &PlanBuilder<'_>,
+        taken: FrameUse,
+        takes: FrameUse,
+    ) -> AdmissionDecision {
         let whole = (seq.tokens.len() as u32).saturating_sub(seq.computed);
-        if !self.may_report(seq, whole, &planning.step) {
-            return Turn::Waits;
+        if !self.has_report_room(seq, whole, &builder.step) {
+            return AdmissionDecision::Wait;
         }
-        let is_first = planning.plan.admitted.is_empty();
+        let is_first = builder.plan.admitted.is_empty();
         let full = taken.admitted + takes.admitted > weight::ADMITTED_MAX && !is_first;
         let masks = taken.masks + takes.masks;
         if !full && takes.masks > 0 && taken.masks > 0 && masks > weight::MASKS_MAX {
-            return Turn::IsOvertaken;
+            return AdmissionDecision::Skip;
         }
-        if full || self.would_blur_blame(seq.request) {
-            return Turn::Waits;
+        if full || self.would_hide_culprit(seq.request) {
+            return AdmissionDecision::Wait;
         }
-        Turn::Comes
+        AdmissionDecision::Admit
     }
 
     /// Admits the sequence at place `at` of the queue and plans its first share. Returns false when
     /// others behind it have to wait.
-    fn admit(&mut self, at: usize, slot: usize, planning: &mut Planning<'_>) -> bool {
+    fn admit(&mut self, at: usize, slot: usize, builder: &mut PlanBuilder<'_>) -> bool {
         if self.must_wait(slot) {
             return false;
         }
@@ -268,11 +274,11 @@ impl Scheduler {
         let Some(seq) = &mut self.sequences[slot] else { return true };
         let (length, request) = (seq.tokens.len() as u32, seq.request);
         seq.computed = seq.kept * self.config.block_size;
-        let count = (length - seq.computed).min(planning.budget);
+        let count = (length - seq.computed).min(builder.budget);
         seq.admission = Some(self.next_admission);
         seq.progressed = false;
         self.next_admission += 1;
-        planning.plan.admitted.push(NewSequence {
+        builder.plan.admitted.push(NewSequence {
             seq: seq.id,
             tokens: seq.tokens.to_vec(),
             num_prompt: seq.num_prompt,
@@ -281,11 +287,11 @@ impl Scheduler {
         });
         self.run(slot);
         self.count(request, |owner| owner.admitted += 1);
-        self.resumed(request, planning.effects);
-        if !self.make_room(slot, count, planning) {
+        self.resumed(request, builder.effects);
+        if !self.make_room(slot, count, builder) {
             return false;
         }
-        self.plan_sequence(slot, count, planning);
+        self.plan_sequence(slot, count, builder);
         true
     }
 
@@ -333,7 +339,7 @@ impl Scheduler {
         let waits = blocks > num_free && !self.running.is_empty();
         debug_assert!(waits || known.is_none() || self.running.is_empty(), "{known:?}: {blocks}");
         self.waits_for =
-            waits.then_some(super::Waits { seq: id, length, blocks: blocks.into(), gains });
+            waits.then_some(super::BlockWait { seq: id, length, blocks: blocks.into(), gains });
         waits
     }
 
@@ -360,7 +366,7 @@ impl Scheduler {
     /// sequence (of equal priority, the last admitted) as often as necessary. Returns false if that
     /// was `slot` itself, or is in this plan already: then it is preempted when it needs a block
     /// itself.
-    fn make_room(&mut self, slot: usize, count: u32, planning: &mut Planning<'_>) -> bool {
+    fn make_room(&mut self, slot: usize, count: u32, builder: &mut PlanBuilder<'_>) -> bool {
         let Some(seq) = &self.sequences[slot] else { return false };
         // It may have more already: those of drafts that were not accepted.
         let needed = self.config.blocks_for(seq.computed + count);
@@ -368,10 +374,10 @@ impl Scheduler {
         while self.blocks.num_free() < needed {
             let Some(victim) = self.running.last().copied() else { return false };
             let id = self.sequences[victim].as_ref().map(|seq| seq.id);
-            if planning.plan.sequences.iter().any(|planned| Some(planned.seq) == id) {
+            if builder.plan.sequences.iter().any(|planned| Some(planned.seq) == id) {
                 return false;
             }
-            self.preempt(victim, planning);
+            self.preempt(victim, builder);
             if victim == slot {
                 return false;
             }
@@ -379,24 +385,24 @@ impl Scheduler {
         true
     }
 
-    fn preempt(&mut self, victim: usize, planning: &mut Planning<'_>) {
+    fn preempt(&mut self, victim: usize, builder: &mut PlanBuilder<'_>) {
         let Some(seq) = &self.sequences[victim] else { return };
         let (id, request, tokens) = (seq.id, seq.request, seq.computed);
         // This very plan may have admitted it, before its first share.
-        planning.plan.admitted.retain(|new| new.seq != id);
+        builder.plan.admitted.retain(|new| new.seq != id);
         let blocks = seq.blocks.len() as u32;
         let swapped = self.swap_out(victim).then_some(blocks);
         if swapped.is_none() {
             self.unadmit(victim);
         }
-        let place = self.requests.get(&request).map_or(Place::Waiting, Request::place);
+        let place = self.requests.get(&request).map_or(RequestPlace::Waiting, Request::place);
         let tokens = if swapped.is_some() { 0 } else { tokens };
-        planning.effects.push(Effect::Preempted { request, place, swapped, tokens });
+        builder.effects.push(Effect::Preempted { request, place, swapped, tokens });
     }
 
     /// Whether a step's report has room for this share: the embeddings that a step completes are
     /// reported together.
-    fn may_report(&self, seq: &Sequence, count: u32, step: &InFlight) -> bool {
+    fn has_report_room(&self, seq: &Sequence, count: u32, step: &InFlight) -> bool {
         let completes = seq.embeds_at(seq.computed + count);
         !completes || step.embeddings < weight::embeddings_max(&self.config)
     }
@@ -404,7 +410,7 @@ impl Scheduler {
     /// Whether this request in the batch would leave open who ends an epoch: a suspect does not run
     /// with others that have made no progress since their admission. If the epoch ends again, it
     /// was the suspect.
-    fn would_blur_blame(&self, request: RequestId) -> bool {
+    fn would_hide_culprit(&self, request: RequestId) -> bool {
         let sequence = |slot: &usize| self.sequences[*slot].as_ref();
         let mut others = self.running().filter(|seq| seq.request != request && !seq.progressed);
         let mut own = self.requests.get(&request).into_iter().flat_map(|owner| &owner.live);
@@ -413,9 +419,9 @@ impl Scheduler {
     }
 
     /// Plans the next `count` tokens of a sequence, which [`Scheduler::make_room`] made room for.
-    pub(super) fn plan_sequence(&mut self, slot: usize, count: u32, planning: &mut Planning<'_>) {
-        planning.budget -= count;
-        let Planning { plan, step, .. } = planning;
+    pub(super) fn plan_sequence(&mut self, slot: usize, count: u32, builder: &mut PlanBuilder<'_>) {
+        builder.budget -= count;
+        let PlanBuilder { plan, step, .. } = builder;
         let Some(seq) = &mut self.sequences[slot] else { return };
         let (start, end) = (seq.computed, seq.computed + count);
         while (seq.blocks.len() as u32) < self.config.blocks_for(end) {
@@ -452,12 +458,12 @@ impl Scheduler {
             seq: seq.id,
             start,
             count,
-            new_blocks: seq.blocks[seq.told as usize..].to_vec(),
+            new_blocks: seq.blocks[seq.blocks_sent as usize..].to_vec(),
             sample: samples,
             masked,
             drafts: Drafts::none(),
         });
-        seq.told = seq.blocks.len() as u32;
+        seq.blocks_sent = seq.blocks.len() as u32;
         seq.known = true;
         let admission = seq.admission.unwrap_or_default();
         let (seq_id, fresh) = (seq.id, fresh > 0);

@@ -24,14 +24,14 @@ const SHARES_MIN: u32 = 8 << 10;
 
 /// Queue capacity taken by one request, or by all that wait.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Load {
+pub(super) struct QueueLoad {
     requests: u32,
     sequences: u32,
     /// Prompt tokens, counted for every choice.
     tokens: u64,
 }
 
-impl Load {
+impl QueueLoad {
     /// Load of a request with so many prompt tokens and choices.
     pub(super) fn of(prompt: usize, choices: usize) -> Self {
         let sequences = u32::try_from(choices).unwrap_or(u32::MAX);
@@ -88,7 +88,7 @@ impl Scheduler {
             let message = format!("request number {} is already running", request.id.0);
             return Err(EngineError::Unavailable { message });
         }
-        let queued = Load::of(request.prompt.len(), request.sampling.len());
+        let queued = QueueLoad::of(request.prompt.len(), request.sampling.len());
         let goes_on = request.resumed.is_some();
         if !goes_on {
             self.queued.check(queued, self.config.max_queued_requests)?;

@@ -7,11 +7,11 @@ use shared::sampling::SamplingParams;
 
 use super::AwaitedMask;
 use super::blocks::Prefix;
-use super::effect::Place;
-use super::pace::Pace;
-use super::queue::Load;
-use super::speculate::Drafter;
-use super::swap::Swapped;
+use super::effect::RequestPlace;
+use super::pace::DraftPace;
+use super::queue::QueueLoad;
+use super::speculate::NgramDrafter;
+use super::swap::SwappedBlocks;
 use super::tokens::Tokens;
 use crate::engine::{GenerateRequest, TokenGuide};
 
@@ -36,12 +36,12 @@ pub(super) struct Sequence {
     pub(super) guide: Option<Box<dyn TokenGuide>>,
     /// Block table; covers at least `computed` tokens.
     pub(super) blocks: Vec<BlockId>,
-    /// How many of its blocks the workers were told.
-    pub(super) told: u32,
+    /// How many of its blocks were sent to the workers.
+    pub(super) blocks_sent: u32,
     /// Whether the workers know it: it was in a plan since its admission.
     pub(super) known: bool,
     /// Set while its blocks are in host memory; `blocks` is empty then.
-    pub(super) swapped: Option<Swapped>,
+    pub(super) swapped: Option<SwappedBlocks>,
     /// How many of its blocks are full and offered to others, and the prefix of the next one.
     pub(super) kept: u32,
     pub(super) prefix: Prefix,
@@ -72,9 +72,9 @@ pub(super) struct Sequence {
     pub(super) prompt_logprobs: Vec<TokenLogprobs>,
     pub(super) prompt_logprobs_done: bool,
     /// Index of its n-grams; only while it is admitted, and only where drafts come from n-grams.
-    pub(super) drafter: Option<Box<Drafter>>,
+    pub(super) drafter: Option<Box<NgramDrafter>>,
     /// How many tokens a draft model drafts for it.
-    pub(super) pace: Pace,
+    pub(super) pace: DraftPace,
     /// Whether its next share is to have drafts, as decided before every plan.
     pub(super) wants_draft: bool,
     /// Drafts that the step in flight verifies; empty if there are none.
@@ -111,7 +111,7 @@ impl Sequence {
             open_ended: request.open_ended,
             guide,
             blocks: Vec::new(),
-            told: 0,
+            blocks_sent: 0,
             known: false,
             swapped: None,
             kept: 0,
@@ -129,7 +129,7 @@ impl Sequence {
             prompt_logprobs: Vec::new(),
             prompt_logprobs_done: !wants_prompt,
             drafter: None,
-            pace: Pace::default(),
+            pace: DraftPace::default(),
             wants_draft: false,
             drafts: Drafts::none(),
         }
@@ -207,7 +207,7 @@ impl Sequence {
 
     /// Resets what the workers and others know of its block table, which is empty.
     pub(super) fn forget_blocks(&mut self) {
-        self.told = 0;
+        self.blocks_sent = 0;
         self.kept = 0;
         self.prefix = Prefix::Start { salt: self.cache_salt, adapter: self.adapter };
     }
@@ -242,16 +242,16 @@ pub(super) struct Request {
     /// It has been in a step.
     pub(super) scheduled: bool,
     /// Queue capacity it took before it ran.
-    pub(super) queued: Load,
+    pub(super) queued: QueueLoad,
 }
 
 impl Request {
     /// Where it is: in the batch if any of its sequences is, otherwise in host memory if any is.
-    pub(super) fn place(&self) -> Place {
+    pub(super) fn place(&self) -> RequestPlace {
         match (self.admitted, self.swapped) {
-            (0, 0) => Place::Waiting,
-            (0, _) => Place::Swapped,
-            _ => Place::Running,
+            (0, 0) => RequestPlace::Waiting,
+            (0, _) => RequestPlace::Swapped,
+            _ => RequestPlace::Running,
         }
     }
 }

@@ -7,9 +7,9 @@
 //! and takes in a long prompt bit by bit.
 //!
 //! Whether drafts pay off is known without making any: before each token the index predicts it, if
-//! it can, and [`Drafter::trust`] counts how that turns out. So a sequence that does not repeat
-//! itself drafts nothing, and the longer it is wrong, the longer it must be right before it drafts
-//! again. All of this depends on its tokens alone.
+//! it can, and [`NgramDrafter::trust`] counts how that turns out. So a sequence that does not
+//! repeat itself drafts nothing, and the longer it is wrong, the longer it must be right before it
+//! drafts again. All of this depends on its tokens alone.
 use super::config::ConfigError;
 use super::speculation::within;
 
@@ -32,14 +32,14 @@ const TRUST_LEAST: i32 = -16;
 
 /// Which n-grams are looked up. Names as in vLLM's `--speculative-config`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Lookup {
+pub struct NgramConfig {
     /// Longest n-gram looked up, in tokens: `prompt_lookup_min` to 16.
     pub prompt_lookup_max: u32,
     /// Shortest n-gram looked up, in tokens: at least 1.
     pub prompt_lookup_min: u32,
 }
 
-impl Lookup {
+impl NgramConfig {
     /// Checks the bounds.
     pub(super) fn validate(&self) -> Result<(), ConfigError> {
         let Self { prompt_lookup_max: max, prompt_lookup_min: min } = *self;
@@ -72,7 +72,7 @@ fn slots(room: usize) -> usize {
 
 /// One sequence's index, and how far it is trusted.
 #[derive(Debug)]
-pub struct Drafter {
+pub struct NgramDrafter {
     /// `slots` places for each length, shortest first: where an n-gram ended last, 0 if the place
     /// is free. Found by the n-gram's hash, then compared token by token.
     index: Vec<u32>,
@@ -92,10 +92,10 @@ pub struct Drafter {
     probes: usize,
 }
 
-impl Drafter {
+impl NgramDrafter {
     /// Creates an empty index with room for sequences of up to `room` tokens.
     #[must_use]
-    pub fn new(config: &Lookup, room: usize) -> Self {
+    pub fn new(config: &NgramConfig, room: usize) -> Self {
         let slots = slots(room);
         Self {
             index: vec![0; slots * config.lengths()],
@@ -113,7 +113,7 @@ impl Drafter {
 
     /// Bytes of an index with room for sequences of up to `room` tokens.
     #[must_use]
-    pub fn bytes_of(config: &Lookup, room: usize) -> usize {
+    pub fn bytes_of(config: &NgramConfig, room: usize) -> usize {
         slots(room) * config.lengths() * size_of::<u32>()
     }
 
@@ -208,8 +208,8 @@ mod tests {
 
     use super::*;
 
-    fn config(min: u32, max: u32) -> Lookup {
-        Lookup { prompt_lookup_max: max, prompt_lookup_min: min }
+    fn config(min: u32, max: u32) -> NgramConfig {
+        NgramConfig { prompt_lookup_max: max, prompt_lookup_min: min }
     }
 
     /// By definition: where the longest n-gram at the end of the tokens ended last before.
@@ -233,7 +233,7 @@ mod tests {
         all.split_off(tokens.len())
     }
 
-    fn entered(drafter: &mut Drafter, tokens: &[u32], num_prompt: usize) {
+    fn entered(drafter: &mut NgramDrafter, tokens: &[u32], num_prompt: usize) {
         drafter.enter(tokens, num_prompt, &mut tokens.len());
     }
 
@@ -249,7 +249,7 @@ mod tests {
             num_prompt in 0usize..150,
         ) {
             // Enough places for every n-gram to keep its own.
-            let mut drafter = Drafter::new(&config(min, min + more), 20 * tokens.len());
+            let mut drafter = NgramDrafter::new(&config(min, min + more), 20 * tokens.len());
             let mut steps = steps.into_iter().cycle();
             let mut draft = Vec::new();
             let (mut end, mut trust) = (0, TRUST_AT_FIRST);
@@ -286,7 +286,7 @@ mod tests {
 
     #[test]
     fn crafted_tokens_cost_no_more_than_a_bound() {
-        let mut drafter = Drafter::new(&config(1, 1), 3001);
+        let mut drafter = NgramDrafter::new(&config(1, 1), 3001);
         let tokens: Vec<u32> = crafted(drafter.slots as u64).take(3000).collect();
         entered(&mut drafter, &tokens, 0);
         assert!(drafter.probes <= 16 * 3000, "{} places looked at", drafter.probes);
@@ -304,7 +304,7 @@ mod tests {
             picks in prop::collection::vec(0usize..60, 1..300),
             (min, more) in (1u32..3, 0u32..3),
         ) {
-            let mut drafter = Drafter::new(&config(min, min + more), picks.len());
+            let mut drafter = NgramDrafter::new(&config(min, min + more), picks.len());
             let kinds: Vec<u32> = crafted(drafter.slots as u64).take(60).collect();
             let tokens: Vec<u32> = picks.iter().map(|pick| kinds[*pick]).collect();
             for end in 1..=tokens.len() {
@@ -318,7 +318,7 @@ mod tests {
 
     #[test]
     fn a_draft_goes_on_in_itself_behind_the_end() {
-        let mut drafter = Drafter::new(&config(2, 3), 100);
+        let mut drafter = NgramDrafter::new(&config(2, 3), 100);
         let tokens = [9, 1, 2, 3, 1, 2, 3];
         entered(&mut drafter, &tokens, 7);
         let mut draft = Vec::new();
@@ -334,7 +334,7 @@ mod tests {
     #[test]
     fn a_long_prompt_is_entered_bit_by_bit_and_no_more_than_there_is_room_for() {
         let tokens: Vec<u32> = (0..5000).map(|at| at % 1000).collect();
-        let mut drafter = Drafter::new(&config(3, 3), 5000);
+        let mut drafter = NgramDrafter::new(&config(3, 3), 5000);
         let mut budget = 4999;
         drafter.enter(&tokens, 5000, &mut budget);
         assert_eq!((budget, drafter.behind(&tokens)), (0, 1));
@@ -346,9 +346,9 @@ mod tests {
         assert_eq!((budget, drafter.behind(&tokens)), (6, 0));
         drafter.draft(&tokens, 3, &mut draft);
         assert_eq!(draft, [0, 1, 2]);
-        let mut small = Drafter::new(&config(1, 2), 10);
+        let mut small = NgramDrafter::new(&config(1, 2), 10);
         let memory = small.index.capacity();
-        assert_eq!(small.bytes(), Drafter::bytes_of(&config(1, 2), 10));
+        assert_eq!(small.bytes(), NgramDrafter::bytes_of(&config(1, 2), 10));
         assert_eq!(small.bytes(), 2 * 16 * 4);
         entered(&mut small, &tokens, 5000);
         assert_eq!((small.entered, small.index.capacity()), (10, memory));
@@ -367,7 +367,7 @@ mod tests {
         let wrong = |times: u32| (0..times).flat_map(|at| [1, 2, 100 + at]);
         let drafts_after = |times: u32| {
             let mut tokens: Vec<u32> = wrong(times).collect();
-            let mut drafter = Drafter::new(&config(2, 2), 10_000);
+            let mut drafter = NgramDrafter::new(&config(2, 2), 10_000);
             entered(&mut drafter, &tokens, 0);
             for right in 0u32.. {
                 tokens.extend([1, 2, 7]);
@@ -386,7 +386,7 @@ mod tests {
 
     #[test]
     fn text_without_repetition_never_drafts() {
-        let mut drafter = Drafter::new(&config(2, 4), 3000);
+        let mut drafter = NgramDrafter::new(&config(2, 4), 3000);
         let tokens: Vec<u32> = (0..3000).collect();
         for end in 1..3000 {
             entered(&mut drafter, &tokens[..end], 10);

@@ -1,6 +1,6 @@
 //! PURE: whether sequences draft tokens, how, and how many.
 use super::config::ConfigError;
-use super::speculate::Lookup;
+use super::speculate::NgramConfig;
 
 /// Maximum length of a draft, in tokens.
 pub(super) const TOKENS_MAX: u32 = 64;
@@ -22,7 +22,7 @@ pub struct Speculation {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
     /// The sequence's own n-grams, looked up here.
-    Ngram(Lookup),
+    Ngram(NgramConfig),
     /// A small model on rank 0 of each replica.
     DraftModel,
 }
@@ -67,7 +67,7 @@ mod tests {
     fn bounds_are_named_with_field_and_value() {
         let with = |min, max| Speculation {
             num_speculative_tokens: 5,
-            method: Method::Ngram(Lookup { prompt_lookup_max: max, prompt_lookup_min: min }),
+            method: Method::Ngram(NgramConfig { prompt_lookup_max: max, prompt_lookup_min: min }),
             disable_by_batch_size: None,
         };
         let model = Speculation { method: Method::DraftModel, ..with(1, 1) };

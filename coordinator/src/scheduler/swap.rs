@@ -14,7 +14,7 @@ use std::collections::BinaryHeap;
 use shared::ids::{BlockId, HostBlockId};
 use shared::protocol::{StepPlan, Swap, SwapPair};
 
-use super::plan::Planning;
+use super::plan::PlanBuilder;
 use super::sequence::Sequence;
 use super::{Effect, Scheduler, weight};
 
@@ -58,7 +58,7 @@ impl HostPool {
 
 /// What a sequence has while it is swapped.
 #[derive(Debug)]
-pub(super) struct Swapped {
+pub(super) struct SwappedBlocks {
     /// Its host blocks, in the order of its block table.
     host: Vec<HostBlockId>,
     /// The KV blocks it had, in case they turn out to be corrupted.
@@ -79,7 +79,7 @@ impl Scheduler {
         let blocks = pairs.map(|(device, host)| SwapPair { device: *device, host: *host });
         self.outgoing.push(Swap { seq: seq.id, blocks: blocks.collect() });
         let (request, urgency) = (seq.request, seq.urgency());
-        seq.swapped = Some(Swapped { host, was: seq.blocks.clone() });
+        seq.swapped = Some(SwappedBlocks { host, was: seq.blocks.clone() });
         self.blocks.give_back(&mut seq.blocks);
         seq.forget_blocks();
         // Only sequences in the batch have an index.
@@ -96,10 +96,15 @@ impl Scheduler {
 
     /// Brings the sequence at place `at` of the queue back and plans its next share. Returns false
     /// when it has to wait.
-    pub(super) fn swap_in(&mut self, at: usize, slot: usize, planning: &mut Planning<'_>) -> bool {
+    pub(super) fn swap_in(
+        &mut self,
+        at: usize,
+        slot: usize,
+        builder: &mut PlanBuilder<'_>,
+    ) -> bool {
         self.look_up(slot);
         let Some(seq) = &mut self.sequences[slot] else { return false };
-        let count = seq.num_wanted(self.config.max_model_len).min(planning.budget);
+        let count = seq.num_wanted(self.config.max_model_len).min(builder.budget);
         let waits = count == 0 || seq.waits_for_token(self.config.max_model_len);
         let Some(swapped) = seq.swapped.take_if(|_| !waits) else {
             // Its last token is in flight, or drafts whose outcome is unknown.
@@ -120,13 +125,13 @@ impl Scheduler {
         let wanted = ahead - num_found + found_free + self.running.len() as u32;
         let num_free = self.blocks.num_free();
         let fits = now <= num_free && (wanted <= num_free || self.running.is_empty());
-        if !fits || !weight::may_swap(planning.step.swap_in_bytes, swapped.host.len()) {
+        if !fits || !weight::may_swap(builder.step.swap_in_bytes, swapped.host.len()) {
             seq.swapped = Some(swapped);
             return false;
         }
         self.share_found(slot);
         let Some(seq) = &mut self.sequences[slot] else { return false };
-        planning.step.swap_in_bytes += weight::swap(swapped.host.len());
+        builder.step.swap_in_bytes += weight::swap(swapped.host.len());
         let mut pairs = Vec::with_capacity(swapped.host.len() - num_found as usize);
         for host in swapped.host.iter().skip(num_found as usize) {
             // There are enough: see above.
@@ -135,7 +140,7 @@ impl Scheduler {
             pairs.push(SwapPair { device, host: *host });
         }
         let (seq, request, blocks) = (seq.id, seq.request, pairs.len() as u32);
-        planning.plan.swap_in.push(Swap { seq, blocks: pairs });
+        builder.plan.swap_in.push(Swap { seq, blocks: pairs });
         self.left.extend(swapped.host);
         self.waiting.remove(at);
         self.run(slot);
@@ -143,9 +148,9 @@ impl Scheduler {
             owner.swapped -= 1;
             owner.admitted += 1;
         });
-        planning.effects.push(Effect::SwappedIn { request, blocks });
-        self.resumed(request, planning.effects);
-        self.plan_sequence(slot, count, planning);
+        builder.effects.push(Effect::SwappedIn { request, blocks });
+        self.resumed(request, builder.effects);
+        self.plan_sequence(slot, count, builder);
         true
     }
 
@@ -157,7 +162,7 @@ impl Scheduler {
     }
 
     /// Forgets a swapped sequence that was removed from everything else.
-    pub(super) fn drop_swapped(&mut self, seq: &Sequence, swapped: Swapped) {
+    pub(super) fn drop_swapped(&mut self, seq: &Sequence, swapped: SwappedBlocks) {
         self.host.give_back(swapped.host);
         // It may not have been sent yet.
         self.outgoing.retain(|swap| swap.seq != seq.id);

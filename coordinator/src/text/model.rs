@@ -16,13 +16,13 @@ use shared::model_config;
 use shared::sampling::Pooling;
 use tokenizers::{PostProcessor as _, Tokenizer, TruncationDirection};
 
-use self::templates::Sources;
+use self::templates::TemplateSources;
 use super::bound;
 use super::dialect::Dialect;
 use super::reply::harmony;
 use super::stream::{StopRules, TextStream};
 use super::template::ChatTemplate;
-use crate::guide::{Guides, Making};
+use crate::guide::{GrammarCompiler, Guides};
 
 /// Why a model folder cannot be served: one sentence naming the file and the reason.
 #[derive(Debug, thiserror::Error)]
@@ -89,7 +89,7 @@ pub struct TextModel {
     special_by_id: Arc<HashMap<u32, String>>,
     guides: OnceLock<Result<Guides, String>>,
     /// Compiles grammars for requests.
-    pub grammars: Making,
+    pub grammars: GrammarCompiler,
 }
 
 impl TextModel {
@@ -183,7 +183,7 @@ impl TextModel {
             special,
             special_by_id: Arc::new(special_by_id),
             guides: OnceLock::new(),
-            grammars: Making::default(),
+            grammars: GrammarCompiler::default(),
             bytes_per_token,
             fingerprint: fingerprint(folder, chat_template),
         })
@@ -198,7 +198,7 @@ impl TextModel {
     }
 
     /// Like [`guides`](Self::guides), if already created.
-    pub(crate) fn guides_made(&self) -> Option<&Guides> {
+    pub(crate) fn loaded_guides(&self) -> Option<&Guides> {
         self.guides.get()?.as_ref().ok()
     }
 
@@ -289,7 +289,7 @@ fn load_template(
         }
         _ => String::new(),
     };
-    let sources = Sources::find(folder, chosen, config.get("chat_template"), &config_file)?;
+    let sources = TemplateSources::find(folder, chosen, config.get("chat_template"), &config_file)?;
     let template = sources.default.map(|(file, source)| {
         let named = |message| TextModelError::new(&file, message);
         let template = ChatTemplate::new(&source, token("bos_token"), token("eos_token"));

@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 pub use self::format::CallFormat;
 pub use self::harmony::Harmony;
-use self::json::{CallObject, Taken};
+use self::json::{CallObject, Progress};
 pub use self::rules::{Part, Reasoning, ReplyRules};
 pub use self::xml::Parameters;
 
@@ -284,7 +284,7 @@ impl ReplyReader {
         let mut arguments = String::new();
         let (taken, length) = call.push(&self.held, &mut arguments);
         self.held.drain(..length);
-        if taken == Taken::Broken && !call.is_begun() {
+        if taken == Progress::Broken && !call.is_begun() {
             content(&format!("{opening}{}", call.text()), parts);
             self.state = State::Content { begun: true };
             return true;
@@ -294,7 +294,7 @@ impl ReplyReader {
             self.begin(name, parts);
         }
         self.add(arguments, parts);
-        if taken == Taken::All {
+        if taken == Progress::All {
             return false;
         }
         self.state = State::Closing { listed };
@@ -305,14 +305,14 @@ impl ReplyReader {
     fn tagged(&mut self, parts: &mut Vec<Part>) -> bool {
         let space = self.held.len() - self.held.trim_start().len();
         match xml::function(&self.held[space..]) {
-            xml::Next::Unknown if space <= SPACE_MAX => return false,
-            xml::Next::Is(function, taken) => {
+            xml::Prefix::Unknown if space <= SPACE_MAX => return false,
+            xml::Prefix::Match(function, taken) => {
                 self.held.drain(..space + taken);
                 self.begin(function.clone(), parts);
                 self.add("{".to_owned(), parts);
                 self.state = State::Element { function, count: 0 };
             }
-            xml::Next::Unknown | xml::Next::IsNot => self.is_no_call(parts),
+            xml::Prefix::Unknown | xml::Prefix::NoMatch => self.is_no_call(parts),
         }
         true
     }
@@ -343,7 +343,7 @@ impl ReplyReader {
             return true;
         }
         match xml::parameter(&self.held, self.looked, function, &self.rules.parameters) {
-            xml::Next::Is(member, taken) => {
+            xml::Prefix::Match(member, taken) => {
                 self.held.drain(..taken);
                 self.looked = 0;
                 let between = if *count == 0 { "" } else { ", " };
@@ -352,13 +352,13 @@ impl ReplyReader {
                     self.add(format!("{between}{member}"), parts);
                 }
             }
-            xml::Next::Unknown => {
+            xml::Prefix::Unknown => {
                 self.looked = self.held.len();
                 return false;
             }
-            xml::Next::IsNot if xml::FUNCTION_END.starts_with(&self.held) => return false,
+            xml::Prefix::NoMatch if xml::FUNCTION_END.starts_with(&self.held) => return false,
             // Skips a character that has no place here.
-            xml::Next::IsNot => {
+            xml::Prefix::NoMatch => {
                 let first = self.held.chars().next().map_or(0, char::len_utf8);
                 self.held.drain(..first);
             }

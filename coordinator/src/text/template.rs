@@ -90,7 +90,7 @@ impl fmt::Display for RenderError {
 /// from faults of the template.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-struct Raised(String);
+struct RaisedException(String);
 
 /// A model's chat template.
 #[derive(Debug)]
@@ -127,7 +127,7 @@ impl ChatTemplate {
             .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             let error = Error::new(ErrorKind::InvalidOperation, message.clone());
-            Err(error.with_source(Raised(message)))
+            Err(error.with_source(RaisedException(message)))
         });
         environment.add_function("strftime_now", date::strftime_now);
         environment.add_filter("tojson", json::tojson);
@@ -187,7 +187,7 @@ impl ChatTemplate {
             let mut source = error.source();
             let mut raised = false;
             while let Some(error) = source {
-                raised |= error.is::<Raised>();
+                raised |= error.is::<RaisedException>();
                 source = error.source();
             }
             // A conversation that takes too many steps is too long.

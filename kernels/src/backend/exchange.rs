@@ -1,6 +1,6 @@
 //! Exchanges between ranks.
 use super::RowOps;
-use crate::collective::Tally;
+use crate::collective::ByteCounters;
 use crate::error::KernelError;
 
 /// All-reduce, gathering of logits, and broadcast.
@@ -64,7 +64,7 @@ pub trait ExchangeOps: RowOps {
     fn take_collective_time(&mut self) -> std::time::Duration;
 
     /// Returns the bytes exchanged in collectives since the last call, and resets them.
-    fn take_exchanged(&mut self) -> Tally {
-        Tally::default()
+    fn take_exchanged(&mut self) -> ByteCounters {
+        ByteCounters::default()
     }
 }

@@ -1,5 +1,5 @@
 //! Heads, sequences and the cache.
-use super::{Matrix, Vector, ensure, named, shape, shape_error, vector, width};
+use super::{Matrix, Vector, below_bound, ensure, shape, shape_error, vector, width};
 use crate::backend::{AttentionAt, AttentionShape, Batch, Buffer, KvShape, QkvInput, RopeTable};
 use crate::error::KernelError;
 
@@ -88,8 +88,8 @@ pub(crate) fn places(
     (positions, slots): (usize, usize),
 ) -> Result<(), KernelError> {
     let op = "qkv_rope_write";
-    named(op, "position", batch.positions, positions)?;
-    named(op, "slot", batch.slots, slots)
+    below_bound(op, "position", batch.positions, positions)?;
+    below_bound(op, "slot", batch.slots, slots)
 }
 
 /// Everything but [`places`], which needs to be checked only once per step, not in every layer.

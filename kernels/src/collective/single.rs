@@ -16,11 +16,11 @@ impl AbortHandle for Flag {
 }
 
 #[derive(Debug, Default)]
-struct Alone {
+struct SingleRank {
     aborted: Arc<Flag>,
 }
 
-impl Transport for Alone {
+impl Transport for SingleRank {
     fn rank(&self) -> u32 {
         0
     }
@@ -54,5 +54,5 @@ impl Transport for Alone {
 /// The collective of a replica with one rank.
 #[must_use]
 pub fn single_rank() -> Box<dyn Collective> {
-    Box::new(Exchange::new(Alone::default()))
+    Box::new(Exchange::new(SingleRank::default()))
 }

@@ -1,9 +1,9 @@
 //! Ranks on different hosts: a TCP connection between each pair.
 //!
 //! Meant for trying out a cluster on CPUs, not for speed: every rank sends its words to every
-//! other. `meeting` is how the ranks find each other.
+//! other. `rendezvous` is how the ranks find each other.
 #![allow(unsafe_code, reason = "poll(2)")]
-mod meeting;
+mod rendezvous;
 
 use std::io::{self, Read as _, Write as _};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -53,7 +53,7 @@ pub fn tcp(
         return Err(CollectiveError::Setup(message));
     }
     let deadline = Instant::now() + options.timeout;
-    let peers = meeting::meet(options, deadline, is_given_up)?;
+    let peers = rendezvous::meet(options, deadline, is_given_up)?;
     let streams = peers.iter().flatten().map(|peer| peer.stream.try_clone()).collect();
     let streams: Vec<TcpStream> = io::Result::from_iter(Vec::into_iter(streams))
         .map_err(|error| CollectiveError::Setup(error.to_string()))?;

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 use super::{CpuBackend, CpuBuffer, WAY};
 use crate::backend::{Buffer as _, ExchangeOps, Tensors as _};
 use crate::check;
-use crate::collective::{Collective, Tally};
+use crate::collective::{ByteCounters, Collective};
 use crate::error::KernelError;
 
 impl ExchangeOps for CpuBackend {
@@ -54,7 +54,7 @@ impl ExchangeOps for CpuBackend {
         std::mem::take(&mut self.collective_time)
     }
 
-    fn take_exchanged(&mut self) -> Tally {
+    fn take_exchanged(&mut self) -> ByteCounters {
         std::mem::take(&mut self.exchanged)
     }
 }

@@ -44,9 +44,9 @@ pub(crate) use layout::{Activations, prepare};
 pub(crate) use one_term::round_row;
 pub(crate) use pairs::{multiply_pairs, pair_panels};
 
-use layout::{Layout, Part};
+use layout::{ActivationRows, Layout};
 #[cfg(target_arch = "x86_64")]
-use one_term::Ahead;
+use one_term::Prefetch;
 
 /// Maximum number of rows per tile: 6 x 64 sums fill 24 of the 32 vector registers.
 const TILE_ROWS: usize = 6;
@@ -81,9 +81,9 @@ type Acc = [[f32; 16]; 4];
 
 /// Weights converted to bf16. Aligned, so that no vector lies in two cache lines.
 #[repr(C, align(64))]
-struct Room<const PAIRS: usize>([PairRow; PAIRS]);
+struct ConvertedWeights<const PAIRS: usize>([PairRow; PAIRS]);
 
-impl<const PAIRS: usize> Room<PAIRS> {
+impl<const PAIRS: usize> ConvertedWeights<PAIRS> {
     fn new() -> Self {
         Self([[[0; 16]; 4]; PAIRS])
     }
@@ -138,7 +138,7 @@ fn run_panels(
     pool: &mut Pool,
     acts: &Activations<'_>,
     weight: Panels<'_>,
-    task: &(dyn Fn(&Part<'_>, Range<usize>, usize) + Sync),
+    task: &(dyn Fn(&ActivationRows<'_>, Range<usize>, usize) + Sync),
 ) -> Result<(), KernelError> {
     let panels = weight.num_panels();
     let cost = weight.num_pairs() * acts.rows;
@@ -194,8 +194,8 @@ impl Product<'_> {
         // No larger than needed: clearing it takes time.
         match self.room_pairs() {
             0 => self.panels_in(range, &mut []),
-            FEW_PAIRS => self.panels_in(range, &mut Room::<FEW_PAIRS>::new().0),
-            _ => self.panels_in(range, &mut Room::<ROOM_PAIRS>::new().0),
+            FEW_PAIRS => self.panels_in(range, &mut ConvertedWeights::<FEW_PAIRS>::new().0),
+            _ => self.panels_in(range, &mut ConvertedWeights::<ROOM_PAIRS>::new().0),
         }
     }
 
@@ -347,7 +347,7 @@ impl Product<'_> {
             _ => (0, 0),
         };
         let distance = if tiles == 1 { AHEAD } else { pairs.len() };
-        let ahead = Ahead { line, lines, distance };
+        let ahead = Prefetch { line, lines, distance };
         let mut run = |acc: &mut [&mut Acc; M]| {
             // SAFETY: only an instruction set that this machine has lays out rows.
             unsafe { one_term::tile(&acts, weights, room, acc, first, ahead) }

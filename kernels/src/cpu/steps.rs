@@ -33,7 +33,7 @@ impl StepOps for CpuBackend {
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError> {
         check::logits("logprobs", logits, vocab, first_row, targets.len())?;
-        check::named("logprobs", "target", targets, vocab)?;
+        check::below_bound("logprobs", "target", targets, vocab)?;
         self.each_row(targets.len(), out, &|sampler, i| {
             sampler.score(&logits.row(first_row + i)[..vocab], targets[i], top_n)
         })

@@ -1,10 +1,10 @@
 //! What follows the QKV product, and attention over the cache: tiles of prompt rows, split
 //! sequences for decoding, and a generic kernel for head dimensions without kernels of their own.
-use super::backend::{CudaBackend, Which};
+use super::backend::{CudaBackend, ScratchKind};
 use super::batch::live;
 use super::launch::{self, AttentionIo, DecodeWork, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
 use super::products::addend_at;
-use super::step::Launched;
+use super::step::LaunchRows;
 use super::swap::CudaHostKv;
 use super::tensors::{CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element};
 use crate::backend::{AttentionAt, AttentionOps, AttentionShape, Buffer as _, QkvInput};
@@ -49,12 +49,14 @@ impl AttentionOps for CudaBackend {
         q_out.set_rows(rows)?;
         self.stage(batch, shape)?;
         let cache = cache.layer(layer);
-        if self.step.skips(op, [from.ptr.0, weights.weight.at().ptr.0, cache.keys.0]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.ptr.0, weights.weight.at().ptr.0, cache.keys.0])
+            || rows == 0
+        {
             return Ok(());
         }
         let most = x.rows_max().min(q_out.rows_max());
-        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
-        let qkv = Rows { ptr: self.scratch(Which::Wide, count * width * 4)?, stride: width };
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
+        let qkv = Rows { ptr: self.scratch(ScratchKind::Wide, count * width * 4)?, stride: width };
         self.product(from, None, &weights.weight, None, qkv, count, live)?;
         if let Some(addend) = addend {
             let call = launch::add(qkv.ptr, addend, width, count, live);
@@ -103,7 +105,7 @@ impl AttentionOps for CudaBackend {
         self.stage(batch, shape)?;
         let window = u64::from(shape.sliding_window.unwrap_or(0));
         let cache = cache.layer(layer);
-        if self.step.skips(op, [from.0, cache.keys.0, window]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.0, cache.keys.0, window]) || rows == 0 {
             return Ok(());
         }
         let layout = *self.step.layout();
@@ -132,7 +134,7 @@ impl AttentionOps for CudaBackend {
         }
         if counts.items > 0 {
             let (out, ml) = Partials::elements(shape, counts.seqs);
-            let ptr = self.scratch(Which::Partials, (out + ml) * 4)?;
+            let ptr = self.scratch(ScratchKind::Partials, (out + ml) * 4)?;
             let partials = Partials { out: ptr, ml: ptr.offset(out * 4) };
             let (parts, live_parts, parts_most) = self.step.parts(shape.sliding_window)?;
             let work = DecodeWork {

@@ -14,7 +14,7 @@ use super::step::Step;
 use super::tensors::{CudaBuffer, Element, Uploader};
 use crate::backend::{AttentionShape, Batch, Buffer as _, Tensors as _};
 use crate::check::ensure;
-use crate::collective::{Collective, Tally};
+use crate::collective::{ByteCounters, Collective};
 use crate::error::KernelError;
 
 /// A rank on a GPU. Not `Send`: it stays on the thread that created it.
@@ -30,13 +30,13 @@ pub struct CudaBackend {
     widened: Scratch,
     best: Scratch,
     /// Set while the open step's logits are kept on their ranks.
-    pub(super) apart: Option<Part>,
+    pub(super) apart: Option<VocabShard>,
     pub(super) uploader: Option<Uploader>,
     pub(super) retired: Retired,
     pub(super) collective: Box<dyn Collective>,
     pub(super) collective_time: Duration,
-    pub(super) exchanged: Tally,
-    /// Largest size in bytes that any step needs, for each [`Exchanged`].
+    pub(super) exchanged: ByteCounters,
+    /// Largest size in bytes that any step needs, for each [`ExchangeScratch`].
     exchanged_most: [usize; 2],
     pub(super) host: Vec<f32>,
     pub(super) readback: Readback,
@@ -76,7 +76,7 @@ impl CudaBackend {
             retired: Retired::default(),
             collective,
             collective_time: Duration::ZERO,
-            exchanged: Tally::default(),
+            exchanged: ByteCounters::default(),
             exchanged_most: [0; 2],
             host: Vec::new(),
             readback: Readback::default(),
@@ -206,7 +206,11 @@ impl CudaBackend {
     /// Reserves room for data exchanged with other ranks, now or once this rank joins a group: for
     /// the largest step, so that no rank moves its scratch, and thereby forgets its graphs, when
     /// others do not.
-    pub(super) fn reserve(&mut self, which: Exchanged, bytes: usize) -> Result<(), KernelError> {
+    pub(super) fn reserve(
+        &mut self,
+        which: ExchangeScratch,
+        bytes: usize,
+    ) -> Result<(), KernelError> {
         let most = &mut self.exchanged_most[which as usize];
         *most = bytes.max(*most);
         if self.is_grouped() { self.reserve_exchanged() } else { Ok(()) }
@@ -215,7 +219,7 @@ impl CudaBackend {
     /// Reserves everything requested by [`CudaBackend::reserve`].
     pub(super) fn reserve_exchanged(&mut self) -> Result<(), KernelError> {
         let [gathered, best] = self.exchanged_most;
-        for (which, bytes) in [(Which::Gathered, gathered), (Which::Best, best)] {
+        for (which, bytes) in [(ScratchKind::Gathered, gathered), (ScratchKind::Best, best)] {
             if bytes > 0 {
                 self.scratch(which, bytes)?;
             }
@@ -224,15 +228,19 @@ impl CudaBackend {
     }
 
     /// Returns scratch memory; forgets graphs that refer to its old address.
-    pub(super) fn scratch(&mut self, which: Which, bytes: usize) -> Result<DevicePtr, KernelError> {
+    pub(super) fn scratch(
+        &mut self,
+        which: ScratchKind,
+        bytes: usize,
+    ) -> Result<DevicePtr, KernelError> {
         let scratch = match which {
-            Which::Wide => &mut self.wide,
-            Which::Narrow => &mut self.narrow,
-            Which::Partials => &mut self.partials,
-            Which::Index => &mut self.index,
-            Which::Gathered => &mut self.gathered,
-            Which::Best => &mut self.best,
-            Which::Widened => &mut self.widened,
+            ScratchKind::Wide => &mut self.wide,
+            ScratchKind::Narrow => &mut self.narrow,
+            ScratchKind::Partials => &mut self.partials,
+            ScratchKind::Index => &mut self.index,
+            ScratchKind::Gathered => &mut self.gathered,
+            ScratchKind::Best => &mut self.best,
+            ScratchKind::Widened => &mut self.widened,
         };
         let (ptr, moved) = scratch.get(&self.device, bytes)?;
         if moved {
@@ -313,7 +321,7 @@ impl CudaBackend {
 
 /// The part of the vocabulary that a rank's own logits cover.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Part {
+pub(super) struct VocabShard {
     /// Token of the first column.
     pub(super) first_id: u32,
     /// Number of columns that are tokens.
@@ -322,7 +330,7 @@ pub(super) struct Part {
 
 /// Kinds of scratch memory.
 #[derive(Clone, Copy)]
-pub(super) enum Which {
+pub(super) enum ScratchKind {
     /// f32 results.
     Wide,
     /// bf16 inputs.
@@ -341,10 +349,10 @@ pub(super) enum Which {
 
 /// Scratch memory that only ranks in a group need.
 #[derive(Clone, Copy)]
-pub(super) enum Exchanged {
-    /// [`Which::Gathered`]
+pub(super) enum ExchangeScratch {
+    /// [`ScratchKind::Gathered`]
     Gathered,
-    /// [`Which::Best`]
+    /// [`ScratchKind::Best`]
     Best,
 }
 

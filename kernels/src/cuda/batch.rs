@@ -33,7 +33,7 @@ pub struct Capacity {
 
 /// How attention's queries are cut into tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cut {
+pub struct AttentionTiling {
     /// Query heads that share a KV head.
     pub group: usize,
     /// Sequences of one row are tiles as well, and none is an item. A row then gets the same bits
@@ -43,7 +43,7 @@ pub struct Cut {
     pub windows: Windows,
 }
 
-impl Cut {
+impl AttentionTiling {
     /// For a step without attention.
     pub const NONE: Self = Self { group: 1, all_tiles: false, windows: Windows::ALL };
 
@@ -199,7 +199,7 @@ impl Layout {
         block: &mut [u32],
         ids: &[u32],
         batch: &Batch<'_>,
-        cut: Cut,
+        cut: AttentionTiling,
         samples: &[u32],
         found: &mut Vec<(u32, Splits)>,
     ) -> Result<(), KernelError> {
@@ -250,7 +250,7 @@ fn seq_words(seq: &SeqRows) -> [u32; SEQ] {
 
 /// Number of items of each kind in a step.
 #[must_use]
-pub fn sizes(rows: usize, batch: &Batch<'_>, cut: Cut, samples: usize) -> Capacity {
+pub fn sizes(rows: usize, batch: &Batch<'_>, cut: AttentionTiling, samples: usize) -> Capacity {
     let tiled = batch.seqs.iter().filter(|seq| !cut.is_item(seq));
     Capacity {
         rows: rows.max(batch.positions.len()),
@@ -264,7 +264,7 @@ pub fn sizes(rows: usize, batch: &Batch<'_>, cut: Cut, samples: usize) -> Capaci
 /// The largest capacity needed by steps of at most `rows` rows, with `samples` of them sampled, if
 /// no more sequences are decoded than sampled.
 #[must_use]
-pub fn largest(rows: usize, samples: usize, cut: Cut) -> Capacity {
+pub fn largest(rows: usize, samples: usize, cut: AttentionTiling) -> Capacity {
     // A sequence has at most one tile that is not full; sequences of one row have tiles only with
     // `all_tiles`.
     let seqs = if cut.all_tiles { rows } else { rows / 2 };
@@ -315,7 +315,7 @@ mod tests {
         let seqs = [seq(0, 1, 9), seq(1, 70, 70), seq(71, 2, 5)];
         let rows: Vec<u32> = (0..73).collect();
         let batch = Batch { positions: &rows, slots: &rows, seqs: &seqs, block_tables: &[7, 8, 9] };
-        let cut = Cut { group: 3, all_tiles: false, windows: Windows::ALL };
+        let cut = AttentionTiling { group: 3, all_tiles: false, windows: Windows::ALL };
         let sizes = sizes(73, &batch, cut, 2);
         assert_eq!(sizes, Capacity { rows: 73, seqs: 3, tiles: 5, parts: 1, samples: 2 });
         let layout = Layout::new(sizes);
@@ -337,7 +337,7 @@ mod tests {
         let seqs = [seq(0, 1, 9), seq(1, 70, 70), seq(71, 1, 5)];
         let rows: Vec<u32> = (0..72).collect();
         let batch = Batch { positions: &rows, slots: &rows, seqs: &seqs, block_tables: &[7, 8, 9] };
-        let cut = Cut { group: 3, all_tiles: true, windows: Windows::ALL };
+        let cut = AttentionTiling { group: 3, all_tiles: true, windows: Windows::ALL };
         let sizes = sizes(72, &batch, cut, 2);
         assert_eq!((sizes.tiles, cut.items(&batch), cut.of_single_rows(5)), (6, 0, (0, 5)));
         let layout = Layout::new(sizes);
@@ -347,7 +347,7 @@ mod tests {
         assert_eq!(block[layout.tiles..][..12], [0, 0, 1, 192, 1, 128, 1, 64, 1, 0, 2, 0]);
         // Many query heads share one KV head: more than a tile has room for.
         assert_eq!(
-            Cut { group: 65, all_tiles: true, windows: Windows::ALL }.of_single_rows(3),
+            AttentionTiling { group: 65, all_tiles: true, windows: Windows::ALL }.of_single_rows(3),
             (0, 6)
         );
     }
@@ -355,7 +355,9 @@ mod tests {
     #[test]
     fn no_step_needs_more_than_the_largest_block() {
         let cuts = [(64, 1), (64, 4), (100, 7), (100, 70)].into_iter().flat_map(|(rows, group)| {
-            [false, true].map(|all_tiles| (rows, Cut { group, all_tiles, windows: Windows::ALL }))
+            [false, true].map(|all_tiles| {
+                (rows, AttentionTiling { group, all_tiles, windows: Windows::ALL })
+            })
         });
         for (rows, cut) in cuts {
             let most = Layout::new(largest(rows, rows, cut));

@@ -51,7 +51,7 @@ enum Entry<V> {
 
 /// Action for a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stage {
+pub enum CacheStage {
     /// First use: run as is, so that everything loaded or chosen at first use is ready.
     Warm,
     /// Second use: make the value.
@@ -77,18 +77,18 @@ impl<K: Hash + Eq + Copy, V> StagedCache<K, V> {
     }
 
     /// Returns the action for `key` and marks it as used.
-    pub fn stage(&mut self, key: K) -> Stage {
+    pub fn stage(&mut self, key: K) -> CacheStage {
         self.clock += 1;
         let clock = self.clock;
         if let Some((entry, used)) = self.entries.get_mut(&key) {
             *used = clock;
             return match entry {
-                Entry::Warm => Stage::Make,
-                Entry::Made(_) => Stage::Use,
+                Entry::Warm => CacheStage::Make,
+                Entry::Made(_) => CacheStage::Use,
             };
         }
         self.put(key, Entry::Warm);
-        Stage::Warm
+        CacheStage::Warm
     }
 
     /// Returns the value of `key`, if it has one.
@@ -176,15 +176,15 @@ mod tests {
     #[test]
     fn a_key_is_warmed_then_made_then_used() {
         let mut cache = StagedCache::new(4);
-        assert_eq!(cache.stage(1), Stage::Warm);
+        assert_eq!(cache.stage(1), CacheStage::Warm);
         assert_eq!(cache.get(&1), None);
-        assert_eq!(cache.stage(1), Stage::Make);
+        assert_eq!(cache.stage(1), CacheStage::Make);
         cache.insert(1, "graph");
-        assert_eq!(cache.stage(1), Stage::Use);
+        assert_eq!(cache.stage(1), CacheStage::Use);
         assert_eq!(cache.get(&1), Some(&"graph"));
         assert_eq!(cache.made(), 1);
         cache.clear();
-        assert_eq!(cache.stage(1), Stage::Warm);
+        assert_eq!(cache.stage(1), CacheStage::Warm);
     }
 
     #[test]
@@ -194,8 +194,8 @@ mod tests {
             cache.stage(key);
             cache.insert(key, key);
         }
-        assert_eq!(cache.stage(0), Stage::Use);
-        assert_eq!(cache.stage(3), Stage::Warm);
+        assert_eq!(cache.stage(0), CacheStage::Use);
+        assert_eq!(cache.stage(3), CacheStage::Warm);
         assert_eq!(cache.get(&1), None);
         assert!(cache.get(&0).is_some() && cache.get(&2).is_some());
         assert_eq!(cache.entries.len(), 3);

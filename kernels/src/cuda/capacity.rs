@@ -8,7 +8,7 @@ const RESERVE: u64 = 384 << 20;
 
 /// A GPU's memory after loading weights and activations and running the largest step once.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Measured {
+pub struct MeasuredMemory {
     /// Total memory in bytes.
     pub total: u64,
     /// Free memory in bytes.
@@ -17,7 +17,7 @@ pub struct Measured {
     pub utilization: f64,
 }
 
-impl Measured {
+impl MeasuredMemory {
     /// Bytes that may be in use, by this process and others together.
     #[must_use]
     pub fn allowed(&self) -> u64 {
@@ -35,7 +35,7 @@ impl Measured {
 
 /// Memory that a model needs on each rank at a tensor-parallel degree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Need {
+pub struct MemoryNeed {
     /// Tensor-parallel degree.
     pub degree: u32,
     /// Size of the weights in bytes.
@@ -46,7 +46,7 @@ pub struct Need {
     pub one_sequence: u64,
 }
 
-impl Need {
+impl MemoryNeed {
     /// Total size in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
@@ -59,7 +59,11 @@ impl Need {
 ///
 /// # Errors
 /// That line.
-pub fn check_fit(memory: &Measured, need: &Need, others: &[Need]) -> Result<(), String> {
+pub fn check_fit(
+    memory: &MeasuredMemory,
+    need: &MemoryNeed,
+    others: &[MemoryNeed],
+) -> Result<(), String> {
     let room = memory.kv_bytes();
     let missing = need.bytes().saturating_sub(room);
     if missing == 0 {
@@ -103,35 +107,35 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    fn need(degree: u32, weights: u64) -> Need {
-        Need { degree, weights, activations: GIB, one_sequence: GIB }
+    fn need(degree: u32, weights: u64) -> MemoryNeed {
+        MemoryNeed { degree, weights, activations: GIB, one_sequence: GIB }
     }
 
     #[test]
     fn the_cache_takes_what_is_left_of_the_allowed_share() {
-        let memory = Measured { total: 80 * GIB, free: 60 * GIB, utilization: 0.9 };
+        let memory = MeasuredMemory { total: 80 * GIB, free: 60 * GIB, utilization: 0.9 };
         // 72 allowed, 20 in use, some kept.
         assert_eq!(memory.kv_bytes(), 52 * GIB - RESERVE);
-        let all = Measured { utilization: 1.0, ..memory };
+        let all = MeasuredMemory { utilization: 1.0, ..memory };
         assert_eq!(all.kv_bytes(), 60 * GIB - RESERVE);
         // Others use more than is allowed; a share out of range; a tiny GPU.
-        assert_eq!(Measured { free: GIB, ..memory }.kv_bytes(), 0);
-        assert_eq!(Measured { utilization: 7.0, ..memory }.kv_bytes(), all.kv_bytes());
-        assert_eq!(Measured { utilization: f64::NAN, ..memory }.kv_bytes(), 0);
-        let tiny = Measured { total: 1 << 20, free: 1 << 20, utilization: 1.0 };
+        assert_eq!(MeasuredMemory { free: GIB, ..memory }.kv_bytes(), 0);
+        assert_eq!(MeasuredMemory { utilization: 7.0, ..memory }.kv_bytes(), all.kv_bytes());
+        assert_eq!(MeasuredMemory { utilization: f64::NAN, ..memory }.kv_bytes(), 0);
+        let tiny = MeasuredMemory { total: 1 << 20, free: 1 << 20, utilization: 1.0 };
         assert_eq!(tiny.kv_bytes(), (1 << 20) - (1 << 15));
     }
 
     #[test]
     fn a_model_that_fits_is_no_error() {
-        let memory = Measured { total: 80 * GIB, free: 80 * GIB, utilization: 0.9 };
+        let memory = MeasuredMemory { total: 80 * GIB, free: 80 * GIB, utilization: 0.9 };
         assert_eq!(check_fit(&memory, &need(1, 60 * GIB), &[]), Ok(()));
     }
 
     #[test]
     fn one_that_does_not_says_how_much_is_missing_and_what_would_do() {
-        let memory = Measured { total: 80 * GIB, free: 80 * GIB, utilization: 0.9 };
-        let others: Vec<Need> = [2, 4, 8].map(|n| need(n, 140 * GIB / u64::from(n))).into();
+        let memory = MeasuredMemory { total: 80 * GIB, free: 80 * GIB, utilization: 0.9 };
+        let others: Vec<MemoryNeed> = [2, 4, 8].map(|n| need(n, 140 * GIB / u64::from(n))).into();
         let line = check_fit(&memory, &need(1, 140 * GIB), &others).unwrap_err();
         // 142 needed, 71.625 there; halves need 72, just too much.
         assert!(line.contains("70.4 GiB are missing"), "{line}");
@@ -143,7 +147,7 @@ mod tests {
 
     #[test]
     fn sizes_that_overflow_do_not_wrap() {
-        let memory = Measured { total: 80 * GIB, free: 80 * GIB, utilization: 0.9 };
+        let memory = MeasuredMemory { total: 80 * GIB, free: 80 * GIB, utilization: 0.9 };
         assert!(check_fit(&memory, &need(1, u64::MAX), &[need(2, u64::MAX)]).is_err());
     }
 

@@ -6,7 +6,7 @@ use super::launch::PEER_BLOCKS;
 
 /// How an operator wants ranks on GPUs to exchange data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Exchange {
+pub enum ExchangePolicy {
     /// The fastest that is available on every rank.
     #[default]
     Auto,
@@ -18,7 +18,7 @@ pub enum Exchange {
     Peers,
 }
 
-impl Exchange {
+impl ExchangePolicy {
     /// All variants, by name.
     pub const NAMES: [(&'static str, Self); 4] =
         [("auto", Self::Auto), ("host", Self::Host), ("nccl", Self::Nccl), ("peers", Self::Peers)];
@@ -40,7 +40,7 @@ pub const NCCL_SHARING_MIN: u32 = 23_000;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Capability {
     /// What its operator asks for.
-    pub wish: Exchange,
+    pub wish: ExchangePolicy,
     /// Its host, by the kernel's boot id; zeros if unknown.
     pub host: [u8; 16],
     /// UUID of its GPU.
@@ -72,7 +72,7 @@ impl Capability {
         bytes[..16].copy_from_slice(&self.host);
         bytes[16..32].copy_from_slice(&self.gpu);
         bytes[32..36].copy_from_slice(&self.nccl.to_le_bytes());
-        let wish = Exchange::NAMES.iter().position(|(_, exchange)| *exchange == self.wish);
+        let wish = ExchangePolicy::NAMES.iter().position(|(_, exchange)| *exchange == self.wish);
         bytes[36] = u8::try_from(wish.unwrap_or(0)).unwrap_or(0);
         bytes[37] = u8::from(self.nccl_shares);
         bytes[38] = u8::from(self.graphs);
@@ -91,7 +91,7 @@ impl Capability {
             host: part(0)?,
             gpu: part(16)?,
             nccl: u32::from_le_bytes(bytes.get(32..36)?.try_into().ok()?),
-            wish: Exchange::NAMES.get(usize::from(*bytes.get(36)?))?.1,
+            wish: ExchangePolicy::NAMES.get(usize::from(*bytes.get(36)?))?.1,
             nccl_shares: *bytes.get(37)? == 1,
             graphs: *bytes.get(38)? == 1,
             batch_invariant: *bytes.get(39)? == 1,
@@ -104,7 +104,7 @@ impl Capability {
 
 /// How ranks exchange data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Choice {
+pub enum ExchangeMethod {
     /// Host memory.
     Host,
     /// NCCL.
@@ -113,9 +113,9 @@ pub enum Choice {
 
 /// The decision, and the reason for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Chosen {
+pub struct ExchangeDecision {
     /// How ranks exchange data, apart from `peers`.
-    pub choice: Choice,
+    pub choice: ExchangeMethod,
     /// Small messages, or all of them, go through memory of GPUs that access each other's; all
     /// ranks attempt it.
     pub peers: bool,
@@ -131,8 +131,9 @@ pub struct Chosen {
 ///
 /// # Errors
 /// One line, if the wish of some rank's operator cannot be met.
-pub fn choose(ranks: &[Capability]) -> Result<Chosen, String> {
-    let mut wishes = ranks.iter().map(|rank| rank.wish).filter(|wish| *wish != Exchange::Auto);
+pub fn choose(ranks: &[Capability]) -> Result<ExchangeDecision, String> {
+    let mut wishes =
+        ranks.iter().map(|rank| rank.wish).filter(|wish| *wish != ExchangePolicy::Auto);
     let wish = wishes.next().unwrap_or_default();
     if let Some(other) = wishes.find(|other| *other != wish) {
         return Err(format!(
@@ -147,25 +148,37 @@ pub fn choose(ranks: &[Capability]) -> Result<Chosen, String> {
     }
     let graphs = ranks.iter().all(|rank| rank.graphs);
     let peers = match (wish, peers_obstacle(ranks)) {
-        (Exchange::Host | Exchange::Nccl, _) => false,
-        (Exchange::Peers, Some(obstacle)) => {
+        (ExchangePolicy::Host | ExchangePolicy::Nccl, _) => false,
+        (ExchangePolicy::Peers, Some(obstacle)) => {
             return Err(format!("--cuda-exchange peers: {obstacle}"));
         }
         (_, obstacle) => obstacle.is_none(),
     };
-    let insists = matches!(wish, Exchange::Nccl | Exchange::Peers);
-    let host = |reason: String| Chosen { choice: Choice::Host, peers, insists, graphs, reason };
+    let insists = matches!(wish, ExchangePolicy::Nccl | ExchangePolicy::Peers);
+    let host = |reason: String| ExchangeDecision {
+        choice: ExchangeMethod::Host,
+        peers,
+        insists,
+        graphs,
+        reason,
+    };
     let reason = match (wish, nccl_obstacle(ranks)) {
-        (Exchange::Peers, _) => "--cuda-exchange peers".to_owned(),
-        (Exchange::Host, _) => "--cuda-exchange host".to_owned(),
+        (ExchangePolicy::Peers, _) => "--cuda-exchange peers".to_owned(),
+        (ExchangePolicy::Host, _) => "--cuda-exchange host".to_owned(),
         (_, None) => {
             let reason = format!("NCCL {} on every rank", Version(least(ranks)));
-            return Ok(Chosen { choice: Choice::Nccl, peers, insists, graphs, reason });
+            return Ok(ExchangeDecision {
+                choice: ExchangeMethod::Nccl,
+                peers,
+                insists,
+                graphs,
+                reason,
+            });
         }
-        (Exchange::Nccl, Some(obstacle)) => {
+        (ExchangePolicy::Nccl, Some(obstacle)) => {
             return Err(format!("--cuda-exchange nccl: {obstacle}"));
         }
-        (Exchange::Auto, Some(obstacle)) => obstacle,
+        (ExchangePolicy::Auto, Some(obstacle)) => obstacle,
     };
     Ok(host(reason))
 }
@@ -285,7 +298,7 @@ mod tests {
     #[test]
     fn bytes_and_back() {
         let full = Capability {
-            wish: Exchange::Nccl,
+            wish: ExchangePolicy::Nccl,
             host: std::array::from_fn(|i| i as u8),
             gpu: std::array::from_fn(|i| i as u8 + 100),
             nccl: 23_203,
@@ -318,8 +331,8 @@ mod tests {
     #[test]
     fn nccl_is_used_where_every_rank_can() {
         let chosen = choose(&[rank(0), rank(1)]).unwrap();
-        assert_eq!((chosen.choice, chosen.graphs), (Choice::Nccl, true));
-        let wants = Capability { wish: Exchange::Nccl, ..rank(1) };
+        assert_eq!((chosen.choice, chosen.graphs), (ExchangeMethod::Nccl, true));
+        let wants = Capability { wish: ExchangePolicy::Nccl, ..rank(1) };
         let insists = choose(&[rank(0), wants]).unwrap().insists;
         assert!(insists && !chosen.insists, "one rank's operator speaks for all");
         assert!(chosen.reason.contains("2.28.9"), "{}", chosen.reason);
@@ -340,22 +353,22 @@ mod tests {
         ];
         for (ranks, words) in cases {
             let chosen = choose(&ranks).unwrap();
-            assert_eq!(chosen.choice, Choice::Host);
+            assert_eq!(chosen.choice, ExchangeMethod::Host);
             assert!(chosen.reason.contains(words), "{}", chosen.reason);
             // An operator who insists gets an error.
             let mut insists = ranks;
-            insists[1].wish = Exchange::Nccl;
+            insists[1].wish = ExchangePolicy::Nccl;
             let error = choose(&insists).unwrap_err();
             assert!(error.contains(words) && !error.contains('\n'), "{error}");
         }
-        assert_eq!(choose(&[shares(23_000), shares(23_000)]).unwrap().choice, Choice::Nccl);
+        assert_eq!(choose(&[shares(23_000), shares(23_000)]).unwrap().choice, ExchangeMethod::Nccl);
     }
 
     #[test]
     fn ranks_of_one_host_try_to_see_each_others_memory() {
         let wants = |wish, gpu| Capability { wish, ..rank(gpu) };
         let chosen = choose(&[rank(0), rank(1)]).unwrap();
-        assert_eq!((chosen.choice, chosen.peers), (Choice::Nccl, true));
+        assert_eq!((chosen.choice, chosen.peers), (ExchangeMethod::Nccl, true));
         // Two processes on one GPU, and two threads of one process.
         let twin = Capability { process: 9, ..rank(0) };
         assert!(choose(&[rank(0), twin]).unwrap().peers);
@@ -365,9 +378,12 @@ mod tests {
         // another.
         let small = |gpu| Capability { multiprocessors: 16, ..rank(gpu) };
         assert!(choose(&[small(0), small(1)]).unwrap().peers);
-        let chosen = choose(&[rank(0), wants(Exchange::Peers, 1)]).unwrap();
-        assert_eq!((chosen.choice, chosen.peers, chosen.graphs), (Choice::Host, true, true));
-        for wish in [Exchange::Host, Exchange::Nccl] {
+        let chosen = choose(&[rank(0), wants(ExchangePolicy::Peers, 1)]).unwrap();
+        assert_eq!(
+            (chosen.choice, chosen.peers, chosen.graphs),
+            (ExchangeMethod::Host, true, true)
+        );
+        for wish in [ExchangePolicy::Host, ExchangePolicy::Nccl] {
             assert!(!choose(&[wants(wish, 0), rank(1)]).unwrap().peers);
         }
         let cases = [
@@ -383,7 +399,7 @@ mod tests {
         for (ranks, words) in cases {
             assert!(!choose(&ranks).unwrap().peers);
             let mut insists = ranks;
-            insists[0].wish = Exchange::Peers;
+            insists[0].wish = ExchangePolicy::Peers;
             let error = choose(&insists).unwrap_err();
             assert!(error.contains(words) && !error.contains('\n'), "{error}");
         }
@@ -392,8 +408,12 @@ mod tests {
     #[test]
     fn wishes_are_kept_or_refused() {
         let wants = |wish| Capability { wish, ..rank(1) };
-        assert_eq!(choose(&[rank(0), wants(Exchange::Host)]).unwrap().choice, Choice::Host);
-        let error = choose(&[wants(Exchange::Host), wants(Exchange::Nccl)]).unwrap_err();
+        assert_eq!(
+            choose(&[rank(0), wants(ExchangePolicy::Host)]).unwrap().choice,
+            ExchangeMethod::Host
+        );
+        let error =
+            choose(&[wants(ExchangePolicy::Host), wants(ExchangePolicy::Nccl)]).unwrap_err();
         assert!(error.contains("host") && error.contains("nccl"), "{error}");
         let invariant = Capability { batch_invariant: true, ..rank(1) };
         assert!(choose(&[invariant.clone(), invariant.clone()]).is_ok());

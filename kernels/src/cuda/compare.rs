@@ -16,7 +16,7 @@ const TOLERANCE: f64 = 2e-3;
 
 /// Errors of products, relative to the typical size of results.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Agreement {
+pub struct ProductErrors {
     /// Largest difference between the two, over all results.
     pub apart: f64,
     /// Largest error of this project's kernels against sums in f64.
@@ -25,7 +25,7 @@ pub struct Agreement {
     pub library: f64,
 }
 
-impl Agreement {
+impl ProductErrors {
     /// Whether both are within the tolerance.
     #[must_use]
     pub fn is_right(&self) -> bool {
@@ -34,7 +34,7 @@ impl Agreement {
     }
 }
 
-impl fmt::Display for Agreement {
+impl fmt::Display for ProductErrors {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { apart, own, library } = self;
         write!(f, "own off by {own:.1e}, cuBLASLt by {library:.1e}, apart by {apart:.1e}")
@@ -71,7 +71,7 @@ impl CudaBackend {
     pub fn compare_products(
         &mut self,
         (rows, n, k): (usize, usize, usize),
-    ) -> Result<Agreement, KernelError> {
+    ) -> Result<ProductErrors, KernelError> {
         let (stride, what) = (k.next_multiple_of(8), "a product to be compared");
         let Device { context, stream, .. } = &self.device;
         let weights = DeviceMemory::new(context, n * stride * 2, what)?;
@@ -103,7 +103,7 @@ impl CudaBackend {
             .iter()
             .zip(library)
             .fold(0.0, |most, (own, library)| worse(most, off(*own, f64::from(*library))));
-        let mut agreement = Agreement { apart, own: 0.0, library: 0.0 };
+        let mut agreement = ProductErrors { apart, own: 0.0, library: 0.0 };
         // The first, the last, and some between.
         let step = (rows * n - 1).div_ceil(SAMPLES).max(1) | 1;
         for at in (0..rows * n).step_by(step).chain([rows * n - 1]) {
@@ -123,10 +123,10 @@ mod tests {
 
     #[test]
     fn what_is_not_a_number_is_not_right() {
-        let right = Agreement { apart: 1e-5, own: 1e-6, library: 0.0 };
+        let right = ProductErrors { apart: 1e-5, own: 1e-6, library: 0.0 };
         assert!(right.is_right());
-        assert!(!Agreement { own: f64::NAN, ..right }.is_right());
-        assert!(!Agreement { apart: 0.1, ..right }.is_right());
+        assert!(!ProductErrors { own: f64::NAN, ..right }.is_right());
+        assert!(!ProductErrors { apart: 0.1, ..right }.is_right());
         assert!(worse(f64::NAN, 1.0).is_nan() && worse(1.0, f64::NAN).is_nan());
         assert_eq!(worse(1.0, 2.0), 2.0);
     }

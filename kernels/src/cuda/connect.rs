@@ -5,11 +5,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::backend::CudaBackend;
-use super::choice::{CAPABILITY_BYTES, Capability, Choice, Chosen, Exchange, choose, unlike};
+use super::choice::{
+    CAPABILITY_BYTES, Capability, ExchangeDecision, ExchangeMethod, ExchangePolicy, choose, unlike,
+};
 use super::device::CudaOptions;
 use super::group::DeviceGroup;
 use super::nccl::{self, NcclGroup};
-use super::peer::{AgreeError, PeerGroup, Site, agree, process_id};
+use super::peer::{AgreeError, PeerGroup, SetupContext, agree, process_id};
 use crate::backend::Tensors as _;
 use crate::collective::{AbortHandle, Collective};
 use crate::error::{CollectiveError, KernelError};
@@ -49,7 +51,7 @@ pub trait Relay {
 
 /// Result of joining.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Joining {
+pub struct JoinedGroup {
     /// How the ranks exchange data: `nccl`, `host`, ..
     pub algorithm: &'static str,
     /// Reason for it, in one line.
@@ -81,7 +83,7 @@ impl CudaBackend {
     ///
     /// # Errors
     /// [`KernelError::Collective`]; [`KernelError::Device`].
-    pub fn join(&mut self, mut setup: GroupSetup<'_>) -> Result<Joining, KernelError> {
+    pub fn join(&mut self, mut setup: GroupSetup<'_>) -> Result<JoinedGroup, KernelError> {
         let began = Instant::now();
         let (own, mut missing) = self.capability();
         let all = gather_bytes(self.collective.as_mut(), &own.to_bytes())?;
@@ -95,11 +97,11 @@ impl CudaBackend {
         let timeout = setup.timeout;
         let mut reason = chosen.reason.clone();
         let group: Option<Box<dyn DeviceGroup>> = match chosen.choice {
-            Choice::Host => None,
-            Choice::Nccl if chosen.insists => {
+            ExchangeMethod::Host => None,
+            ExchangeMethod::Nccl if chosen.insists => {
                 Some(Box::new(self.connect_nccl(&mut setup, timeout)?))
             }
-            Choice::Nccl => match self.try_nccl(&mut setup)? {
+            ExchangeMethod::Nccl => match self.try_nccl(&mut setup)? {
                 Ok(group) => Some(Box::new(group)),
                 Err(why) => {
                     reason = format!("NCCL cannot connect the ranks: {why}");
@@ -122,7 +124,7 @@ impl CudaBackend {
             // Reserved now, since this rank would otherwise do it later than others.
             self.reserve_exchanged()?;
         }
-        Ok(Joining { algorithm, reason, missing, unlike: unlike(&all), took: began.elapsed() })
+        Ok(JoinedGroup { algorithm, reason, missing, unlike: unlike(&all), took: began.elapsed() })
     }
 
     fn connect_nccl(
@@ -171,7 +173,7 @@ impl CudaBackend {
         &mut self,
         group: Option<Box<dyn DeviceGroup>>,
         capabilities: &[Capability],
-        chosen: &Chosen,
+        chosen: &ExchangeDecision,
         setup: &mut GroupSetup<'_>,
         reason: &mut String,
     ) -> Result<Option<Box<dyn DeviceGroup>>, KernelError> {
@@ -179,7 +181,7 @@ impl CudaBackend {
             return Ok(group);
         }
         let mut large = group;
-        let site = Site {
+        let site = SetupContext {
             device: &self.device,
             collective: self.collective.as_mut(),
             capabilities,
@@ -192,7 +194,7 @@ impl CudaBackend {
                 *reason = format!("{}; {reason}", group.describe());
                 Ok(Some(Box::new(group)))
             }
-            Err(AgreeError::Without(why)) if self.options.exchange == Exchange::Peers => {
+            Err(AgreeError::Without(why)) if self.options.exchange == ExchangePolicy::Peers => {
                 Err(CollectiveError::Setup(format!("--cuda-exchange peers: {why}")).into())
             }
             Err(AgreeError::Without(why)) => {
@@ -208,8 +210,10 @@ impl CudaBackend {
     fn capability(&self) -> (Capability, Option<String>) {
         let CudaOptions { folders, nccl_lib, exchange, .. } = &self.options;
         let nccl = match exchange {
-            Exchange::Host | Exchange::Peers => Ok(0),
-            Exchange::Auto | Exchange::Nccl => nccl::library::version(folders, nccl_lib.as_deref()),
+            ExchangePolicy::Host | ExchangePolicy::Peers => Ok(0),
+            ExchangePolicy::Auto | ExchangePolicy::Nccl => {
+                nccl::library::version(folders, nccl_lib.as_deref())
+            }
         };
         let shares = std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_some_and(|on| on == "1");
         let compute: [u32; 2] = self.device.context.info().capability.into();

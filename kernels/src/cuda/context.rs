@@ -9,7 +9,7 @@ use cudarc::driver::sys;
 
 use super::failure;
 use super::group::GroupSlot;
-use super::libraries::{self, Missing, Wanted};
+use super::libraries::{self, CudaLibrary, LibraryError};
 use crate::error::KernelError;
 
 /// Minimum driver: the CUDA version whose API the embedded kernels were built for, 13.0.
@@ -70,8 +70,8 @@ impl Driver {
     /// # Errors
     /// [`KernelError::Unsupported`], in one line: no driver, too old, or no GPU visible.
     pub fn load(folders: &[PathBuf]) -> Result<Self, KernelError> {
-        let unusable = |missing: Missing| KernelError::Unsupported(missing.to_string());
-        libraries::find(Wanted::Driver, folders).map_err(unusable)?;
+        let unusable = |missing: LibraryError| KernelError::Unsupported(missing.to_string());
+        libraries::find(CudaLibrary::Driver, folders).map_err(unusable)?;
         let mut version: c_int = 0;
         // SAFETY: writes one int; may be called before cuInit.
         let status = unsafe { sys::cuDriverGetVersion(&raw mut version) };
@@ -202,18 +202,18 @@ pub struct Context {
     pub(super) group: GroupSlot,
     /// The GPU's work never ends, so anything that waits for it would not return either.
     hangs: Cell<bool>,
-    raw: Current,
+    raw: ContextHandle,
 }
 
 /// A GPU's context, for threads other than the one that owns it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Current(sys::CUcontext);
+pub(super) struct ContextHandle(sys::CUcontext);
 // SAFETY: the driver lets any thread use a context.
-unsafe impl Send for Current {}
+unsafe impl Send for ContextHandle {}
 // SAFETY: as above; the pointer itself is never changed.
-unsafe impl Sync for Current {}
+unsafe impl Sync for ContextHandle {}
 
-impl Current {
+impl ContextHandle {
     /// Makes it this thread's context. The driver refuses one that is gone, which is harmless.
     pub(super) fn set(self) {
         // SAFETY: the context was retained; any context may be current on a thread.
@@ -247,7 +247,7 @@ impl Context {
             driver,
             group: GroupSlot::default(),
             hangs: Cell::new(false),
-            raw: Current(context),
+            raw: ContextHandle(context),
         });
         // SAFETY: the context was just retained.
         check(unsafe { sys::cuCtxSetCurrent(context) }, "use the GPU's context")?;
@@ -267,7 +267,7 @@ impl Context {
     }
 
     /// The context, for another thread.
-    pub(super) fn current(&self) -> Current {
+    pub(super) fn current(&self) -> ContextHandle {
         self.raw
     }
 

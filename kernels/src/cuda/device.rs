@@ -4,11 +4,11 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::Duration;
 
-use super::choice::Exchange;
+use super::choice::ExchangePolicy;
 use super::context::{Context, Driver};
 use super::failure;
 use super::fatbin;
-use super::late::Late;
+use super::late::DelayedWrites;
 use super::launch::{Call, Entry, NAMES};
 use super::matmul::{Matmul, Product};
 use super::memory::{DeviceMemory, DevicePtr};
@@ -47,7 +47,7 @@ pub struct CudaOptions {
     /// How long a step may take before the GPU is considered hung.
     pub patience: Duration,
     /// How ranks exchange data.
-    pub exchange: Exchange,
+    pub exchange: ExchangePolicy,
     /// Message sizes up to which this project's own exchanges are used; measured if `None`.
     pub thresholds: Option<Thresholds>,
     /// Largest message to measure for the thresholds, in bytes; the same on all ranks.
@@ -68,7 +68,7 @@ impl Default for CudaOptions {
             batch_invariant: false,
             expert_slots: EXPERT_SLOTS,
             patience: Duration::from_secs(60),
-            exchange: Exchange::Auto,
+            exchange: ExchangePolicy::Auto,
             thresholds: None,
             measured_most: usize::MAX,
             nccl_lib: None,
@@ -86,7 +86,7 @@ pub fn has_kernels() -> bool {
 pub(super) struct Device {
     kernels: Vec<Kernel>,
     pub(super) matmul: Result<Matmul, KernelError>,
-    pub(super) late: Late,
+    pub(super) late: DelayedWrites,
     pub(super) stream: Stream,
     pub(super) context: Rc<Context>,
 }
@@ -107,7 +107,7 @@ impl Device {
         let stream = Stream::new(&context, options.patience)?;
         // Products of few rows do without cuBLASLt; those of many are slow without it, but correct.
         let matmul = Matmul::new(&context, &options.folders);
-        let device = Self { kernels, matmul, late: Late::default(), stream, context };
+        let device = Self { kernels, matmul, late: DelayedWrites::default(), stream, context };
         if options.carveout.is_some() {
             device.set_carveout(options.carveout)?;
         }

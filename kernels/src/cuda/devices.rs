@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::choice::Version;
 use super::context::{CAPABILITY_MIN, Context, DeviceInfo, Driver, version_text};
 use super::device::{CudaOptions, has_kernels};
-use super::libraries::{self, Missing, Wanted};
+use super::libraries::{self, CudaLibrary, LibraryError};
 use super::nccl;
 use crate::error::KernelError;
 
@@ -65,7 +65,7 @@ pub fn survey_for(
     only: Option<u32>,
 ) -> Survey {
     let words = |error: KernelError| error.to_string();
-    let missing = |missing: Missing| missing.to_string();
+    let missing = |missing: LibraryError| missing.to_string();
     let driver = Driver::load(folders).map_err(words);
     let mut devices = Vec::new();
     let mut failed = None;
@@ -81,7 +81,7 @@ pub fn survey_for(
             None => driver.map(Driver::version),
         },
         devices,
-        cublas_lt: libraries::find(Wanted::CublasLt, folders).map_err(missing),
+        cublas_lt: libraries::find(CudaLibrary::CublasLt, folders).map_err(missing),
         nccl: nccl::library::version(folders, nccl).map_err(missing),
         has_kernels: kernels.is_some() || has_kernels(),
     }

@@ -10,7 +10,7 @@ const ROWS: (usize, usize) = (32, 512);
 
 /// Rows that one launch samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Together {
+pub(super) struct SampleLaunch {
     pub(super) first: usize,
     pub(super) count: usize,
     /// Whether some of them are edited; each then needs scratch.
@@ -18,24 +18,24 @@ pub(super) struct Together {
 }
 
 /// Number of rows of `vocab` tokens that are edited at a time.
-pub(super) fn at_once(vocab: usize) -> usize {
+pub(super) fn rows_at_once(vocab: usize) -> usize {
     (SCRATCH / (vocab.max(1) * 8)).clamp(ROWS.0, ROWS.1)
 }
 
 /// Splits rows into launches: each begins with an edited row and extends to the last edited one of
-/// at most `at_once` rows, or consists of the unedited rows in between.
-pub(super) fn together(edited: &[bool], at_once: usize) -> Vec<Together> {
+/// at most `rows_at_once` rows, or consists of the unedited rows in between.
+pub(super) fn sample_launches(edited: &[bool], rows_at_once: usize) -> Vec<SampleLaunch> {
     let (mut all, mut first) = (Vec::new(), 0);
     while first < edited.len() {
         let rest = &edited[first..];
         let is_edited = rest[0];
         let count = if is_edited {
-            let near = &rest[..at_once.clamp(1, rest.len())];
+            let near = &rest[..rows_at_once.clamp(1, rest.len())];
             near.iter().rposition(|edited| *edited).map_or(1, |last| last + 1)
         } else {
             rest.iter().position(|edited| *edited).unwrap_or(rest.len())
         };
-        all.push(Together { first, count, edited: is_edited });
+        all.push(SampleLaunch { first, count, edited: is_edited });
         first += count;
     }
     all
@@ -43,7 +43,7 @@ pub(super) fn together(edited: &[bool], at_once: usize) -> Vec<Together> {
 
 /// Tokens in lists that the previous step sampled.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct FedIds {
+pub(super) struct FedTokens {
     /// Index of the first of them in the lists.
     pub(super) first: usize,
     /// For it and the tokens after it, the row of the previous step; `NOT_FED` if the list has the
@@ -53,7 +53,7 @@ pub(super) struct FedIds {
 
 /// Finds the tokens of packed lists that are fed: for each row that is fed, the last token of its
 /// output.
-pub(super) fn fed_ids(params: &[u32], fed: &[u32]) -> Option<FedIds> {
+pub(super) fn fed_tokens(params: &[u32], fed: &[u32]) -> Option<FedTokens> {
     let places: Vec<(usize, u32)> = params
         .chunks_exact(PARAMS)
         .zip(fed)
@@ -66,7 +66,7 @@ pub(super) fn fed_ids(params: &[u32], fed: &[u32]) -> Option<FedIds> {
     for (place, row) in places {
         rows[place - first] = row;
     }
-    Some(FedIds { first, rows })
+    Some(FedTokens { first, rows })
 }
 
 #[cfg(test)]
@@ -75,9 +75,9 @@ mod tests {
     use crate::cuda::sample_lists::SampleLists;
     use crate::sampling::{SampleParams, SampleRow};
 
-    fn parts(edited: &str, at_once: usize) -> Vec<(usize, usize, bool)> {
+    fn parts(edited: &str, rows_at_once: usize) -> Vec<(usize, usize, bool)> {
         let edited: Vec<bool> = edited.chars().map(|row| row == 'e').collect();
-        let all = together(&edited, at_once);
+        let all = sample_launches(&edited, rows_at_once);
         all.iter().map(|it| (it.first, it.count, it.edited)).collect()
     }
 
@@ -93,8 +93,8 @@ mod tests {
 
     #[test]
     fn edited_rows_keep_to_their_scratch() {
-        assert_eq!((at_once(0), at_once(32_000), at_once(128_256)), (512, 262, 65));
-        assert_eq!((at_once(384), at_once(1 << 20)), (512, 32));
+        assert_eq!((rows_at_once(0), rows_at_once(32_000), rows_at_once(128_256)), (512, 262, 65));
+        assert_eq!((rows_at_once(384), rows_at_once(1 << 20)), (512, 32));
     }
 
     #[test]
@@ -115,10 +115,10 @@ mod tests {
         assert_eq!(lists.ids, [3, 4, 0, 1, 2, 6, 1, 2, 0]);
         assert_eq!(lists.edited, [true, false, true, true, true]);
         let none = NOT_FED;
-        let fed = fed_ids(&lists.params, &[7, 1, none, 2, 5]);
+        let fed = fed_tokens(&lists.params, &[7, 1, none, 2, 5]);
         let rows = vec![7, none, none, none, none, none, 2];
-        assert_eq!(fed, Some(FedIds { first: 2, rows }));
-        assert_eq!(fed_ids(&lists.params, &[none; 5]), None);
-        assert_eq!(fed_ids(&lists.params, &[]), None);
+        assert_eq!(fed, Some(FedTokens { first: 2, rows }));
+        assert_eq!(fed_tokens(&lists.params, &[none; 5]), None);
+        assert_eq!(fed_tokens(&lists.params, &[]), None);
     }
 }

@@ -2,16 +2,16 @@
 //! order, if the ranks have joined a group; otherwise through host memory.
 use std::time::{Duration, Instant};
 
-use super::backend::{CudaBackend, Exchanged, Which};
+use super::backend::{CudaBackend, ExchangeScratch, ScratchKind};
 use super::group::FusedNorm;
 use super::launch;
 use super::memory::DevicePtr;
 use super::products::SKINNY_MAX;
-use super::step::Launched;
+use super::step::LaunchRows;
 use super::tensors::{CudaBuffer, CudaVector, Element};
 use crate::backend::{Buffer as _, ExchangeOps, RowOps as _, Tensors as _};
 use crate::check;
-use crate::collective::Tally;
+use crate::collective::ByteCounters;
 use crate::error::KernelError;
 
 /// Bytes for the best logit of each of `rows` rows: this rank's, and every rank's.
@@ -30,7 +30,11 @@ impl ExchangeOps for CudaBackend {
             // measurements.
             let rows = if self.is_skinny(rows) { rows } else { SKINNY_MAX };
             let bytes = self.world_size() as usize * rows * width * 4;
-            return if self.alone { self.reserve(Exchanged::Gathered, bytes) } else { Ok(()) };
+            return if self.alone {
+                self.reserve(ExchangeScratch::Gathered, bytes)
+            } else {
+                Ok(())
+            };
         }
         self.count(rows * width * 4);
         if grouped {
@@ -71,11 +75,11 @@ impl ExchangeOps for CudaBackend {
         };
         out.set_rows(rows)?;
         self.count(rows * width * 4);
-        if self.step.skips(op, [io.data.0, io.residual.0, io.weight.0]) || rows == 0 {
+        if self.step.record_or_skip(op, [io.data.0, io.residual.0, io.weight.0]) || rows == 0 {
             return Ok(());
         }
         let most = residual.rows_max().min(out.rows_max()).min(delta.rows_max());
-        let Launched { rows, live } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows, live } = self.step.launched(op, rows, most)?;
         let io = FusedNorm { rows, live, ..io };
         let device = &self.device;
         let fused = device.context.group.call(|group| group.all_reduce_add_rmsnorm(device, &io));
@@ -100,10 +104,10 @@ impl ExchangeOps for CudaBackend {
         let grouped = self.is_grouped();
         if self.alone {
             // As above, also for graphs that are made for more rows.
-            let Launched { rows: most, .. } =
+            let LaunchRows { rows: most, .. } =
                 self.step.launched_samples(op, rows, local.rows_max())?;
-            self.reserve(Exchanged::Gathered, world * most * width * 4)?;
-            self.reserve(Exchanged::Best, best_bytes(world, most))?;
+            self.reserve(ExchangeScratch::Gathered, world * most * width * 4)?;
+            self.reserve(ExchangeScratch::Best, best_bytes(world, most))?;
             return if rank == 0 || grouped { full.set_rows(rows) } else { Ok(()) };
         }
         if rank == 0 || grouped {
@@ -148,7 +152,7 @@ impl ExchangeOps for CudaBackend {
         std::mem::take(&mut self.collective_time)
     }
 
-    fn take_exchanged(&mut self) -> Tally {
+    fn take_exchanged(&mut self) -> ByteCounters {
         std::mem::take(&mut self.exchanged)
     }
 }
@@ -158,10 +162,10 @@ impl CudaBackend {
         let op = "all_reduce";
         let at = data.of(Element::F32, op, "data")?;
         let (rows, width) = (data.rows(), data.width());
-        if self.step.skips(op, [at.ptr.0, width as u64, 0]) || rows == 0 {
+        if self.step.record_or_skip(op, [at.ptr.0, width as u64, 0]) || rows == 0 {
             return Ok(());
         }
-        let Launched { rows: count, live } = self.step.launched(op, rows, data.rows_max())?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, data.rows_max())?;
         self.sum_rows(at.ptr, (count, width), live)
     }
 
@@ -186,7 +190,7 @@ impl CudaBackend {
             let reduced = group.call(|group| group.all_reduce_sum(device, at, rows * width));
             return reduced.unwrap_or(Ok(()));
         }
-        let all = self.scratch(Which::Gathered, ranks * bytes)?;
+        let all = self.scratch(ScratchKind::Gathered, ranks * bytes)?;
         let device = &self.device;
         let gathered = device.context.group.call(|group| group.all_gather(device, at, all, bytes));
         gathered.unwrap_or(Ok(()))?;
@@ -211,13 +215,13 @@ impl CudaBackend {
         let (rows, width, world) = (local.rows(), local.width(), self.world_size() as usize);
         let from = local.of(Element::F32, op, "local")?;
         let to = full.of(Element::F32, op, "full")?;
-        if self.step.skips(op, [from.ptr.0, to.ptr.0, width as u64]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.ptr.0, to.ptr.0, width as u64]) || rows == 0 {
             return Ok(());
         }
         let most = local.rows_max().min(full.rows_max());
-        let Launched { rows: count, live } = self.step.launched_samples(op, rows, most)?;
+        let LaunchRows { rows: count, live } = self.step.launched_samples(op, rows, most)?;
         let bytes = count * width * 4;
-        let all = self.scratch(Which::Gathered, world * bytes)?;
+        let all = self.scratch(ScratchKind::Gathered, world * bytes)?;
         let device = &self.device;
         let gathered =
             device.context.group.call(|group| group.all_gather(device, from.ptr, all, bytes));

@@ -1,11 +1,11 @@
 //! Mixtures of experts on the GPU: rows are routed, grouped by expert and multiplied without
 //! involving the host, so a decode step with experts is recorded like any other.
-use super::backend::{CudaBackend, Which};
+use super::backend::{CudaBackend, ScratchKind};
 use super::context::Context;
 use super::device::Device;
 use super::launch::{self, Rows, experts};
 use super::memory::{DeviceMemory, DevicePtr};
-use super::step::Launched;
+use super::step::LaunchRows;
 use super::stream::Stream;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
 use crate::backend::{Buffer as _, Choices, ExpertActivation, ExpertOps, Routing};
@@ -138,12 +138,12 @@ impl ExpertOps for CudaBackend {
         let rows = x.rows();
         (routes.rows, routes.assigned) = (rows, None);
         let what = [from.ptr.0, router.at().ptr.0, routes.experts.ptr().0];
-        if self.step.skips(op, what) || rows == 0 {
+        if self.step.record_or_skip(op, what) || rows == 0 {
             return Ok(());
         }
         let most = x.rows_max().min(routes.rows_max);
-        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
-        let logits = self.scratch(Which::Wide, count * num_experts * 4)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
+        let logits = self.scratch(ScratchKind::Wide, count * num_experts * 4)?;
         let out = Rows { ptr: logits, stride: num_experts };
         // Always this project's own product, whose order of sums depends only on k: another
         // algorithm, on another rank or for another number of rows, could choose another expert
@@ -177,13 +177,13 @@ impl ExpertOps for CudaBackend {
         );
         let at = staged.unwrap_or(routes.experts.ptr());
         (routes.rows, routes.assigned) = (rows, Some(at));
-        if self.step.skips(op, [at.0, routes.slots.ptr().0, 0]) || rows == 0 {
+        if self.step.record_or_skip(op, [at.0, routes.slots.ptr().0, 0]) || rows == 0 {
             return Ok(());
         }
         if staged.is_none() {
             routes.experts.upload(&self.device.stream, 0, experts)?;
         }
-        let Launched { rows: count, live } = self.step.launched(op, rows, routes.rows_max)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, routes.rows_max)?;
         let sizes = (count, routes.chunk_rows, routes.tiles_stride);
         let grouped = routes.grouped(count, 0);
         let call = experts::group(at, &grouped, &routes.routing, sizes, live);
@@ -208,11 +208,11 @@ impl ExpertOps for CudaBackend {
         let to = out.of(Element::Bf16, op, "out")?;
         out.set_rows(rows * top_k)?;
         let w = weight.all.weight();
-        if self.step.skips(op, [from.ptr.0, w.at.ptr.0, to.ptr.0]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.ptr.0, w.at.ptr.0, to.ptr.0]) || rows == 0 {
             return Ok(());
         }
         let most = x.rows_max().min(out.rows_max() / top_k);
-        let Launched { rows: count, .. } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows: count, .. } = self.step.launched(op, rows, most)?;
         for chunk in 0..routes.chunks(count) {
             let grouped = routes.grouped(count, chunk);
             let (w, sizes) = ((w, bias.map(CudaVector::ptr)), (top_k, inner, cols));
@@ -246,18 +246,18 @@ impl ExpertOps for CudaBackend {
         };
         out.set_rows(rows)?;
         let w = weight.all.weight();
-        if self.step.skips(op, [from.ptr.0, w.at.ptr.0, to.0]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.ptr.0, w.at.ptr.0, to.0]) || rows == 0 {
             return Ok(());
         }
         let most = (x.rows_max() / top_k).min(out.rows_max());
-        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
         if first.is_multiple_of(8) {
             from.ptr = from.ptr.offset(first * 2);
         } else {
             // Also copies unused slots, as many as were launched for.
             let slots = count * top_k;
             let stride = cols.next_multiple_of(8);
-            let copy = Rows { ptr: self.scratch(Which::Narrow, slots * stride * 2)?, stride };
+            let copy = Rows { ptr: self.scratch(ScratchKind::Narrow, slots * stride * 2)?, stride };
             let call = launch::copy_columns(from, copy, first, cols, slots, DevicePtr::default());
             // SAFETY: the scratch was made for it; the columns were checked.
             unsafe { self.device.launch(call) }?;
@@ -265,7 +265,7 @@ impl ExpertOps for CudaBackend {
         }
         for chunk in 0..routes.chunks(count) {
             let own = routes.rows_of(count, chunk);
-            let made = self.scratch(Which::Wide, own.len() * top_k * width * 4)?;
+            let made = self.scratch(ScratchKind::Wide, own.len() * top_k * width * 4)?;
             let parts = Rows { ptr: made, stride: width };
             let grouped = routes.grouped(count, chunk);
             let first_slot = own.start * top_k;

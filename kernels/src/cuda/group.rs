@@ -104,7 +104,7 @@ pub(super) struct FusedNorm {
 
 /// A group, and the time limit of its exchanges.
 #[derive(Debug)]
-struct Joined {
+struct ActiveGroup {
     group: Box<dyn DeviceGroup>,
     timeout: Duration,
 }
@@ -112,7 +112,7 @@ struct Joined {
 /// The group of a context, if it has joined one.
 #[derive(Debug, Default)]
 pub(super) struct GroupSlot {
-    joined: RefCell<Option<Joined>>,
+    joined: RefCell<Option<ActiveGroup>>,
     /// Set while nothing is exchanged.
     rests: Cell<bool>,
 }
@@ -125,7 +125,7 @@ impl GroupSlot {
 
     /// Joins a group; exchanges, and waits for them, may take up to `timeout`.
     pub(super) fn join(&self, group: Box<dyn DeviceGroup>, timeout: Duration) {
-        *self.joined.borrow_mut() = Some(Joined { group, timeout });
+        *self.joined.borrow_mut() = Some(ActiveGroup { group, timeout });
     }
 
     /// While the group rests, nothing is exchanged and waits do not poll it: errors of other ranks
@@ -141,22 +141,22 @@ impl GroupSlot {
 
     /// Reports errors that the group has detected.
     pub(super) fn poll(&self) -> Result<(), KernelError> {
-        self.look(None)
+        self.poll_group(None)
     }
 
     /// As [`GroupSlot::poll`], for a wait of this duration so far; aborts the group if it is too
     /// long.
     pub(super) fn check(&self, waited: Duration) -> Result<(), KernelError> {
-        self.look(Some(waited))
+        self.poll_group(Some(waited))
     }
 
-    fn look(&self, waited: Option<Duration>) -> Result<(), KernelError> {
+    fn poll_group(&self, waited: Option<Duration>) -> Result<(), KernelError> {
         if self.rests.get() {
             return Ok(());
         }
         // A group that waits within a call of its own polls itself.
         let Ok(mut joined) = self.joined.try_borrow_mut() else { return Ok(()) };
-        let Some(Joined { group, timeout }) = joined.as_mut() else { return Ok(()) };
+        let Some(ActiveGroup { group, timeout }) = joined.as_mut() else { return Ok(()) };
         group.poll()?;
         match waited {
             Some(waited) if waited > *timeout => {

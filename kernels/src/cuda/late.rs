@@ -20,7 +20,7 @@ const POISON: u8 = 0xff;
 
 /// Data on its way.
 #[derive(Debug)]
-struct Pending {
+struct DelayedWrite {
     from: DeviceMemory,
     to: DevicePtr,
     words: usize,
@@ -28,11 +28,11 @@ struct Pending {
 
 /// What is to arrive late. Empty unless a test asks for it.
 #[derive(Debug, Default)]
-pub(super) struct Late {
+pub(super) struct DelayedWrites {
     is_on: Cell<bool>,
-    pending: RefCell<Vec<Pending>>,
+    pending: RefCell<Vec<DelayedWrite>>,
     /// Read by kernels that may not have ended.
-    read: RefCell<Vec<Pending>>,
+    read: RefCell<Vec<DelayedWrite>>,
 }
 
 impl Device {
@@ -53,7 +53,7 @@ impl Device {
         // The kernel copies words: what is left of an odd number of bf16 values is there at once.
         let rest = bytes % 4 / size_of::<T>();
         memory.upload(&self.stream, bytes - bytes % 4, &values[values.len() - rest..])?;
-        let pending = Pending { from, to: memory.ptr(), words: bytes / 4 };
+        let pending = DelayedWrite { from, to: memory.ptr(), words: bytes / 4 };
         self.late.pending.borrow_mut().push(pending);
         Ok(())
     }
@@ -64,7 +64,7 @@ impl Device {
             return Ok(());
         }
         let pending = std::mem::take(&mut *self.late.pending.borrow_mut());
-        for Pending { from, to, words } in &pending {
+        for DelayedWrite { from, to, words } in &pending {
             let call = launch::late(from.ptr(), *to, *words, DELAY);
             // SAFETY: both have as many words; `from` is kept until the stream has come so far, and
             // a buffer is by those who compute with it.

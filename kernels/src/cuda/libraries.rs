@@ -10,14 +10,14 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 /// A library to look for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wanted {
+pub enum CudaLibrary {
     /// The driver's own library.
     Driver,
     /// cuBLASLt: matrix products for prefill.
     CublasLt,
 }
 
-impl Wanted {
+impl CudaLibrary {
     /// Name for people.
     #[must_use]
     pub fn name(self) -> &'static str {
@@ -120,20 +120,20 @@ const CUBLASLT_SYMBOLS: &[&str] = &[
 
 /// Why a library cannot be used, in one line.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Missing {
+pub struct LibraryError {
     /// Name of the library, for people.
     pub library: &'static str,
     /// Reason.
     pub reason: String,
 }
 
-impl fmt::Display for Missing {
+impl fmt::Display for LibraryError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "no {}: {}", self.library, self.reason)
     }
 }
 
-impl std::error::Error for Missing {}
+impl std::error::Error for LibraryError {}
 
 /// Folders of CUDA's libraries on hosts whose loader does not know them.
 pub(super) fn usual_folders() -> Vec<PathBuf> {
@@ -177,13 +177,13 @@ pub(super) fn python_folders(libraries: &[&str]) -> Vec<PathBuf> {
 /// that it has all symbols called here.
 ///
 /// # Errors
-/// [`Missing`]; `cudarc` must then not be asked for anything from that library.
-pub fn find(library: Wanted, folders: &[PathBuf]) -> Result<(), Missing> {
+/// [`LibraryError`]; `cudarc` must then not be asked for anything from that library.
+pub fn find(library: CudaLibrary, folders: &[PathBuf]) -> Result<(), LibraryError> {
     // One at a time: loading concurrently is well defined, but the order of the search would not
     // be.
     static SEARCH: Mutex<()> = Mutex::new(());
     let _one = SEARCH.lock().unwrap_or_else(PoisonError::into_inner);
-    let missing = |reason: String| Missing { library: library.name(), reason };
+    let missing = |reason: String| LibraryError { library: library.name(), reason };
     let mut faults = Vec::new();
     let mut usable = |folder: &Path| match preload(library, folder) {
         Ok(is_loaded) => is_loaded,
@@ -193,7 +193,7 @@ pub fn find(library: Wanted, folders: &[PathBuf]) -> Result<(), Missing> {
         }
     };
     let _ = folders.iter().any(|folder| usable(folder));
-    if !is_present(library) && library != Wanted::Driver {
+    if !is_present(library) && library != CudaLibrary::Driver {
         let others = usual_folders().into_iter().chain(python_folders(library.packages()));
         let _ = others.into_iter().any(|folder| usable(&folder) && is_present(library));
     }
@@ -218,7 +218,7 @@ pub fn find(library: Wanted, folders: &[PathBuf]) -> Result<(), Missing> {
 /// loader then knows it by its SONAME. Its symbols stay local, since they must not be mixed with
 /// those of another copy that a look-up by another name finds. Returns false if the folder has
 /// none.
-fn preload(library: Wanted, folder: &Path) -> Result<bool, String> {
+fn preload(library: CudaLibrary, folder: &Path) -> Result<bool, String> {
     for file in library.files() {
         let path = folder.join(file);
         if !path.is_file() {
@@ -234,24 +234,24 @@ fn preload(library: Wanted, folder: &Path) -> Result<bool, String> {
     Ok(false)
 }
 
-fn is_present(library: Wanted) -> bool {
+fn is_present(library: CudaLibrary) -> bool {
     match library {
         // SAFETY: loads the library, as above.
-        Wanted::Driver => unsafe { driver::sys::is_culib_present() },
+        CudaLibrary::Driver => unsafe { driver::sys::is_culib_present() },
         // SAFETY: as above.
-        Wanted::CublasLt => unsafe { cublaslt::sys::is_culib_present() },
+        CudaLibrary::CublasLt => unsafe { cublaslt::sys::is_culib_present() },
     }
 }
 
-fn has(library: Wanted, symbol: &str) -> bool {
+fn has(library: CudaLibrary, symbol: &str) -> bool {
     match library {
-        Wanted::Driver => {
+        CudaLibrary::Driver => {
             // SAFETY: the library is present, so this does not panic.
             let found = unsafe { driver::sys::culib() };
             // SAFETY: the address is only checked, never called.
             unsafe { found.get::<*const ()>(symbol.as_bytes()) }.is_ok()
         }
-        Wanted::CublasLt => {
+        CudaLibrary::CublasLt => {
             // SAFETY: the library is present, so this does not panic.
             let found = unsafe { cublaslt::sys::culib() };
             // SAFETY: the address is only checked, never called.
@@ -260,13 +260,13 @@ fn has(library: Wanted, symbol: &str) -> bool {
     }
 }
 
-fn open_by_name(library: Wanted) -> Result<Library, libloading::Error> {
+fn open_by_name(library: CudaLibrary) -> Result<Library, libloading::Error> {
     let name = library.files().first().copied().unwrap_or_default();
     // SAFETY: NVIDIA's libraries run initialisers that are safe to run in any process.
     unsafe { Library::open(Some(name), RTLD_NOW) }
 }
 
-fn not_found(library: Wanted) -> String {
+fn not_found(library: CudaLibrary) -> String {
     match open_by_name(library) {
         Err(error) => reason(&error),
         Ok(_) => "it is there under a name that is not looked for".to_owned(),
@@ -286,7 +286,7 @@ mod tests {
 
     #[test]
     fn symbols_are_listed_once() {
-        for library in [Wanted::Driver, Wanted::CublasLt] {
+        for library in [CudaLibrary::Driver, CudaLibrary::CublasLt] {
             assert!(library.symbols().is_sorted_by(|a, b| a < b), "{library:?}");
         }
     }
@@ -294,7 +294,7 @@ mod tests {
     /// Holds on hosts with and without a GPU: no panic, and one line that names the library.
     #[test]
     fn a_missing_library_is_an_error_and_no_panic() {
-        for library in [Wanted::Driver, Wanted::CublasLt] {
+        for library in [CudaLibrary::Driver, CudaLibrary::CublasLt] {
             if let Err(missing) = find(library, &[]) {
                 let line = missing.to_string();
                 assert!(line.starts_with(&format!("no {}", library.name())), "{line}");

@@ -20,7 +20,7 @@ use cudarc::cublaslt::sys;
 use super::bucket::product_bucket;
 use super::context::Context;
 use super::failure;
-use super::libraries::{self, Missing, Wanted};
+use super::libraries::{self, CudaLibrary, LibraryError};
 use super::memory::{DeviceMemory, DevicePtr};
 use super::stream::Stream;
 use crate::error::KernelError;
@@ -114,8 +114,8 @@ impl Matmul {
     /// # Errors
     /// [`KernelError::Unsupported`] if it is missing; [`KernelError::Device`].
     pub(super) fn new(context: &Rc<Context>, folders: &[PathBuf]) -> Result<Self, KernelError> {
-        let unusable = |missing: Missing| KernelError::Unsupported(missing.to_string());
-        libraries::find(Wanted::CublasLt, folders).map_err(unusable)?;
+        let unusable = |missing: LibraryError| KernelError::Unsupported(missing.to_string());
+        libraries::find(CudaLibrary::CublasLt, folders).map_err(unusable)?;
         let workspace = DeviceMemory::new(context, WORKSPACE, "cuBLASLt's workspace")?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: a context is current; destroyed when `Self` is dropped.

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use super::backend::CudaBackend;
-use super::batch::{Cut, Layout, live, sizes};
+use super::batch::{AttentionTiling, Layout, live, sizes};
 use super::device::Device;
 use super::launch::{self, AttentionIo, DecodeWork, LayerCache, Partials, Rows, decode_attention};
 use super::matmul::Product;
@@ -202,7 +202,7 @@ impl CudaBackend {
         let layers = cold.div_ceil(2 * plane).clamp(1, TURNS_MOST);
         let inputs = Batch { positions: &[], slots: &[], seqs: &seqs, block_tables: &tables };
         let windows = Windows::new(&[shape.sliding_window])?;
-        let cut = Cut { group: 1, all_tiles: false, windows };
+        let cut = AttentionTiling { group: 1, all_tiles: false, windows };
         let layout = Layout::new(sizes(0, &inputs, cut, 0));
         let mut words = vec![0; layout.words(tables.len())];
         layout.fill(&mut words, &[], &inputs, cut, &[], &mut Vec::new())?;

@@ -22,9 +22,9 @@ use super::launch::{self, PEER_SLOT};
 use super::memory::{DeviceMemory, DevicePtr};
 use crate::collective::{AbortAll, AbortHandle};
 use crate::error::{CollectiveError, KernelError};
-pub(super) use connect::{AgreeError, Site, agree, process_id};
-use memory::{Mapped, Words};
-use tuning::{How, Thresholds};
+pub(super) use connect::{AgreeError, SetupContext, agree, process_id};
+use memory::{Mapped, SignalWords};
+use tuning::{AllReduceAlgorithm, Thresholds};
 
 /// Memory that was shared with other processes, to be freed once those have closed it.
 pub(super) type Retired = Rc<RefCell<Vec<DeviceMemory>>>;
@@ -38,7 +38,7 @@ pub(super) struct PeerGroup {
     own: Option<DeviceMemory>,
     /// Other ranks' memory, mapped here; unmapped before `own` is retired.
     mapped: Vec<Mapped>,
-    words: Arc<Words>,
+    words: Arc<SignalWords>,
     abort: Arc<AbortAll>,
     thresholds: Thresholds,
     large: Option<Box<dyn DeviceGroup>>,
@@ -49,8 +49,8 @@ pub(super) struct PeerGroup {
 }
 
 impl PeerGroup {
-    fn how(&self, bytes: usize) -> How {
-        self.thresholds.how(bytes, self.large.is_some())
+    fn algorithm_for(&self, bytes: usize) -> AllReduceAlgorithm {
+        self.thresholds.algorithm_for(bytes, self.large.is_some())
     }
 
     /// Description for people.
@@ -86,9 +86,9 @@ impl DeviceGroup for PeerGroup {
         data: DevicePtr,
         count: usize,
     ) -> Result<(), KernelError> {
-        match (self.how(count * 4), &mut self.large) {
-            (How::Large, Some(large)) => large.all_reduce_sum(device, data, count),
-            (how, _) => self.sum(device, how != How::OneShot, data, count),
+        match (self.algorithm_for(count * 4), &mut self.large) {
+            (AllReduceAlgorithm::Large, Some(large)) => large.all_reduce_sum(device, data, count),
+            (how, _) => self.sum(device, how != AllReduceAlgorithm::OneShot, data, count),
         }
     }
 
@@ -99,7 +99,9 @@ impl DeviceGroup for PeerGroup {
         all: DevicePtr,
         bytes: usize,
     ) -> Result<(), KernelError> {
-        if let (How::Large, Some(large)) = (self.how(bytes), &mut self.large) {
+        if let (AllReduceAlgorithm::Large, Some(large)) =
+            (self.algorithm_for(bytes), &mut self.large)
+        {
             return large.all_gather(device, local, all, bytes);
         }
         let call = launch::peer_gather(self.table.ptr(), local, all, bytes / 4);
@@ -113,7 +115,7 @@ impl DeviceGroup for PeerGroup {
         io: &FusedNorm,
     ) -> Result<bool, KernelError> {
         let fits = io.width.is_multiple_of(4) && io.width <= PEER_SLOT;
-        if !fits || self.how(io.rows * io.width * 4) != How::OneShot {
+        if !fits || self.algorithm_for(io.rows * io.width * 4) != AllReduceAlgorithm::OneShot {
             return Ok(false);
         }
         let call = launch::peer_sum_add_rmsnorm(self.table.ptr(), io);
@@ -132,16 +134,16 @@ impl DeviceGroup for PeerGroup {
     }
 
     fn sums_in_order(&self, bytes: usize) -> bool {
-        match (self.how(bytes), &self.large) {
-            (How::Large, Some(large)) => large.sums_in_order(bytes),
+        match (self.algorithm_for(bytes), &self.large) {
+            (AllReduceAlgorithm::Large, Some(large)) => large.sums_in_order(bytes),
             _ => true,
         }
     }
 
     fn algorithm(&self, bytes: usize) -> &'static str {
-        match (self.how(bytes), &self.large) {
-            (How::Large, Some(large)) => large.algorithm(bytes),
-            (How::OneShot, _) => "one_shot",
+        match (self.algorithm_for(bytes), &self.large) {
+            (AllReduceAlgorithm::Large, Some(large)) => large.algorithm(bytes),
+            (AllReduceAlgorithm::OneShot, _) => "one_shot",
             _ => "two_shot",
         }
     }

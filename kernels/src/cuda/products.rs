@@ -1,13 +1,13 @@
 //! Matrix products: by this project's kernels for few rows, by cuBLASLt for more.
 use std::time::Duration;
 
-use super::backend::{CudaBackend, Which};
+use super::backend::{CudaBackend, ScratchKind};
 use super::batch::live;
 use super::device::Device;
 use super::launch::{self, Rows};
 use super::matmul::Product;
 use super::memory::DevicePtr;
-use super::step::Launched;
+use super::step::LaunchRows;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
 use crate::backend::{Activation, Buffer as _, ProductOps};
 use crate::check::{self, ensure};
@@ -62,11 +62,11 @@ impl ProductOps for CudaBackend {
         let to = out.of(Element::F32, op, "out")?;
         let rows = x.rows();
         out.set_rows(rows)?;
-        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
             return Ok(());
         }
         let most = x.rows_max().min(out.rows_max());
-        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
         // This project's kernels need rows aligned to 16 bytes; cuBLASLt has its best choice at
         // 256.
         let step = if self.is_skinny_with(count, weight) { 8 } else { 128 };
@@ -74,7 +74,7 @@ impl ProductOps for CudaBackend {
             from.ptr = from.ptr.offset(first * 2);
         } else {
             let stride = cols.next_multiple_of(8);
-            let copy = Rows { ptr: self.scratch(Which::Narrow, count * stride * 2)?, stride };
+            let copy = Rows { ptr: self.scratch(ScratchKind::Narrow, count * stride * 2)?, stride };
             let call = launch::copy_columns(from, copy, first, cols, count, live);
             // SAFETY: the scratch was made for it; the columns were checked.
             unsafe { self.device.launch(call) }?;
@@ -99,11 +99,11 @@ impl ProductOps for CudaBackend {
         let rows = x.rows();
         let addend = addend_at(op, addend)?;
         out.set_rows(rows)?;
-        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
             return Ok(());
         }
         let most = x.rows_max().min(out.rows_max());
-        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
         let bias = bias.map(CudaVector::ptr);
         if addend.is_none() && self.is_skinny_with(count, weight) {
             let sizes = (count, inner, weight.cols());
@@ -120,7 +120,7 @@ impl ProductOps for CudaBackend {
         let mut done = 0;
         while done < count {
             let part = (count - done).min(GATE_UP_ROWS);
-            let both = self.scratch(Which::Wide, part * features * 4)?;
+            let both = self.scratch(ScratchKind::Wide, part * features * 4)?;
             let x = Rows { ptr: from.ptr.offset(done * from.stride * 2), ..from };
             let y = Rows { ptr: to.ptr.offset(done * to.stride * 2), ..to };
             let wide = Rows { ptr: both, stride: features };
@@ -155,7 +155,7 @@ impl ProductOps for CudaBackend {
     ) -> Result<(), KernelError> {
         let op = "lm_head";
         check::product(op, x, weight, None::<&CudaVector>, weight.rows(), out)?;
-        check::named(op, "row", rows, x.rows())?;
+        check::below_bound(op, "row", rows, x.rows())?;
         let from = x.of(Element::Bf16, op, "x")?;
         let to = out.of(Element::F32, op, "out")?;
         out.set_rows(rows.len())?;
@@ -164,10 +164,10 @@ impl ProductOps for CudaBackend {
         }
         if self.alone {
             // For other steps, which compute the log-probabilities of prompts.
-            self.scratch(Which::Index, size_of_val(rows))?;
+            self.scratch(ScratchKind::Index, size_of_val(rows))?;
         }
         let own = self.step.has_sample_rows(rows);
-        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) {
+        if self.step.record_or_skip(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) {
             return Ok(());
         }
         let (index, count, live) = if own {
@@ -175,7 +175,7 @@ impl ProductOps for CudaBackend {
             (index, self.step.counts().samples, self.step.at(live::SAMPLES))
         } else {
             ensure!(op, !self.step.is_graph(), "the rows are not those the step began with");
-            let index = self.scratch(Which::Index, size_of_val(rows))?;
+            let index = self.scratch(ScratchKind::Index, size_of_val(rows))?;
             self.index_upload(rows)?;
             (index, rows.len(), DevicePtr::default())
         };
@@ -243,7 +243,7 @@ impl CudaBackend {
             None => x,
             Some(index) => {
                 let stride = k.next_multiple_of(8);
-                let ptr = self.scratch(Which::Narrow, rows * stride * 2)?;
+                let ptr = self.scratch(ScratchKind::Narrow, rows * stride * 2)?;
                 let gathered = Rows { ptr, stride };
                 let call = launch::gather_rows(x, index, gathered, k, rows, live);
                 // SAFETY: the scratch was made for it; the callers have checked the row numbers.
@@ -263,7 +263,7 @@ impl CudaBackend {
             return Ok(w.at.ptr);
         }
         let n = weight.rows();
-        let widened = self.scratch(Which::Widened, n * w.at.stride * 2)?;
+        let widened = self.scratch(ScratchKind::Widened, n * w.at.stride * 2)?;
         let call = match w.groups {
             None => launch::widen_int8(w.at, widened, n),
             Some(groups) => launch::widen_int4(w.at, groups, widened, n, weight.cols()),

@@ -4,10 +4,10 @@
 //! compared with a recorded one, then launch. Activations that products read are bf16, all others
 //! f32.
 use super::backend::CudaBackend;
-use super::batch::{Capacity, Cut, live};
+use super::batch::{AttentionTiling, Capacity, live};
 use super::device::Device;
 use super::launch;
-use super::step::Launched;
+use super::step::LaunchRows;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
 use crate::backend::{Batch, Buffer as _, RowOps};
 use crate::check::{self, ensure};
@@ -37,9 +37,18 @@ impl RowOps for CudaBackend {
             let capacity = Capacity { rows: ids.len(), ..Capacity::default() };
             let empty = Batch { positions: &[], slots: &[], seqs: &[], block_tables: &[] };
             let Device { context, stream, .. } = &self.device;
-            self.step.stage(context, stream, capacity, ids, (&[], &[]), &empty, Cut::NONE, &[])?;
+            self.step.stage(
+                context,
+                stream,
+                capacity,
+                ids,
+                (&[], &[]),
+                &empty,
+                AttentionTiling::NONE,
+                &[],
+            )?;
         }
-        if self.step.skips(op, [rows.ptr.0, table.at().ptr.0, u64::from(first_id)])
+        if self.step.record_or_skip(op, [rows.ptr.0, table.at().ptr.0, u64::from(first_id)])
             || ids.is_empty()
         {
             return Ok(());
@@ -70,11 +79,13 @@ impl RowOps for CudaBackend {
         let to = out.of(Element::Bf16, op, "out")?;
         out.set_rows(rows)?;
         let added = added.map(|delta| delta.ptr);
-        if self.step.skips(op, [from.0, added.unwrap_or_default().0, weight.ptr().0]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.0, added.unwrap_or_default().0, weight.ptr().0])
+            || rows == 0
+        {
             return Ok(());
         }
         let most = residual.rows_max().min(out.rows_max());
-        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
         let call = launch::add_rmsnorm((from, added), weight.ptr(), to, width, eps, count, live);
         // SAFETY: shapes were checked.
         unsafe { self.device.launch(call) }
@@ -96,11 +107,11 @@ impl RowOps for CudaBackend {
         let added = delta.of(Element::F32, op, "delta")?.ptr;
         let to = out.of(Element::Bf16, op, "out")?;
         out.set_rows(rows)?;
-        if self.step.skips(op, [from.0, added.0, weight.ptr().0]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.0, added.0, weight.ptr().0]) || rows == 0 {
             return Ok(());
         }
         let most = residual.rows_max().min(delta.rows_max()).min(out.rows_max());
-        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
         let added = (added, delta_weight.ptr());
         let call =
             launch::add_normed_rmsnorm(from, added, weight.ptr(), to, width, eps, count, live);
@@ -115,11 +126,11 @@ impl RowOps for CudaBackend {
         let from = other.of(Element::F32, op, "other")?.ptr;
         let rows = sum.rows();
         // Does not include the number of rows: a graph covers several.
-        if self.step.skips(op, [to.0, from.0, sum.width() as u64]) || rows == 0 {
+        if self.step.record_or_skip(op, [to.0, from.0, sum.width() as u64]) || rows == 0 {
             return Ok(());
         }
         let most = sum.rows_max().min(other.rows_max());
-        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
         let call = launch::add(to, from, sum.width(), count, live);
         // SAFETY: shapes were checked.
         unsafe { self.device.launch(call) }

@@ -1,16 +1,16 @@
 //! Step framing, sampling and log-probabilities on the GPU.
 use std::time::Instant;
 
-use super::backend::{CudaBackend, Part, Which};
+use super::backend::{CudaBackend, ScratchKind, VocabShard};
 use super::batch::live;
-use super::edits::{self, Together};
+use super::edits::{self, SampleLaunch};
 use super::exchange::best_bytes;
 use super::launch::{self, Rows, SampleIo};
 use super::memory::DevicePtr;
 use super::results::{QUEUED_MAX, SAMPLED};
 use super::sample_lists::{PARAMS, TOP_MAX};
-use super::sampling::Queued;
-use super::step::Launched;
+use super::sampling::PendingTokens;
+use super::step::LaunchRows;
 use super::tensors::{CudaBuffer, Element};
 use crate::backend::{StepInputs, StepOps, Tensors as _};
 use crate::check::{self, ensure};
@@ -67,7 +67,7 @@ impl StepOps for CudaBackend {
 
     fn keeps_logits_apart(&mut self, first_id: u32, count: usize) -> bool {
         let apart = !self.alone && self.step.is_open() && self.step.may_be_in_parts();
-        self.apart = apart.then_some(Part { first_id, count });
+        self.apart = apart.then_some(VocabShard { first_id, count });
         apart
     }
 
@@ -117,7 +117,7 @@ impl StepOps for CudaBackend {
         let slot = self.launch_sampling(at, vocab, 0, rows)?;
         let wanted = rows.iter().map(|row| row.params.logprobs).collect();
         let (top, since) = (self.step.lists.top, Instant::now());
-        self.sampling.queued.push_back(Queued { slot, wanted, top, vocab, since });
+        self.sampling.queued.push_back(PendingTokens { slot, wanted, top, vocab, since });
         Ok(())
     }
 
@@ -147,7 +147,7 @@ impl StepOps for CudaBackend {
         let op = "logprobs";
         out.clear();
         let at = rows_at(op, logits, vocab, first_row, targets.len())?;
-        check::named(op, "target", targets, vocab)?;
+        check::below_bound(op, "target", targets, vocab)?;
         ensure!(op, top_n <= TOP_MAX, "{top_n} most likely tokens, at most {TOP_MAX}");
         if targets.is_empty() {
             return Ok(());
@@ -227,12 +227,12 @@ impl CudaBackend {
     fn pick(
         &mut self,
         logits: Rows,
-        part: Part,
+        part: VocabShard,
         rows: &[SampleRow<'_>],
         late: bool,
     ) -> Result<(), KernelError> {
         let op = "sample";
-        let Part { first_id, count } = part;
+        let VocabShard { first_id, count } = part;
         let masked = if late {
             self.step.close(&self.device.stream)?;
             let Self { sampling, device, step, .. } = self;
@@ -243,16 +243,16 @@ impl CudaBackend {
             (self.step.at(self.step.layout().params), DevicePtr::default())
         };
         let rows = rows.len();
-        if !self.step.skips(op, [logits.ptr.0, u64::from(first_id), count as u64]) {
-            let Launched { rows, live } = match late {
-                true => Launched { rows, live: DevicePtr::default() },
+        if !self.step.record_or_skip(op, [logits.ptr.0, u64::from(first_id), count as u64]) {
+            let LaunchRows { rows, live } = match late {
+                true => LaunchRows { rows, live: DevicePtr::default() },
                 false => {
                     let most = self.sampling.results()?.rows;
                     self.step.launched_samples(op, rows, most)?
                 }
             };
             let (bytes, ranks) = (rows * 8, self.world_size() as usize);
-            let own = self.scratch(Which::Best, best_bytes(ranks, rows))?;
+            let own = self.scratch(ScratchKind::Best, best_bytes(ranks, rows))?;
             let all = own.offset(bytes);
             let Self { device, sampling, .. } = self;
             let sizes = (count, first_id);
@@ -274,7 +274,7 @@ impl CudaBackend {
     /// Samples as the last part of a graph, and runs the graph.
     fn sample_in_graph(&mut self, logits: Rows, vocab: usize) -> Result<(), KernelError> {
         let count = self.step.counts().samples;
-        if !self.step.skips("sample", [logits.ptr.0, vocab as u64, count as u64]) {
+        if !self.step.record_or_skip("sample", [logits.ptr.0, vocab as u64, count as u64]) {
             let params = self.step.at(self.step.layout().params);
             let live = self.step.at(live::SAMPLES);
             let Self { sampling, device, .. } = self;
@@ -318,12 +318,12 @@ impl CudaBackend {
             true => (step.at(step.layout().params), DevicePtr::default()),
             false => (sent.params, sent.masks),
         };
-        let together = edits::together(&lists.edited, edits::at_once(vocab));
-        let scratch = sampling.scratch(device, vocab, &together)?;
+        let sample_launches = edits::sample_launches(&lists.edited, edits::rows_at_once(vocab));
+        let scratch = sampling.scratch(device, vocab, &sample_launches)?;
         let top_n = lists.top;
         let results = sampling.results()?;
         let top = results.top(device, rows.len(), top_n)?;
-        for Together { first, count, edited } in together {
+        for SampleLaunch { first, count, edited } in sample_launches {
             let skip = first * top_n as usize * 4;
             let io = SampleIo {
                 logits: Rows { ptr: logits.ptr.offset(first * logits.stride * 4), ..logits },

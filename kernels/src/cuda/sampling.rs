@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::device::{Device, Scratch};
-use super::edits::{self, Together};
+use super::edits::{self, SampleLaunch};
 use super::launch::{self, Rows};
 use super::memory::DevicePtr;
 use super::results::Results;
@@ -17,7 +17,7 @@ use crate::sampling::Sampled;
 
 /// A step's tokens on their way to the host.
 #[derive(Debug)]
-pub(super) struct Queued {
+pub(super) struct PendingTokens {
     /// Slot of the results.
     pub(super) slot: usize,
     /// For each row, the number of most likely tokens requested with its log-probability, or `None`
@@ -35,7 +35,7 @@ pub(super) struct Queued {
 pub(super) struct Sampling {
     results: Option<Results>,
     /// Steps with tokens in flight, oldest first.
-    pub(super) queued: VecDeque<Queued>,
+    pub(super) queued: VecDeque<PendingTokens>,
     pub(super) next: usize,
     /// For each row that the open step samples, the row of the previous step whose token is its
     /// last.
@@ -47,7 +47,7 @@ pub(super) struct Sampling {
 }
 
 /// Addresses of rows' lists on the device.
-pub(super) struct Sent {
+pub(super) struct ListAddresses {
     pub(super) params: DevicePtr,
     pub(super) masks: DevicePtr,
     pub(super) biases: DevicePtr,
@@ -107,7 +107,7 @@ impl Sampling {
 
     /// Whether the oldest queued tokens have arrived.
     pub(super) fn is_done(&mut self) -> Result<bool, KernelError> {
-        let Some(&Queued { slot, .. }) = self.queued.front() else { return Ok(true) };
+        let Some(&PendingTokens { slot, .. }) = self.queued.front() else { return Ok(true) };
         self.results()?.host[slot].1.is_done()
     }
 
@@ -118,7 +118,7 @@ impl Sampling {
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError> {
         out.clear();
-        let Some(Queued { slot, wanted, top, vocab, .. }) = self.queued.pop_front() else {
+        let Some(PendingTokens { slot, wanted, top, vocab, .. }) = self.queued.pop_front() else {
             return Err(KernelError::Shape {
                 op: "take_sampled",
                 message: "nothing is queued".to_owned(),
@@ -146,8 +146,8 @@ impl Sampling {
         device: &Device,
         lists: &'a SampleLists,
         staged: bool,
-    ) -> Result<Sent, KernelError> {
-        let fed = if staged { edits::fed_ids(&lists.params, &self.fed) } else { None };
+    ) -> Result<ListAddresses, KernelError> {
+        let fed = if staged { edits::fed_tokens(&lists.params, &self.fed) } else { None };
         let index: &[u32] = fed.as_ref().map_or(&[], |fed| &fed.rows);
         let only = |wanted: bool, list: &'a [u32]| if wanted { list } else { &[] };
         let parts = [
@@ -182,7 +182,7 @@ impl Sampling {
             // beginning; lists reach as far as the last token that is fed.
             unsafe { device.launch(call) }?;
         }
-        Ok(Sent { params, masks, biases, ids })
+        Ok(ListAddresses { params, masks, biases, ids })
     }
 
     /// Scratch for edited logits and counts of as many rows as are sampled together.
@@ -190,12 +190,14 @@ impl Sampling {
         &mut self,
         device: &Device,
         vocab: usize,
-        together: &[Together],
+        sample_launches: &[SampleLaunch],
     ) -> Result<Option<(DevicePtr, DevicePtr)>, KernelError> {
-        let edited = together.iter().filter(|together| together.edited);
-        let Some(most) = edited.map(|together| together.count).max() else { return Ok(None) };
+        let edited = sample_launches.iter().filter(|sample_launches| sample_launches.edited);
+        let Some(most) = edited.map(|sample_launches| sample_launches.count).max() else {
+            return Ok(None);
+        };
         // Few distinct sizes, so that it does not grow row by row.
-        let bytes = most.next_power_of_two().min(edits::at_once(vocab)).max(most) * vocab * 4;
+        let bytes = most.next_power_of_two().min(edits::rows_at_once(vocab)).max(most) * vocab * 4;
         let (logits, _) = self.edited.get(device, bytes)?;
         // New memory is zeroed, and the kernel leaves the counts zero.
         let (counts, _) = self.counts.get(device, bytes)?;

@@ -8,7 +8,7 @@
 use std::rc::Rc;
 
 use super::batch::{Capacity, Layout, sizes};
-use super::bucket::{Stage, StagedCache};
+use super::bucket::{CacheStage, StagedCache};
 use super::context::Context;
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::parts::{Splits, Windows};
@@ -20,9 +20,9 @@ use crate::error::KernelError;
 mod graphs;
 mod inputs;
 
-pub(super) use inputs::Launched;
+pub(super) use inputs::LaunchRows;
 
-use graphs::{GRAPHS_MAX, GraphKey, Recorded};
+use graphs::{GRAPHS_MAX, GraphKey, RecordedGraph};
 
 /// How calls are run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,24 +38,24 @@ enum Mode {
 }
 
 /// Identity of a slice: within a step, equal places mean the same slice.
-type Place = (usize, usize);
+type SliceId = (usize, usize);
 
-fn place<T>(slice: &[T]) -> Place {
+fn place<T>(slice: &[T]) -> SliceId {
     (slice.as_ptr().addr(), slice.len())
 }
 
-fn batch_place(batch: &Batch<'_>) -> [Place; 4] {
+fn batch_place(batch: &Batch<'_>) -> [SliceId; 4] {
     [place(batch.positions), place(batch.slots), place(batch.seqs), place(batch.block_tables)]
 }
 
 /// The slices that a step began with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Identity {
-    ids: Place,
-    batch: [Place; 4],
-    sample_rows: Place,
-    sampling: Place,
-    adapters: Place,
+struct StepSlices {
+    ids: SliceId,
+    batch: [SliceId; 4],
+    sample_rows: SliceId,
+    sampling: SliceId,
+    adapters: SliceId,
 }
 
 /// Numbers of items that launches are made for: those of the step, or those of its graph.
@@ -74,7 +74,7 @@ pub(super) struct Counts {
 #[derive(Debug)]
 pub(super) struct Step {
     // Graphs first: they refer to the memory below.
-    graphs: StagedCache<GraphKey, Recorded>,
+    graphs: StagedCache<GraphKey, RecordedGraph>,
     /// Attention treats sequences of one row like those of many.
     all_tiles: bool,
     /// Why graphs were given up, if they were.
@@ -95,7 +95,7 @@ pub(super) struct Step {
     /// Mode once the step is open.
     planned: Mode,
     signature: u64,
-    identity: Identity,
+    identity: StepSlices,
     /// Bounds that the step's batch is known to satisfy; every layer asks.
     checked: Vec<(&'static str, (usize, usize))>,
     layout: Layout,
@@ -128,7 +128,7 @@ impl Step {
             mode: Mode::Loose,
             planned: Mode::Loose,
             signature: 0,
-            identity: Identity::default(),
+            identity: StepSlices::default(),
             checked: Vec::new(),
             layout: Layout::new(Capacity::default()),
             windows: Windows::ALL,
@@ -180,7 +180,7 @@ impl Step {
     }
 
     /// Records or compares a call; true if nothing else has to be done for it.
-    pub(super) fn skips(&mut self, op: &'static str, what: [u64; 3]) -> bool {
+    pub(super) fn record_or_skip(&mut self, op: &'static str, what: [u64; 3]) -> bool {
         if self.is_graph() {
             // FNV-1a over words: enough to distinguish calls; no protection against attacks.
             for word in what.into_iter().chain([op.len() as u64, op.as_ptr().addr() as u64]) {
@@ -235,7 +235,7 @@ impl Step {
             let (items, _) = cut.of_single_rows(rows);
             self.counts = Counts { rows, tiles, seqs, items, parts, samples };
         }
-        self.identity = Identity {
+        self.identity = StepSlices {
             ids: place(inputs.ids),
             batch: batch_place(&inputs.batch),
             sample_rows: place(inputs.sample_rows),
@@ -244,8 +244,8 @@ impl Step {
         };
         // Only now, since making room for the inputs may have dropped all graphs.
         self.planned = match key.map(|key| (self.graphs.stage(key), key)) {
-            Some((Stage::Make, key)) => Mode::Record(key),
-            Some((Stage::Use, key)) => Mode::Replay(key),
+            Some((CacheStage::Make, key)) => Mode::Record(key),
+            Some((CacheStage::Use, key)) => Mode::Replay(key),
             _ => Mode::Eager,
         };
         Ok(())
@@ -315,7 +315,7 @@ impl Step {
     pub(super) fn end(&mut self, stream: &Stream) -> Result<(), KernelError> {
         let closed = self.close(stream);
         self.mode = Mode::Loose;
-        self.identity = Identity::default();
+        self.identity = StepSlices::default();
         closed
     }
 
@@ -328,7 +328,7 @@ impl Step {
         self.mode = Mode::Loose;
         self.checked.clear();
         self.signature = 0;
-        self.identity = Identity::default();
+        self.identity = StepSlices::default();
         recorded
     }
 }

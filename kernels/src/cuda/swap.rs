@@ -28,7 +28,7 @@ pub struct CudaHostKv {
 }
 
 /// Consecutive host blocks.
-struct Run {
+struct BlockRun {
     /// Index of the first pair.
     start: usize,
     len: usize,
@@ -36,13 +36,13 @@ struct Run {
     host: usize,
 }
 
-fn runs(pairs: &[(u32, u32)]) -> Vec<Run> {
-    let mut runs: Vec<Run> = Vec::new();
+fn runs(pairs: &[(u32, u32)]) -> Vec<BlockRun> {
+    let mut runs: Vec<BlockRun> = Vec::new();
     for (start, (_, host)) in pairs.iter().enumerate() {
         let host = *host as usize;
         match runs.last_mut() {
             Some(run) if run.host + run.len == host => run.len += 1,
-            _ => runs.push(Run { start, len: 1, host }),
+            _ => runs.push(BlockRun { start, len: 1, host }),
         }
     }
     runs
@@ -92,7 +92,7 @@ impl CudaHostKv {
         }
         let planes = 2 * self.shape.num_layers;
         let (elements, stride) = cache.block_and_plane();
-        for Run { start, len, host } in runs(pairs) {
+        for BlockRun { start, len, host } in runs(pairs) {
             let names = names.device_ptr(start);
             let staging = self.data.device_ptr(host * planes * elements);
             let sizes = (len, planes, elements, stride);

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::files::{self, ADAPTER, CONFIG, INDEX, Part, TOKENIZER};
+use super::files::{self, ADAPTER, CONFIG, INDEX, ModelPart, TOKENIZER};
 use super::name::{HubModel, is_commit};
 
 /// One model in the cache.
@@ -99,10 +99,10 @@ impl ModelCache {
     ///
     /// # Errors
     /// What is wrong with the index of weights.
-    pub fn lacks(&self, commit: &str, part: Part) -> Result<Option<String>, String> {
+    pub fn lacks(&self, commit: &str, part: ModelPart) -> Result<Option<String>, String> {
         let folder = self.snapshot(commit);
         let mut needed: BTreeSet<String> = BTreeSet::new();
-        if part == Part::Adapter {
+        if part == ModelPart::Adapter {
             needed.extend(ADAPTER.map(str::to_owned));
         } else {
             needed.insert(CONFIG.to_owned());
@@ -119,7 +119,7 @@ impl ModelCache {
 
     /// Whether all of `part` is there.
     #[must_use]
-    pub fn has(&self, commit: &str, part: Part) -> bool {
+    pub fn has(&self, commit: &str, part: ModelPart) -> bool {
         matches!(self.lacks(commit, part), Ok(None))
     }
 }

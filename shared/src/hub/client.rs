@@ -12,8 +12,8 @@ use ureq::http::{HeaderMap, StatusCode, Uri};
 use ureq::tls::{Certificate, RootCerts, TlsConfig};
 use ureq::{Agent, Body};
 
-use super::name::{HubModel, Wanted, is_commit};
-use super::{HubError, Settings};
+use super::name::{HubModel, RequestedModel, is_commit};
+use super::{HubError, HubSettings};
 
 /// Longest wait for a connection, for the beginning of an answer, and for more of it.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
@@ -29,25 +29,25 @@ const ETAG_MAX: usize = 128;
 
 /// A request failed.
 #[derive(Debug)]
-pub(super) struct Trouble {
+pub(super) struct RequestError {
     pub(super) error: HubError,
     /// The hub says how long to wait.
     pub(super) wait: Option<Duration>,
 }
 
-impl Trouble {
-    pub(super) fn passing(why: impl std::fmt::Display) -> Self {
-        Self { error: HubError::Passing(why.to_string()), wait: None }
+impl RequestError {
+    pub(super) fn transient(why: impl std::fmt::Display) -> Self {
+        Self { error: HubError::Transient(why.to_string()), wait: None }
     }
 
-    pub(super) fn lasting(why: impl std::fmt::Display) -> Self {
-        Self { error: HubError::Lasting(why.to_string()), wait: None }
+    pub(super) fn permanent(why: impl std::fmt::Display) -> Self {
+        Self { error: HubError::Permanent(why.to_string()), wait: None }
     }
 }
 
 /// What the hub says of a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Listed {
+pub(super) struct FileInfo {
     pub(super) size: u64,
     /// The name of its content in the cache; empty where the list does not say it.
     pub(super) etag: String,
@@ -59,11 +59,11 @@ pub(super) struct Listed {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Listing {
     pub(super) model: HubModel,
-    pub(super) files: BTreeMap<String, Listed>,
+    pub(super) files: BTreeMap<String, FileInfo>,
 }
 
 /// A file's content from some byte on.
-pub(super) struct Content {
+pub(super) struct ContentStream {
     /// Where it begins: where it was asked for, or at the file's beginning.
     pub(super) from: u64,
     pub(super) body: Box<dyn Read>,
@@ -73,12 +73,12 @@ pub(super) struct Content {
 #[derive(Debug)]
 pub(super) struct Client {
     agent: Agent,
-    settings: Settings,
+    settings: HubSettings,
 }
 
 impl Client {
     /// A client of the hub that `settings` name.
-    pub(super) fn new(settings: &Settings) -> Result<Self, HubError> {
+    pub(super) fn new(settings: &HubSettings) -> Result<Self, HubError> {
         let config = Agent::config_builder()
             .http_status_as_error(false)
             .max_redirects(0)
@@ -89,7 +89,7 @@ impl Client {
             .timeout_per_read(Some(SILENCE_TIMEOUT));
         let roots = rustls_native_certs::load_native_certs().certs;
         if roots.is_empty() && settings.endpoint.starts_with("https://") {
-            return Err(HubError::Lasting(format!(
+            return Err(HubError::Permanent(format!(
                 "this host knows of no authorities, so it can trust no {}: install its package \
                  ca-certificates, or name a file of them in SSL_CERT_FILE",
                 settings.endpoint
@@ -105,7 +105,7 @@ impl Client {
     }
 
     /// Which commit a revision is, and what files it has.
-    pub(super) fn list(&self, wanted: &Wanted) -> Result<Listing, Trouble> {
+    pub(super) fn list(&self, wanted: &RequestedModel) -> Result<Listing, RequestError> {
         #[derive(Deserialize)]
         struct Info {
             sha: String,
@@ -125,7 +125,7 @@ impl Client {
             sha256: String,
             size: u64,
         }
-        let Wanted { name, revision } = wanted;
+        let RequestedModel { name, revision } = wanted;
         let revision = escaped(revision);
         let url =
             format!("{}/api/models/{name}/revision/{revision}?blobs=true", self.settings.endpoint);
@@ -133,19 +133,19 @@ impl Client {
         let bytes = answer.with_config().limit(LIST_MAX).read_to_vec();
         let bytes = bytes.map_err(|error| self.unreached(&error))?;
         let info: Info = serde_json::from_slice(&bytes).map_err(|error| {
-            Trouble::passing(format!(
+            RequestError::transient(format!(
                 "{}: its list of files cannot be read: {error}",
                 self.settings.endpoint
             ))
         })?;
         if !is_commit(&info.sha) {
-            return Err(Trouble::lasting(format!(
+            return Err(RequestError::permanent(format!(
                 "{} says that {name} is at the commit {:?}, which is none",
                 self.settings.endpoint, info.sha
             )));
         }
         if is_commit(&wanted.revision) && info.sha != wanted.revision {
-            return Err(Trouble::lasting(format!(
+            return Err(RequestError::permanent(format!(
                 "{} answers with the commit {} of {name} when asked for {}",
                 self.settings.endpoint, info.sha, wanted.revision
             )));
@@ -157,9 +157,9 @@ impl Client {
             };
             let size = sibling.lfs.map(|large| large.size).or(sibling.size);
             let listed = match (etag.filter(|etag| is_etag(etag)), size) {
-                (Some(etag), Some(size)) => Listed { size, sha256: sha256_in(&etag), etag },
+                (Some(etag), Some(size)) => FileInfo { size, sha256: sha256_in(&etag), etag },
                 // A mirror that lists names alone.
-                _ => Listed::default(),
+                _ => FileInfo::default(),
             };
             (sibling.rfilename, listed)
         };
@@ -168,7 +168,7 @@ impl Client {
     }
 
     /// What the hub says of one file, where its list does not.
-    pub(super) fn describe(&self, model: &HubModel, file: &str) -> Result<Listed, Trouble> {
+    pub(super) fn describe(&self, model: &HubModel, file: &str) -> Result<FileInfo, RequestError> {
         let (headers, _) = self.ask(&model.wanted(), "HEAD", &self.address(model, file), None)?;
         let text = |names: [&str; 2]| {
             let found = names.into_iter().find_map(|name| headers.get(name));
@@ -178,8 +178,8 @@ impl Client {
         let etag = etag.trim_start_matches("W/").trim_matches('"').to_owned();
         let size = text(["x-linked-size", "content-length"]).parse::<u64>();
         match size {
-            Ok(size) if is_etag(&etag) => Ok(Listed { size, sha256: sha256_in(&etag), etag }),
-            _ => Err(Trouble::lasting(format!(
+            Ok(size) if is_etag(&etag) => Ok(FileInfo { size, sha256: sha256_in(&etag), etag }),
+            _ => Err(RequestError::permanent(format!(
                 "{} says neither the size nor the etag of {file}",
                 self.settings.endpoint
             ))),
@@ -192,16 +192,18 @@ impl Client {
         model: &HubModel,
         file: &str,
         from: u64,
-    ) -> Result<Content, Trouble> {
+    ) -> Result<ContentStream, RequestError> {
         let address = self.address(model, file);
         let (headers, body) = self.ask(&model.wanted(), "GET", &address, Some(from))?;
         let body = Box::new(body.into_reader());
         let range = headers.get("content-range").and_then(|range| range.to_str().ok());
-        let Some(range) = range else { return Ok(Content { from: 0, body }) };
+        let Some(range) = range else { return Ok(ContentStream { from: 0, body }) };
         let begin = range.strip_prefix("bytes ").and_then(|rest| rest.split_once('-'));
         match begin.and_then(|(begin, _)| begin.parse::<u64>().ok()) {
-            Some(begin) if begin == from => Ok(Content { from, body }),
-            _ => Err(Trouble::passing(format!("{file}: asked for bytes from {from}, got {range}"))),
+            Some(begin) if begin == from => Ok(ContentStream { from, body }),
+            _ => Err(RequestError::transient(format!(
+                "{file}: asked for bytes from {from}, got {range}"
+            ))),
         }
     }
 
@@ -214,11 +216,11 @@ impl Client {
     /// host says of a file is not the hub's word.
     fn ask(
         &self,
-        wanted: &Wanted,
+        wanted: &RequestedModel,
         method: &str,
         url: &str,
         from: Option<u64>,
-    ) -> Result<(HeaderMap, Body), Trouble> {
+    ) -> Result<(HeaderMap, Body), RequestError> {
         let mut at = parse(url)?;
         let mut token = self.settings.token.as_ref();
         for _ in 0..=REDIRECTS_MAX {
@@ -245,7 +247,9 @@ impl Client {
                     // Not the hub's word: its link may have expired, and the next one works.
                     let host = at.host().unwrap_or_default();
                     let status = parts.status;
-                    return Err(Trouble::passing(format!("{host} answers with status {status}")));
+                    return Err(RequestError::transient(format!(
+                        "{host} answers with status {status}"
+                    )));
                 }
                 let text = body.with_config().limit(4096).lossy_utf8(true).read_to_string();
                 let text = text.unwrap_or_default();
@@ -261,24 +265,24 @@ impl Client {
             }
             at = next;
         }
-        Err(Trouble::passing(format!("{url}: more than {REDIRECTS_MAX} redirects")))
+        Err(RequestError::transient(format!("{url}: more than {REDIRECTS_MAX} redirects")))
     }
 
-    fn unreached(&self, error: &ureq::Error) -> Trouble {
-        Trouble::passing(format!("{} cannot be asked: {error}", self.settings.endpoint))
+    fn unreached(&self, error: &ureq::Error) -> RequestError {
+        RequestError::transient(format!("{} cannot be asked: {error}", self.settings.endpoint))
     }
 
     /// What an answer means that is none, and what to do about it.
     fn refused(
         &self,
-        wanted: &Wanted,
+        wanted: &RequestedModel,
         status: StatusCode,
         headers: &HeaderMap,
         body: &str,
-    ) -> Trouble {
+    ) -> RequestError {
         let header = |name: &str| headers.get(name).and_then(|it| it.to_str().ok()).unwrap_or("");
         let (code, message) = (header("x-error-code"), header("x-error-message"));
-        let (Wanted { name, revision }, hub) = (wanted, &self.settings.endpoint);
+        let (RequestedModel { name, revision }, hub) = (wanted, &self.settings.endpoint);
         let has_token = self.settings.token.is_some();
         let lasting = match (status.as_u16(), code) {
             (_, "GatedRepo") if has_token => format!(
@@ -308,8 +312,8 @@ impl Client {
             (status @ (408 | 416 | 429 | 500..=599), _) => {
                 let wait = header("retry-after").parse().ok().map(Duration::from_secs);
                 let error =
-                    HubError::Passing(format!("{hub} answers with status {status} for {name}"));
-                return Trouble { error, wait: wait.map(|wait| wait.min(WAIT_MAX)) };
+                    HubError::Transient(format!("{hub} answers with status {status} for {name}"));
+                return RequestError { error, wait: wait.map(|wait| wait.min(WAIT_MAX)) };
             }
             (status, _) => {
                 let said = if message.is_empty() { body } else { message };
@@ -317,7 +321,7 @@ impl Client {
                 format!("{hub} answers with status {status} for {name}: {said}")
             }
         };
-        Trouble::lasting(lasting)
+        RequestError::permanent(lasting)
     }
 }
 
@@ -333,13 +337,14 @@ fn sha256_in(etag: &str) -> Option<String> {
     is_hex.then(|| etag.to_ascii_lowercase())
 }
 
-fn parse(url: &str) -> Result<Uri, Trouble> {
-    url.parse().map_err(|error| Trouble::lasting(format!("{url}: {error}")))
+fn parse(url: &str) -> Result<Uri, RequestError> {
+    url.parse().map_err(|error| RequestError::permanent(format!("{url}: {error}")))
 }
 
 /// Where a redirect leads.
-fn redirected(from: &Uri, location: &str) -> Result<Uri, Trouble> {
-    let wrong = || Trouble::lasting(format!("{from} redirects to {location:?}, which is refused"));
+fn redirected(from: &Uri, location: &str) -> Result<Uri, RequestError> {
+    let wrong =
+        || RequestError::permanent(format!("{from} redirects to {location:?}, which is refused"));
     if location.starts_with('/') && !location.starts_with("//") {
         let (scheme, host) = origin(from);
         return parse(&format!("{scheme}://{host}{location}"));

@@ -10,8 +10,8 @@ use sha2::{Digest as _, Sha256};
 
 use super::HubError;
 use super::cache::ModelCache;
-use super::client::{Client, Listed, Trouble};
-use super::fetch::Run;
+use super::client::{Client, FileInfo, RequestError};
+use super::fetch::Download;
 use super::name::HubModel;
 use crate::clock::jittered;
 
@@ -28,30 +28,30 @@ const CHUNK: usize = 256 << 10;
 
 /// A file that is not in the cache.
 #[derive(Clone, Debug)]
-pub(super) struct Missing {
+pub(super) struct MissingFile {
     pub(super) name: String,
-    pub(super) listed: Listed,
+    pub(super) listed: FileInfo,
 }
 
 /// Has attempts made until one succeeds, brings no more, or is called off. Each says how much it
 /// has brought.
-pub(super) fn repeat<T>(
-    run: &Run,
+pub(super) fn retry<T>(
+    run: &Download,
     attempts: u32,
-    mut attempt: impl FnMut() -> (u64, Result<T, Trouble>),
+    mut attempt: impl FnMut() -> (u64, Result<T, RequestError>),
 ) -> Result<T, HubError> {
     let mut failed = 0;
     loop {
         if run.is_over() {
-            return Err(HubError::CalledOff);
+            return Err(HubError::Cancelled);
         }
         let (brought, outcome) = attempt();
-        let Trouble { error, wait } = match outcome {
+        let RequestError { error, wait } = match outcome {
             Ok(done) => return Ok(done),
-            Err(trouble) => trouble,
+            Err(failure) => failure,
         };
         failed = if brought >= PROGRESS { 0 } else { failed + 1 };
-        if !error.may_pass() || failed >= attempts {
+        if !error.is_transient() || failed >= attempts {
             return Err(error);
         }
         let pause = PAUSE_MIN * 2u32.pow(failed.min(6));
@@ -67,15 +67,15 @@ pub(super) fn download(
     client: &Client,
     cache: &ModelCache,
     model: &HubModel,
-    missing: &Missing,
-    run: &Run,
+    missing: &MissingFile,
+    run: &Download,
 ) -> Result<(), HubError> {
-    let Missing { name, listed } = missing;
+    let MissingFile { name, listed } = missing;
     let blob = cache.blob(&listed.etag);
     let lock = if blob.is_file() { None } else { locked(cache, missing, run)? };
     if blob.is_file() {
         // Another process has brought it meanwhile, or another revision has the same file.
-        run.watch.add(listed.size);
+        run.handle.add(listed.size);
     } else {
         let file = cache.incomplete(&listed.etag);
         transfer(client, model, missing, &file, run)?;
@@ -93,7 +93,11 @@ pub(super) fn download(
 
 /// The lock of whoever downloads a file; none on file systems that have no locks, or when the file
 /// has come meanwhile.
-fn locked(cache: &ModelCache, missing: &Missing, run: &Run) -> Result<Option<File>, HubError> {
+fn locked(
+    cache: &ModelCache,
+    missing: &MissingFile,
+    run: &Download,
+) -> Result<Option<File>, HubError> {
     let (blob, mut said) = (cache.blob(&missing.listed.etag), false);
     loop {
         let file =
@@ -123,33 +127,33 @@ fn locked(cache: &ModelCache, missing: &Missing, run: &Run) -> Result<Option<Fil
             Err(TryLockError::Error(_)) => return Ok(None),
         }
         if run.is_over() {
-            return Err(HubError::CalledOff);
+            return Err(HubError::Cancelled);
         }
     }
 }
 
 /// A file that is being written.
-struct Writing<'a> {
+struct PartialFile<'a> {
     file: File,
     path: &'a Path,
     have: u64,
     hash: Option<Sha256>,
-    run: &'a Run,
+    run: &'a Download,
 }
 
-impl Writing<'_> {
-    fn failed(&self, error: &std::io::Error) -> Trouble {
-        Trouble { error: failed(self.path, error), wait: None }
+impl PartialFile<'_> {
+    fn failed(&self, error: &std::io::Error) -> RequestError {
+        RequestError { error: failed(self.path, error), wait: None }
     }
 
     /// Takes what is there of the file from an earlier attempt.
-    fn resume(&mut self, size: u64) -> Result<(), Trouble> {
+    fn resume(&mut self, size: u64) -> Result<(), RequestError> {
         let there = self.file.metadata().map_err(|error| self.failed(&error))?.len();
         if there > size {
-            return self.begin_anew();
+            return self.restart();
         }
         // Nothing would tell whether the beginning of a file without a checksum is right.
-        let Some(hash) = &mut self.hash else { return self.begin_anew() };
+        let Some(hash) = &mut self.hash else { return self.restart() };
         let mut chunk = vec![0; CHUNK];
         loop {
             let read = self.file.read(&mut chunk);
@@ -160,17 +164,17 @@ impl Writing<'_> {
             };
             hash.update(&chunk[..read]);
             self.have += read as u64;
-            self.run.watch.add(read as u64);
+            self.run.handle.add(read as u64);
             if self.run.is_over() {
-                return Err(Trouble { error: HubError::CalledOff, wait: None });
+                return Err(RequestError { error: HubError::Cancelled, wait: None });
             }
         }
     }
 
-    fn begin_anew(&mut self) -> Result<(), Trouble> {
+    fn restart(&mut self) -> Result<(), RequestError> {
         let anew = self.file.set_len(0).and_then(|()| self.file.rewind());
         anew.map_err(|error| self.failed(&error))?;
-        self.run.watch.take_back(self.have);
+        self.run.handle.take_back(self.have);
         self.have = 0;
         if let Some(hash) = &mut self.hash {
             *hash = Sha256::new();
@@ -178,13 +182,13 @@ impl Writing<'_> {
         Ok(())
     }
 
-    fn add(&mut self, bytes: &[u8]) -> Result<(), Trouble> {
+    fn add(&mut self, bytes: &[u8]) -> Result<(), RequestError> {
         self.file.write_all(bytes).map_err(|error| self.failed(&error))?;
         if let Some(hash) = &mut self.hash {
             hash.update(bytes);
         }
         self.have += bytes.len() as u64;
-        self.run.watch.add(bytes.len() as u64);
+        self.run.handle.add(bytes.len() as u64);
         Ok(())
     }
 }
@@ -193,19 +197,19 @@ impl Writing<'_> {
 fn transfer(
     client: &Client,
     model: &HubModel,
-    missing: &Missing,
+    missing: &MissingFile,
     path: &Path,
-    run: &Run,
+    run: &Download,
 ) -> Result<(), HubError> {
-    let Missing { name, listed } = missing;
+    let MissingFile { name, listed } = missing;
     let mut options = File::options();
     let file = options.read(true).write(true).create(true).truncate(false).open(path);
     let file = file.map_err(|error| failed(path, &error))?;
     let hash = listed.sha256.is_some().then(Sha256::new);
-    let mut writing = Writing { file, path, have: 0, hash, run };
-    writing.resume(listed.size).map_err(|trouble| trouble.error)?;
+    let mut writing = PartialFile { file, path, have: 0, hash, run };
+    writing.resume(listed.size).map_err(|failure| failure.error)?;
     for last in [false, true] {
-        repeat(run, ATTEMPTS, || {
+        retry(run, ATTEMPTS, || {
             let before = writing.have;
             let outcome = receive(client, model, missing, &mut writing);
             (writing.have.saturating_sub(before), outcome)
@@ -217,13 +221,13 @@ fn transfer(
         }
         tracing::warn!(file = name, "its checksum is not the hub's; bringing it anew");
         writing.hash = Some(Sha256::new());
-        writing.begin_anew().map_err(|trouble| trouble.error)?;
+        writing.restart().map_err(|failure| failure.error)?;
         if last {
             break;
         }
     }
     let _ = fs::remove_file(path);
-    Err(HubError::Lasting(format!(
+    Err(HubError::Permanent(format!(
         "{name} of {}: twice its checksum was not the one that the hub says: something changes it \
          on the way",
         model.name
@@ -234,39 +238,41 @@ fn transfer(
 fn receive(
     client: &Client,
     model: &HubModel,
-    missing: &Missing,
-    writing: &mut Writing<'_>,
-) -> Result<(), Trouble> {
-    let Missing { name, listed } = missing;
+    missing: &MissingFile,
+    writing: &mut PartialFile<'_>,
+) -> Result<(), RequestError> {
+    let MissingFile { name, listed } = missing;
     if writing.have == listed.size {
         return Ok(());
     }
     let mut content = client.content(model, name, writing.have)?;
     if content.from != writing.have {
-        writing.begin_anew()?;
+        writing.restart()?;
     }
     let mut chunk = vec![0; CHUNK];
     while writing.have < listed.size {
         if writing.run.is_over() {
-            return Err(Trouble { error: HubError::CalledOff, wait: None });
+            return Err(RequestError { error: HubError::Cancelled, wait: None });
         }
         let read = content.body.read(&mut chunk);
         let (have, size) = (writing.have, listed.size);
         let read = match read {
             Ok(0) => {
-                return Err(Trouble::passing(format!(
+                return Err(RequestError::transient(format!(
                     "{name}: it ended after {have} of {size} bytes"
                 )));
             }
             Ok(read) => read,
             Err(error) => {
                 let why = format!("{name}: after {have} of {size} bytes: {error}");
-                return Err(Trouble::passing(why));
+                return Err(RequestError::transient(why));
             }
         };
         if have + read as u64 > size {
-            writing.begin_anew()?;
-            return Err(Trouble::passing(format!("{name}: more came than its {size} bytes")));
+            writing.restart()?;
+            return Err(RequestError::transient(format!(
+                "{name}: more came than its {size} bytes"
+            )));
         }
         writing.add(&chunk[..read])?;
     }
@@ -275,7 +281,7 @@ fn receive(
 
 /// What the operating system says of the cache.
 pub(super) fn failed(path: &Path, error: &std::io::Error) -> HubError {
-    HubError::Lasting(format!(
+    HubError::Permanent(format!(
         "{}: {error}: models are kept there, or where HF_HOME or --download-dir says",
         path.display()
     ))

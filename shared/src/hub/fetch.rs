@@ -8,11 +8,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::cache::ModelCache;
-use super::client::{Client, Listed, Listing};
-use super::download::{Missing, download, failed, repeat};
-use super::files::{self, CONFIG, INDEX, Part, SMALL_MAX};
-use super::name::{HubModel, Wanted};
-use super::{HubError, Settings};
+use super::client::{Client, FileInfo, Listing};
+use super::download::{MissingFile, download, failed, retry};
+use super::files::{self, CONFIG, INDEX, ModelPart, SMALL_MAX};
+use super::name::{HubModel, RequestedModel};
+use super::{HubError, HubSettings};
 
 /// Files that come at a time.
 const AT_A_TIME: usize = 4;
@@ -25,13 +25,13 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// How far a download is, for whoever shows it; and how it is called off.
 #[derive(Debug, Default)]
-pub struct Watch {
+pub struct DownloadHandle {
     done: AtomicU64,
     total: AtomicU64,
     off: AtomicBool,
 }
 
-impl Watch {
+impl DownloadHandle {
     /// Bytes that are there, and in all; both grow.
     #[must_use]
     pub fn progress(&self) -> (u64, u64) {
@@ -39,7 +39,7 @@ impl Watch {
     }
 
     /// It ends soon, wherever it is; what has come stays for the next time.
-    pub fn call_off(&self) {
+    pub fn cancel(&self) {
         self.off.store(true, Ordering::Relaxed);
     }
 
@@ -54,24 +54,24 @@ impl Watch {
 
 /// One download, which several threads work at.
 #[derive(Debug)]
-pub(super) struct Run {
-    pub(super) watch: Arc<Watch>,
+pub(super) struct Download {
+    pub(super) handle: Arc<DownloadHandle>,
     /// One of its files has failed.
     failed: AtomicBool,
     /// Tells its waits from those of other processes.
     pub(super) seed: u64,
 }
 
-impl Run {
+impl Download {
     pub(super) fn is_over(&self) -> bool {
-        self.watch.off.load(Ordering::Relaxed) || self.failed.load(Ordering::Relaxed)
+        self.handle.off.load(Ordering::Relaxed) || self.failed.load(Ordering::Relaxed)
     }
 
     pub(super) fn sleep(&self, pause: Duration) -> Result<(), HubError> {
         let end = Instant::now() + pause;
         while Instant::now() < end {
             if self.is_over() {
-                return Err(HubError::CalledOff);
+                return Err(HubError::Cancelled);
             }
             std::thread::sleep(LOOK_EVERY.min(pause));
         }
@@ -81,7 +81,7 @@ impl Run {
 
 /// A model that is here.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fetched {
+pub struct FetchedModel {
     /// Which state of it.
     pub model: HubModel,
     /// Its folder.
@@ -91,25 +91,25 @@ pub struct Fetched {
 /// The hub, and the cache of what comes from it.
 #[derive(Clone, Debug)]
 pub struct Hub {
-    settings: Settings,
+    settings: HubSettings,
 }
 
 impl Hub {
     /// The hub as `settings` say.
     #[must_use]
-    pub fn new(settings: Settings) -> Self {
+    pub fn new(settings: HubSettings) -> Self {
         Self { settings }
     }
 
     /// What it goes by.
     #[must_use]
-    pub fn settings(&self) -> &Settings {
+    pub fn settings(&self) -> &HubSettings {
         &self.settings
     }
 
     /// Whether all of `part` of a state of a model is in the cache.
     #[must_use]
-    pub fn has(&self, model: &HubModel, part: Part) -> bool {
+    pub fn has(&self, model: &HubModel, part: ModelPart) -> bool {
         self.cache(&model.name).has(&model.commit, part)
     }
 
@@ -117,33 +117,37 @@ impl Hub {
     ///
     /// # Errors
     /// [`HubError`].
-    pub fn resolve(&self, wanted: &Wanted, watch: &Arc<Watch>) -> Result<HubModel, HubError> {
+    pub fn resolve(
+        &self,
+        wanted: &RequestedModel,
+        handle: &Arc<DownloadHandle>,
+    ) -> Result<HubModel, HubError> {
         let known = || self.cache(&wanted.name).commit_of(&wanted.revision);
         if super::name::is_commit(&wanted.revision) {
             let commit = wanted.revision.clone();
             return Ok(HubModel { name: wanted.name.clone(), commit });
         }
         let cached = known().map(|commit| HubModel { name: wanted.name.clone(), commit });
-        match self.list(wanted, cached.is_some(), watch) {
+        match self.list(wanted, cached.is_some(), handle) {
             Ok((listing, ..)) => Ok(listing.model),
-            Err(error) => cached.filter(|_| error != HubError::CalledOff).ok_or(error),
+            Err(error) => cached.filter(|_| error != HubError::Cancelled).ok_or(error),
         }
     }
 
     /// Finds `part` of a model in the cache, or downloads what is missing of it. Blocks; ends soon
-    /// when it is called off by `watch`.
+    /// when it is called off by `handle`.
     ///
     /// # Errors
     /// [`HubError`].
     pub fn fetch(
         &self,
-        wanted: &Wanted,
-        part: Part,
-        watch: &Arc<Watch>,
-    ) -> Result<Fetched, HubError> {
+        wanted: &RequestedModel,
+        part: ModelPart,
+        handle: &Arc<DownloadHandle>,
+    ) -> Result<FetchedModel, HubError> {
         let cache = self.cache(&wanted.name);
         let cached = cache.commit_of(&wanted.revision);
-        let cached = cached.filter(|commit| cache.has(commit, part)).map(|commit| Fetched {
+        let cached = cached.filter(|commit| cache.has(commit, part)).map(|commit| FetchedModel {
             folder: cache.snapshot(&commit),
             model: HubModel { name: wanted.name.clone(), commit },
         });
@@ -153,9 +157,9 @@ impl Hub {
         {
             return Ok(fetched.clone());
         }
-        let (listing, client, run) = match (self.list(wanted, cached.is_some(), watch), cached) {
+        let (listing, client, run) = match (self.list(wanted, cached.is_some(), handle), cached) {
             (Ok(listed), _) => listed,
-            (Err(HubError::CalledOff), _) => return Err(HubError::CalledOff),
+            (Err(HubError::Cancelled), _) => return Err(HubError::Cancelled),
             (Err(error), Some(fetched)) => {
                 let commit = fetched.model.commit.as_str();
                 tracing::warn!(%error, model = wanted.name, commit, "the model is taken as it is in the cache");
@@ -164,12 +168,12 @@ impl Hub {
             (Err(error), None) => return Err(error),
         };
         let model = listing.model.clone();
-        self.bring(Arc::new(client), Arc::new(run), &cache, listing, part)?;
+        self.download_model(Arc::new(client), Arc::new(run), &cache, listing, part)?;
         if let Err(error) = cache.remember(&wanted.revision, &model.commit) {
             // The files are there, if nobody may write.
             tracing::debug!(%error, "the cache takes no note of the revision");
         }
-        Ok(Fetched { folder: cache.snapshot(&model.commit), model })
+        Ok(FetchedModel { folder: cache.snapshot(&model.commit), model })
     }
 
     fn cache(&self, name: &str) -> ModelCache {
@@ -179,13 +183,13 @@ impl Hub {
     /// Asks what files there are.
     fn list(
         &self,
-        wanted: &Wanted,
+        wanted: &RequestedModel,
         cached: bool,
-        watch: &Arc<Watch>,
-    ) -> Result<(Listing, Client, Run), HubError> {
-        let Wanted { name, revision } = wanted;
+        handle: &Arc<DownloadHandle>,
+    ) -> Result<(Listing, Client, Download), HubError> {
+        let RequestedModel { name, revision } = wanted;
         if self.settings.offline {
-            return Err(HubError::Lasting(format!(
+            return Err(HubError::Permanent(format!(
                 "{name} at the revision {revision} is not, or not whole, in {}, and HF_HUB_OFFLINE \
                  forbids to ask for it",
                 self.settings.cache.display()
@@ -193,37 +197,38 @@ impl Hub {
         }
         let client = Client::new(&self.settings)?;
         let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), name);
-        let run = Run { watch: watch.clone(), failed: AtomicBool::new(false), seed };
+        let run = Download { handle: handle.clone(), failed: AtomicBool::new(false), seed };
         let attempts = if cached { 1 } else { LIST_ATTEMPTS };
-        let listing = repeat(&run, attempts, || (0, client.list(wanted)))?;
+        let listing = retry(&run, attempts, || (0, client.list(wanted)))?;
         Ok((listing, client, run))
     }
 
     /// Downloads what is missing: first what is small, which says what there is of weights.
-    fn bring(
+    fn download_model(
         &self,
         client: Arc<Client>,
-        run: Arc<Run>,
+        run: Arc<Download>,
         cache: &ModelCache,
         listing: Listing,
-        part: Part,
+        part: ModelPart,
     ) -> Result<(), HubError> {
         let names = || listing.files.keys().map(String::as_str);
         let commit = &listing.model.commit;
         let mut first = files::first(part, names());
-        if part != Part::Adapter && !first.contains(CONFIG) {
-            return Err(self.unfit(&listing, &format!("it has no {CONFIG}")));
+        if part != ModelPart::Adapter && !first.contains(CONFIG) {
+            return Err(self.unusable(&listing, &format!("it has no {CONFIG}")));
         }
         if part.has_weights() && !listing.files.contains_key(INDEX) {
             first.extend(files::weights(None).unwrap_or_default());
         }
         let began = Instant::now();
-        let mut brought = self.bring_files(&client, &run, cache, &listing, first)?;
+        let mut brought = self.download_files(&client, &run, cache, &listing, first)?;
         if part.has_weights() && listing.files.contains_key(INDEX) {
             let file = cache.snapshot(commit).join(INDEX);
             let index = fs::read(&file).map_err(|error| failed(&file, &error))?;
-            let shards = files::weights(Some(&index)).map_err(|why| self.unfit(&listing, &why))?;
-            brought += self.bring_files(&client, &run, cache, &listing, shards)?;
+            let shards =
+                files::weights(Some(&index)).map_err(|why| self.unusable(&listing, &why))?;
+            brought += self.download_files(&client, &run, cache, &listing, shards)?;
         }
         if let Ok(Some(file)) = cache.lacks(commit, part) {
             let why = if file == files::SINGLE {
@@ -231,7 +236,7 @@ impl Hub {
             } else {
                 format!("it has no {file}")
             };
-            return Err(self.unfit(&listing, &why));
+            return Err(self.unusable(&listing, &why));
         }
         if brought > 0 {
             let (model, size) = (listing.model.name.as_str(), size(brought));
@@ -247,10 +252,10 @@ impl Hub {
     }
 
     /// Downloads those of `names` that are not there; returns their size.
-    fn bring_files(
+    fn download_files(
         &self,
         client: &Arc<Client>,
-        run: &Arc<Run>,
+        run: &Arc<Download>,
         cache: &ModelCache,
         listing: &Listing,
         names: BTreeSet<String>,
@@ -264,31 +269,33 @@ impl Hub {
             }
             let listed = match listing.files.get(&name) {
                 Some(listed) if listed.etag.is_empty() => {
-                    repeat(run, LIST_ATTEMPTS, || (0, client.describe(model, &name)))?
+                    retry(run, LIST_ATTEMPTS, || (0, client.describe(model, &name)))?
                 }
                 Some(listed) => listed.clone(),
                 None if name == files::SINGLE => continue,
                 None => {
-                    return Err(self
-                        .unfit(listing, &format!("{INDEX} names {name}, which it does not have")));
+                    return Err(self.unusable(
+                        listing,
+                        &format!("{INDEX} names {name}, which it does not have"),
+                    ));
                 }
             };
             if listed.size > SMALL_MAX && !name.ends_with(".safetensors") {
                 let why = format!("{name} has {} bytes, it may have {SMALL_MAX}", listed.size);
-                return Err(self.unfit(listing, &why));
+                return Err(self.unusable(listing, &why));
             }
-            missing.push(Missing { name, listed });
+            missing.push(MissingFile { name, listed });
         }
         if missing.is_empty() {
             return Ok(0);
         }
-        cache.make().map_err(HubError::Lasting)?;
+        cache.make().map_err(HubError::Permanent)?;
         let needed: u64 = missing
             .iter()
             .fold(0, |sum: u64, it| sum.saturating_add(self.still_needed(cache, &it.listed)));
         let free = free_space(cache.root()).map_err(|error| failed(cache.root(), &error))?;
         if needed > free {
-            return Err(HubError::Lasting(format!(
+            return Err(HubError::Permanent(format!(
                 "{} needs {} in {}, which has {} free: make room, or choose another folder by \
                  HF_HOME or --download-dir",
                 model.name,
@@ -298,7 +305,7 @@ impl Hub {
             )));
         }
         let bytes: u64 = missing.iter().fold(0, |sum: u64, it| sum.saturating_add(it.listed.size));
-        run.watch.total.fetch_add(bytes, Ordering::Relaxed);
+        run.handle.total.fetch_add(bytes, Ordering::Relaxed);
         let (name, files) = (model.name.as_str(), missing.len());
         let into = cache.root().display().to_string();
         tracing::info!(model = name, files, size = size(needed), into, "downloading");
@@ -309,7 +316,7 @@ impl Hub {
     }
 
     /// Bytes of a file that are not on this host.
-    fn still_needed(&self, cache: &ModelCache, listed: &Listed) -> u64 {
+    fn still_needed(&self, cache: &ModelCache, listed: &FileInfo) -> u64 {
         let there = |path: PathBuf| fs::metadata(path).map_or(0, |it| it.len());
         if cache.blob(&listed.etag).is_file() {
             return 0;
@@ -317,19 +324,19 @@ impl Hub {
         listed.size.saturating_sub(there(cache.incomplete(&listed.etag)))
     }
 
-    fn unfit(&self, listing: &Listing, why: &str) -> HubError {
+    fn unusable(&self, listing: &Listing, why: &str) -> HubError {
         let HubModel { name, commit } = &listing.model;
-        HubError::Lasting(format!("{name} (commit {commit}) cannot be served: {why}"))
+        HubError::Permanent(format!("{name} (commit {commit}) cannot be served: {why}"))
     }
 }
 
 /// Downloads files, some at a time, and says now and then how far it is.
 fn side_by_side(
     client: &Arc<Client>,
-    run: &Arc<Run>,
+    run: &Arc<Download>,
     cache: &ModelCache,
     model: &HubModel,
-    missing: Vec<Missing>,
+    missing: Vec<MissingFile>,
 ) -> Result<(), HubError> {
     let count = missing.len();
     let queue = Arc::new(Mutex::new(VecDeque::from(missing)));
@@ -349,10 +356,10 @@ fn side_by_side(
             }
         });
         thread
-            .map_err(|error| HubError::Passing(format!("no thread to download with: {error}")))?;
+            .map_err(|error| HubError::Transient(format!("no thread to download with: {error}")))?;
     }
     drop(done);
-    let (mut left, mut pace) = (count, Pace::new(&run.watch));
+    let (mut left, mut pace) = (count, ProgressLog::new(&run.handle));
     while left > 0 {
         match ended.recv_timeout(LOOK_EVERY) {
             Ok(Ok(())) => left -= 1,
@@ -360,10 +367,10 @@ fn side_by_side(
                 run.failed.store(true, Ordering::Relaxed);
                 return Err(error);
             }
-            Err(RecvTimeoutError::Timeout) if run.is_over() => return Err(HubError::CalledOff),
-            Err(RecvTimeoutError::Timeout) => pace.say(&run.watch, &model.name, left),
+            Err(RecvTimeoutError::Timeout) if run.is_over() => return Err(HubError::Cancelled),
+            Err(RecvTimeoutError::Timeout) => pace.log_progress(&run.handle, &model.name, left),
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(HubError::Passing("a thread that downloads has ended".to_owned()));
+                return Err(HubError::Transient("a thread that downloads has ended".to_owned()));
             }
         }
     }
@@ -371,22 +378,22 @@ fn side_by_side(
 }
 
 /// How fast it goes.
-struct Pace {
+struct ProgressLog {
     said: Instant,
     done: u64,
 }
 
-impl Pace {
-    fn new(watch: &Watch) -> Self {
-        Self { said: Instant::now(), done: watch.progress().0 }
+impl ProgressLog {
+    fn new(handle: &DownloadHandle) -> Self {
+        Self { said: Instant::now(), done: handle.progress().0 }
     }
 
-    fn say(&mut self, watch: &Watch, model: &str, files_left: usize) {
+    fn log_progress(&mut self, handle: &DownloadHandle, model: &str, files_left: usize) {
         let lasts = self.said.elapsed();
         if lasts < SAY_EVERY {
             return;
         }
-        let (done, total) = watch.progress();
+        let (done, total) = handle.progress();
         let rate = done.saturating_sub(self.done) as f64 / lasts.as_secs_f64();
         let rest = total.saturating_sub(done) as f64 / rate;
         let rest = if rest.is_finite() { format!("{rest:.0} s") } else { "unknown".to_owned() };

@@ -36,7 +36,7 @@ const TEXTS: [&str; 8] = [
 
 /// What of a model is wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum ModelPart {
     /// What turns text into tokens and back: for whoever serves HTTP.
     Text,
     /// What is computed with: for workers.
@@ -47,7 +47,7 @@ pub enum Part {
     Adapter,
 }
 
-impl Part {
+impl ModelPart {
     /// Whether the model's weights belong to it.
     #[must_use]
     pub fn has_weights(self) -> bool {
@@ -70,11 +70,11 @@ pub fn is_plain(name: &str) -> bool {
 
 /// The files of `part` that come first, of those `listed`: all but the weights of a model.
 #[must_use]
-pub fn first<'a>(part: Part, listed: impl IntoIterator<Item = &'a str>) -> BTreeSet<String> {
+pub fn first<'a>(part: ModelPart, listed: impl IntoIterator<Item = &'a str>) -> BTreeSet<String> {
     let tokenizer =
         |name: &str| is_plain(name) && name.starts_with("tokenizer") && name.ends_with(".json");
     let wanted = |name: &&str| match part {
-        Part::Adapter => ADAPTER.contains(name),
+        ModelPart::Adapter => ADAPTER.contains(name),
         _ => {
             *name == CONFIG
                 || part.has_text() && (TEXTS.contains(name) || tokenizer(name))
@@ -153,13 +153,13 @@ mod tests {
         "sub/config.json",
     ];
 
-    fn of(part: Part) -> Vec<String> {
+    fn of(part: ModelPart) -> Vec<String> {
         first(part, LISTED).into_iter().collect()
     }
 
     #[test]
     fn only_what_is_read_is_taken() {
-        let text = of(Part::Text);
+        let text = of(ModelPart::Text);
         let expected = [
             "1_Pooling/config.json",
             "chat_template.jinja",
@@ -170,10 +170,10 @@ mod tests {
             "tokenizer_config.json",
         ];
         assert_eq!(text, expected);
-        assert_eq!(of(Part::Weights), [CONFIG, INDEX]);
-        assert_eq!(of(Part::All).len(), expected.len() + 1);
-        assert!(of(Part::Adapter).is_empty());
-        let adapter: Vec<String> = first(Part::Adapter, ADAPTER).into_iter().collect();
+        assert_eq!(of(ModelPart::Weights), [CONFIG, INDEX]);
+        assert_eq!(of(ModelPart::All).len(), expected.len() + 1);
+        assert!(of(ModelPart::Adapter).is_empty());
+        let adapter: Vec<String> = first(ModelPart::Adapter, ADAPTER).into_iter().collect();
         assert_eq!(adapter, ADAPTER);
     }
 

@@ -103,7 +103,7 @@ pub fn is_commit(text: &str) -> bool {
 
 /// A model as it was asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Wanted {
+pub struct RequestedModel {
     /// `ORG/NAME`.
     pub name: String,
     /// A branch, a tag or a commit.
@@ -139,8 +139,8 @@ impl HubModel {
 
     /// The same with its commit as its revision.
     #[must_use]
-    pub fn wanted(&self) -> Wanted {
-        Wanted { name: self.name.clone(), revision: self.commit.clone() }
+    pub fn wanted(&self) -> RequestedModel {
+        RequestedModel { name: self.name.clone(), revision: self.commit.clone() }
     }
 }
 

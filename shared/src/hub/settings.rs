@@ -12,7 +12,7 @@ const TOKEN_MAX: usize = 4096;
 
 /// See the module's documentation.
 #[derive(Clone)]
-pub struct Settings {
+pub struct HubSettings {
     /// The cache: `HF_HUB_CACHE`, or `hub` in `HF_HOME`.
     pub cache: PathBuf,
     /// The hub's address, without a slash at its end.
@@ -23,10 +23,10 @@ pub struct Settings {
     pub offline: bool,
 }
 
-impl fmt::Debug for Settings {
+impl fmt::Debug for HubSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // Not the token.
-        f.debug_struct("Settings")
+        f.debug_struct("HubSettings")
             .field("cache", &self.cache)
             .field("endpoint", &self.endpoint)
             .field("offline", &self.offline)
@@ -34,7 +34,7 @@ impl fmt::Debug for Settings {
     }
 }
 
-impl Settings {
+impl HubSettings {
     /// What this process's environment says; `cache` stands for its cache.
     ///
     /// # Errors
@@ -113,12 +113,12 @@ mod tests {
     fn settings(
         variables: &[(&str, &str)],
         file: Option<(&str, &str)>,
-    ) -> Result<Settings, String> {
+    ) -> Result<HubSettings, String> {
         let find = |name: &str| {
             let found = variables.iter().find(|(known, _)| *known == name);
             found.map(|(_, value)| (*value).to_owned())
         };
-        Settings::from_variables(None, find, |asked| {
+        HubSettings::from_variables(None, find, |asked| {
             file.filter(|(path, _)| Path::new(path) == asked).map(|(_, text)| text.to_owned())
         })
     }
@@ -134,7 +134,7 @@ mod tests {
         assert_eq!(cache(&[home, set, ("HF_HUB_CACHE", "/x")]), Path::new("/x"));
         assert_eq!(cache(&[home, ("HUGGINGFACE_HUB_CACHE", "/y")]), Path::new("/y"));
         assert!(settings(&[], None).unwrap_err().contains("--download-dir"));
-        let given = Settings::from_variables(Some(Path::new("/g")), |_| None, |_| None).unwrap();
+        let given = HubSettings::from_variables(Some(Path::new("/g")), |_| None, |_| None).unwrap();
         assert_eq!(given.cache, Path::new("/g"));
     }
 

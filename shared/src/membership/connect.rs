@@ -6,7 +6,7 @@ use etcd_client::{
     GetOptions, Identity, KeyValue, TlsOptions, Txn, TxnOp,
 };
 
-use super::Pinned;
+use super::PinnedRevision;
 use super::view::{Entry, Value, View};
 
 /// Interval between checks that an idle connection still works.
@@ -90,7 +90,7 @@ impl EtcdOptions {
     ///
     /// # Errors
     /// Why etcd cannot be asked.
-    pub async fn pinned(&self, deadline: Duration) -> Result<Option<Pinned>, String> {
+    pub async fn pinned(&self, deadline: Duration) -> Result<Option<PinnedRevision>, String> {
         let ask = async {
             let mut client = self.connect(deadline).await?;
             let prefix = format!("/{}/", self.cluster);
@@ -170,7 +170,7 @@ fn plain(error: &Error) -> String {
 
 /// How full a member's database is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Fullness {
+pub struct DatabaseUsage {
     /// Size of its database file, in bytes.
     pub size: u64,
     /// The bound on that size, if the member reports it (etcd 3.6).
@@ -186,13 +186,13 @@ impl EtcdOptions {
     ///
     /// # Errors
     /// What prevents it.
-    pub async fn fullness(&self, deadline: Duration) -> Result<Fullness, ProbeError> {
+    pub async fn database_usage(&self, deadline: Duration) -> Result<DatabaseUsage, ProbeError> {
         let mut client = self.connect(deadline).await?;
         let status = client.status().await?;
         let alarms = client.alarm(AlarmAction::Get, AlarmType::None, None).await;
         let alarms = alarms.map(|answer| answer.alarms().to_vec()).unwrap_or_default();
         let raised = |kind| alarms.iter().any(|alarm| alarm.alarm() == kind);
-        Ok(Fullness {
+        Ok(DatabaseUsage {
             size: u64::try_from(status.db_size()).unwrap_or(0),
             quota: u64::try_from(status.db_size_quota()).ok().filter(|quota| *quota > 0),
             no_space: raised(AlarmType::Nospace),

@@ -7,7 +7,7 @@ const LEAVING_MAX: usize = 256;
 
 /// The accumulated effect of all commands, stored as JSON under its key.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Desired {
+pub struct DesiredState {
     /// Process run that wrote it.
     pub by: u64,
     /// Number of commands so far, over all leaders.
@@ -17,20 +17,20 @@ pub struct Desired {
     pub replicas: Option<u32>,
     /// Workers that were told to leave, oldest first.
     #[serde(default)]
-    pub leaving: Vec<Leaving>,
+    pub leaving: Vec<DrainedWorker>,
 }
 
 /// A worker that was told to leave. A later process of the same node may stay.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Leaving {
+pub struct DrainedWorker {
     /// Its node's name.
     pub node: String,
     /// The worker's process run.
     pub incarnation: u64,
 }
 
-impl Desired {
-    /// Sets the maximum number of replicas; see [`Desired::replicas`].
+impl DesiredState {
+    /// Sets the maximum number of replicas; see [`DesiredState::replicas`].
     pub fn scale(&mut self, replicas: Option<u32>) {
         self.generation += 1;
         self.replicas = replicas;
@@ -40,7 +40,7 @@ impl Desired {
     pub fn drain(&mut self, node: &str, incarnation: u64) {
         self.generation += 1;
         self.leaving.retain(|it| it.node != node);
-        self.leaving.push(Leaving { node: node.to_owned(), incarnation });
+        self.leaving.push(DrainedWorker { node: node.to_owned(), incarnation });
         let over = self.leaving.len().saturating_sub(LEAVING_MAX);
         self.leaving.drain(..over);
     }
@@ -64,7 +64,7 @@ mod tests {
 
     #[test]
     fn commands_add_up_and_are_bounded() {
-        let mut desired = Desired { by: 7, ..Desired::default() };
+        let mut desired = DesiredState { by: 7, ..DesiredState::default() };
         desired.scale(Some(2));
         desired.drain("a", 1);
         desired.drain("a", 2);
@@ -82,9 +82,10 @@ mod tests {
 
     #[test]
     fn what_another_version_wrote_is_read_as_far_as_it_is_known() {
-        let read: Desired = serde_json::from_str(r#"{"by":1,"generation":2,"more":[3]}"#).unwrap();
-        assert_eq!(read, Desired { by: 1, generation: 2, ..Desired::default() });
+        let read: DesiredState =
+            serde_json::from_str(r#"{"by":1,"generation":2,"more":[3]}"#).unwrap();
+        assert_eq!(read, DesiredState { by: 1, generation: 2, ..DesiredState::default() });
         let text = serde_json::to_string(&read).unwrap();
-        assert_eq!(serde_json::from_str::<Desired>(&text).unwrap(), read);
+        assert_eq!(serde_json::from_str::<DesiredState>(&text).unwrap(), read);
     }
 }

@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{oneshot, watch};
 
-use self::session::{Ended, Session};
+use self::session::{Session, SessionEnd};
 use super::connect::is_full;
-use super::keeper::{DEADLINE, Keeper, RETRY_MAX, RETRY_MIN};
-use super::{Desired, EtcdOptions, FatalError, Record, View};
+use super::core::{DEADLINE, MembershipCore, RETRY_MAX, RETRY_MIN};
+use super::{DesiredState, EtcdOptions, FatalError, Record, View};
 use crate::actor::link::join::Unreached;
 use crate::clock::{jittered, since_1970};
 
@@ -28,13 +28,13 @@ use crate::clock::{jittered, since_1970};
 #[derive(Debug)]
 pub struct EtcdMembership {
     view: watch::Receiver<View>,
-    desires: Desires,
+    desires: DesiredStateSender,
     leave: Option<oneshot::Sender<oneshot::Sender<()>>>,
     fatal: Option<oneshot::Receiver<FatalError>>,
 }
 
 /// Sender for commands that a leader received from operators; the view shows when they are stored.
-pub type Desires = watch::Sender<Option<Desired>>;
+pub type DesiredStateSender = watch::Sender<Option<DesiredState>>;
 
 impl EtcdMembership {
     /// Registers `record`, and campaigns to lead if asked to. Returns at once; the view shows
@@ -49,7 +49,7 @@ impl EtcdMembership {
         let (desires, desired) = watch::channel(None);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         std::thread::Builder::new().name("membership".into()).spawn(move || {
-            let member = Member::new(options, record, campaign, publish, desired);
+            let member = EtcdMember::new(options, record, campaign, publish, desired);
             runtime.block_on(member.run(left, die));
         })?;
         Ok(Self { view, desires, leave: Some(leave), fatal: Some(fatal) })
@@ -63,7 +63,7 @@ impl EtcdMembership {
 
     /// Returns the sender for commands that operators give to this process while it leads.
     #[must_use]
-    pub fn desires(&self) -> Desires {
+    pub fn desires(&self) -> DesiredStateSender {
         self.desires.clone()
     }
 
@@ -153,27 +153,27 @@ impl Outage {
     }
 }
 
-struct Member {
+struct EtcdMember {
     options: EtcdOptions,
-    keeper: Keeper,
-    /// Time zero of the keeper.
+    core: MembershipCore,
+    /// Time zero of the core.
     start: Instant,
     /// When etcd last confirmed the view, in seconds since 1970.
     confirmed: u64,
     publish: watch::Sender<View>,
-    desired: watch::Receiver<Option<Desired>>,
+    desired: watch::Receiver<Option<DesiredState>>,
 }
 
-impl Member {
+impl EtcdMember {
     fn new(
         options: EtcdOptions,
         record: Record,
         campaign: bool,
         publish: watch::Sender<View>,
-        desired: watch::Receiver<Option<Desired>>,
+        desired: watch::Receiver<Option<DesiredState>>,
     ) -> Self {
-        let keeper = Keeper::new(record, campaign, options.lease_ttl);
-        Self { options, keeper, start: Instant::now(), confirmed: 0, publish, desired }
+        let core = MembershipCore::new(record, campaign, options.lease_ttl);
+        Self { options, core, start: Instant::now(), confirmed: 0, publish, desired }
     }
 
     fn now(&self) -> Duration {
@@ -185,7 +185,7 @@ impl Member {
         mut left: oneshot::Receiver<oneshot::Sender<()>>,
         die: oneshot::Sender<FatalError>,
     ) {
-        let mut outage = Outage::new(self.keeper.record().incarnation);
+        let mut outage = Outage::new(self.core.record().incarnation);
         loop {
             let ended = match self.open_or_leave(&mut left).await {
                 Ok(mut session) => {
@@ -200,19 +200,19 @@ impl Member {
                 }
                 Err(ended) => ended,
             };
-            self.keeper.closed();
+            self.core.closed();
             self.publish();
             match ended {
-                Ended::Left(done) => {
+                SessionEnd::Left(done) => {
                     let _ = done.send(());
                     return;
                 }
-                Ended::Dropped => return,
-                Ended::Fatal(error) => {
+                SessionEnd::Dropped => return,
+                SessionEnd::Fatal(error) => {
                     let _ = die.send(error);
                     return;
                 }
-                Ended::Broken(reason) => {
+                SessionEnd::Broken(reason) => {
                     outage.broke(&reason, self.now(), self.confirmed > 0, &self.options);
                 }
             }
@@ -233,16 +233,16 @@ impl Member {
     async fn open_or_leave(
         &mut self,
         left: &mut oneshot::Receiver<oneshot::Sender<()>>,
-    ) -> Result<Session, Ended> {
-        let has_keys = self.keeper.lease().is_some();
+    ) -> Result<Session, SessionEnd> {
+        let has_keys = self.core.lease().is_some();
         let (opened, done) = {
             let opening = self.open();
             tokio::pin!(opening);
             tokio::select! {
                 opened = &mut opening => return opened,
                 done = left => match done {
-                    Err(_) => return Err(Ended::Dropped),
-                    Ok(done) if !has_keys => return Err(Ended::Left(done)),
+                    Err(_) => return Err(SessionEnd::Dropped),
+                    Ok(done) if !has_keys => return Err(SessionEnd::Left(done)),
                     Ok(done) => (opening.await, done),
                 },
             }
@@ -250,7 +250,7 @@ impl Member {
         if let Ok(mut session) = opened {
             let _ = tokio::time::timeout(DEADLINE, self.hand_over(&mut session)).await;
         }
-        Err(Ended::Left(done))
+        Err(SessionEnd::Left(done))
     }
 
     fn prefix(&self) -> String {
@@ -258,7 +258,7 @@ impl Member {
     }
 
     fn publish(&self) {
-        self.publish.send_replace(View { confirmed: self.confirmed, ..self.keeper.view().clone() });
+        self.publish.send_replace(View { confirmed: self.confirmed, ..self.core.view().clone() });
     }
 
     /// Records that etcd has just confirmed the view.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Desired, Destination, Pinned, Record};
+use super::{DesiredState, Destination, PinnedRevision, Record};
 
 /// The cluster as far as this process knows it.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -14,9 +14,9 @@ pub struct View {
     /// The current leader.
     pub leader: Option<Leader>,
     /// The last leader, even if nobody leads now.
-    pub led: Option<Led>,
+    pub last_leader: Option<LastLeader>,
     /// Operators' commands, as stored by the leaders.
-    pub desired: Option<Desired>,
+    pub desired: Option<DesiredState>,
     /// Whether etcd answers.
     pub connected: bool,
     /// Whether this process leads, as far as it knows.
@@ -40,7 +40,7 @@ pub struct Leader {
 
 /// The last leader. This key has no lease: each leader writes it together with the leader's key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Led {
+pub struct LastLeader {
     /// Its record.
     #[serde(flatten)]
     pub record: Record,
@@ -70,10 +70,10 @@ pub struct Entry {
 pub enum Value {
     /// A process's record of itself.
     Process(Record),
-    /// The value of [`LED_KEY`].
-    Led(Led),
+    /// The value of [`LAST_LEADER_KEY`].
+    LastLeader(LastLeader),
     /// The value of [`DESIRED_KEY`].
-    Desired(Desired),
+    Desired(DesiredState),
 }
 
 impl Value {
@@ -81,9 +81,9 @@ impl Value {
     #[must_use]
     pub fn decode(key: &str, bytes: &[u8], revision: i64) -> Option<Self> {
         match key {
-            LED_KEY => {
-                let led: Led = serde_json::from_slice(bytes).ok()?;
-                Some(Self::Led(Led { revision, ..led }))
+            LAST_LEADER_KEY => {
+                let led: LastLeader = serde_json::from_slice(bytes).ok()?;
+                Some(Self::LastLeader(LastLeader { revision, ..led }))
             }
             DESIRED_KEY => serde_json::from_slice(bytes).ok().map(Self::Desired),
             _ => serde_json::from_slice(bytes).ok().map(Self::Process),
@@ -94,7 +94,7 @@ impl Value {
 /// Key of the leader, without the cluster's prefix.
 pub const LEADER_KEY: &str = "leader";
 /// Key of the last leader.
-pub const LED_KEY: &str = "led";
+pub const LAST_LEADER_KEY: &str = "led";
 /// Key of the operators' commands.
 pub const DESIRED_KEY: &str = "desired";
 
@@ -106,7 +106,7 @@ impl View {
             return;
         }
         self.records.clear();
-        (self.leader, self.led, self.desired) = (None, None, None);
+        (self.leader, self.last_leader, self.desired) = (None, None, None);
         for entry in entries {
             self.insert(entry);
         }
@@ -134,7 +134,7 @@ impl View {
         }
         match key {
             LEADER_KEY => self.leader = None,
-            LED_KEY => self.led = None,
+            LAST_LEADER_KEY => self.last_leader = None,
             DESIRED_KEY => self.desired = None,
             _ => drop(self.records.remove(key)),
         }
@@ -157,9 +157,11 @@ impl View {
     /// Which state of a model the cluster serves, as long as any of its processes lives: whoever
     /// leads next serves the same, whatever has come to the model's branch since.
     #[must_use]
-    pub fn pinned(&self) -> Option<&Pinned> {
+    pub fn pinned(&self) -> Option<&PinnedRevision> {
         let leader = self.leader.as_ref().map(|leader| &leader.record);
-        let last = || self.led.as_ref().filter(|_| !self.records.is_empty()).map(|led| &led.record);
+        let last = || {
+            self.last_leader.as_ref().filter(|_| !self.records.is_empty()).map(|led| &led.record)
+        };
         leader.or_else(last)?.model.as_deref()
     }
 
@@ -176,7 +178,7 @@ impl View {
     pub fn other_than(&self, incarnation: u64) -> Option<Leader> {
         let other = |record: &Record| record.incarnation != incarnation;
         let leads = self.leader.as_ref().filter(|leader| other(&leader.record)).cloned();
-        let led = self.led.as_ref().filter(|led| other(&led.record));
+        let led = self.last_leader.as_ref().filter(|led| other(&led.record));
         leads.or_else(|| {
             led.map(|it| Leader { record: it.record.clone(), epoch: it.revision, lease: 0 })
         })
@@ -189,7 +191,7 @@ impl View {
                 self.leader = Some(Leader { record, epoch, lease });
             }
             Value::Process(record) => drop(self.records.insert(entry.key, record)),
-            Value::Led(led) => self.led = Some(led),
+            Value::LastLeader(led) => self.last_leader = Some(led),
             Value::Desired(desired) => self.desired = Some(desired),
         }
     }
@@ -264,9 +266,9 @@ mod tests {
 
     fn led(incarnation: u64, revision: i64) -> Entry {
         let Value::Process(record) = entry("", incarnation, 0).value else { panic!("a process") };
-        let bytes = serde_json::to_vec(&Led { record, ended: false, revision: 0 }).unwrap();
-        let value = Value::decode(LED_KEY, &bytes, revision).unwrap();
-        Entry { key: LED_KEY.to_owned(), value, created: 1, lease: 0 }
+        let bytes = serde_json::to_vec(&LastLeader { record, ended: false, revision: 0 }).unwrap();
+        let value = Value::decode(LAST_LEADER_KEY, &bytes, revision).unwrap();
+        Entry { key: LAST_LEADER_KEY.to_owned(), value, created: 1, lease: 0 }
     }
 
     #[test]
@@ -287,10 +289,11 @@ mod tests {
 
     #[test]
     fn a_model_s_state_is_the_cluster_s_while_anybody_of_it_lives() {
-        let pinned = Pinned { name: "o/m".into(), revision: "main".into(), commit: "c".into() };
+        let pinned =
+            PinnedRevision { name: "o/m".into(), revision: "main".into(), commit: "c".into() };
         let serving = |mut entry: Entry| {
             match &mut entry.value {
-                Value::Process(record) | Value::Led(Led { record, .. }) => {
+                Value::Process(record) | Value::LastLeader(LastLeader { record, .. }) => {
                     record.model = Some(Box::new(pinned.clone()));
                 }
                 Value::Desired(_) => {}
@@ -312,7 +315,8 @@ mod tests {
 
     #[test]
     fn what_operators_want_is_known_until_it_is_deleted() {
-        let desired = Desired { by: 1, generation: 2, replicas: Some(3), ..Desired::default() };
+        let desired =
+            DesiredState { by: 1, generation: 2, replicas: Some(3), ..DesiredState::default() };
         let bytes = serde_json::to_vec(&desired).unwrap();
         let value = Value::decode(DESIRED_KEY, &bytes, 4).unwrap();
         let entry = Entry { key: DESIRED_KEY.to_owned(), value, created: 4, lease: 0 };

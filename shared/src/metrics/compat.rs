@@ -26,14 +26,14 @@ pub enum Compat {
 pub struct Alias {
     /// The name.
     pub name: &'static str,
-    source: From,
+    source: AliasSource,
     /// Their label, and our label that gives its value. Labels that are not listed are summed over.
     labels: &'static [(&'static str, &'static str)],
 }
 
 /// Where an alias's values come from.
 #[derive(Clone, Copy, Debug)]
-enum From {
+enum AliasSource {
     Series(SeriesId),
     /// The ratio of the sums of two series.
     Ratio(SeriesId, SeriesId),
@@ -74,10 +74,10 @@ macro_rules! aliases {
 
 macro_rules! of {
     ($id:ident) => {
-        From::Series(ours::$id.series())
+        AliasSource::Series(ours::$id.series())
     };
     ($part:ident / $whole:ident) => {
-        From::Ratio(ours::$part.series(), ours::$whole.series())
+        AliasSource::Ratio(ours::$part.series(), ours::$whole.series())
     };
 }
 
@@ -93,7 +93,7 @@ const VLLM: &[Alias] = aliases! {
         ("block_size", "block_size"), ("cache_dtype", "cache_dtype"),
         ("enable_prefix_caching", "enable_prefix_caching"), ENGINE,
         ("num_cpu_blocks", "num_host_blocks"), ("num_gpu_blocks", "num_blocks")];
-    "vllm:lora_requests_info" = From::Adapters {
+    "vllm:lora_requests_info" = AliasSource::Adapters {
         running: ours::LORA_REQUESTS.series(), waiting: ours::LORA_REQUESTS_WAITING.series(),
     }, [("max_lora", ""), ("running_lora_adapters", ""), ("waiting_lora_adapters", "")];
     "vllm:prefix_cache_queries_total" = of!(PREFIX_CACHE_QUERIES), [ENGINE];
@@ -103,7 +103,7 @@ const VLLM: &[Alias] = aliases! {
     "vllm:prompt_tokens_by_source_total" = of!(PROMPT_TOKENS_BY_SOURCE),
         [ENGINE, ("source", "source")];
     "vllm:prompt_tokens_cached_total" =
-        From::Only(ours::PROMPT_TOKENS_BY_SOURCE.series(), "source", "local_cache_hit"), [ENGINE];
+        AliasSource::Only(ours::PROMPT_TOKENS_BY_SOURCE.series(), "source", "local_cache_hit"), [ENGINE];
     "vllm:generation_tokens_total" = of!(GENERATION_TOKENS), [ENGINE];
     "vllm:request_success_total" = of!(REQUEST_SUCCESS), [REASON];
     "vllm:request_prompt_tokens" = of!(REQUEST_PROMPT_TOKENS), [];
@@ -194,10 +194,10 @@ impl Alias {
     #[must_use]
     pub fn source(&self) -> SeriesId {
         match self.source {
-            From::Series(id)
-            | From::Ratio(id, _)
-            | From::Only(id, ..)
-            | From::Adapters { running: id, .. } => id,
+            AliasSource::Series(id)
+            | AliasSource::Ratio(id, _)
+            | AliasSource::Only(id, ..)
+            | AliasSource::Adapters { running: id, .. } => id,
         }
     }
 
@@ -207,20 +207,20 @@ impl Alias {
         let labels: Vec<(&str, &str)> =
             self.labels.iter().copied().filter(|label| engines || *label != ENGINE).collect();
         let (kind, series, help) = match self.source {
-            From::Series(id) => {
+            AliasSource::Series(id) => {
                 (definition.kind, regroup(merged, id, &labels, None)?, definition.help.to_owned())
             }
-            From::Only(id, label, value) => {
+            AliasSource::Only(id, label, value) => {
                 let series = regroup(merged, id, &labels, Some((label, value)))?;
                 let help = format!("{} where {label} is {value}.", definition.name);
                 (definition.kind, series, help)
             }
-            From::Adapters { running, waiting } => {
+            AliasSource::Adapters { running, waiting } => {
                 let help = "The LoRA adapters that requests run with and wait for, as lists, of those \
                             that are served; when workers last reported, in seconds since 1970.";
                 (definition.kind, adapters(merged, running, waiting)?, help.to_owned())
             }
-            From::Ratio(part, whole) => {
+            AliasSource::Ratio(part, whole) => {
                 let parts = regroup(merged, part, &labels, None)?;
                 let wholes = regroup(merged, whole, &labels, None)?;
                 let ratio = |(labels, part): (LabelValues, Value)| {

@@ -63,7 +63,7 @@ impl Default for Limits {
 
 /// Effect of a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Applied {
+pub enum ReportOutcome {
     /// It is now the newest report of its incarnation.
     Fresh,
     /// A newer report was already here; nothing changed.
@@ -73,7 +73,7 @@ pub enum Applied {
 /// Why a report was refused; nothing in it was merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a stats report was refused: {}{}", .reason.as_str(), named(*.series))]
-pub struct Refused {
+pub struct ReportRefused {
     /// The reason.
     pub reason: ReportRefusal,
     /// The first series at fault, if it is one of ours.
@@ -88,7 +88,7 @@ fn named(series: Option<SeriesId>) -> String {
 #[derive(Debug)]
 pub struct Merger {
     limits: Limits,
-    live: BTreeMap<(Source, Incarnation), Live>,
+    live: BTreeMap<(Source, Incarnation), LiveSource>,
     /// Counters and histograms of retired incarnations.
     retired: BTreeMap<SeriesId, BTreeMap<LabelValues, Value>>,
     gone: BTreeMap<Source, VecDeque<Incarnation>>,
@@ -99,13 +99,13 @@ pub struct Merger {
     label_sets: BTreeMap<SeriesId, BTreeSet<LabelValues>>,
     /// Series that have reached the bound.
     full: BTreeSet<SeriesId>,
-    unsaid: Vec<String>,
+    warnings: Vec<String>,
     /// Counts by [`ReportRefusal::position`].
     refused: Vec<u64>,
 }
 
 #[derive(Debug)]
-struct Live {
+struct LiveSource {
     sequence: u64,
     /// Its link is lost: its gauges do not count until it reports again.
     lost: bool,
@@ -138,7 +138,7 @@ impl Merger {
             applications: Applications::default(),
             label_sets: BTreeMap::new(),
             full: BTreeSet::new(),
-            unsaid: Vec::new(),
+            warnings: Vec::new(),
             refused: vec![0; ReportRefusal::ALL.len()],
         }
     }
@@ -147,23 +147,23 @@ impl Merger {
     /// newer than the last one applied changes nothing.
     ///
     /// # Errors
-    /// Returns [`Refused`], and counts it, if this source, continuing from its last report, cannot
-    /// have made the report. Series beyond the bound on label sets are left out; each counts as one
-    /// refusal.
+    /// Returns [`ReportRefused`], and counts it, if this source, continuing from its last report,
+    /// cannot have made the report. Series beyond the bound on label sets are left out; each counts
+    /// as one refusal.
     pub fn apply(
         &mut self,
         source: Source,
         incarnation: Incarnation,
         sequence: u64,
         snapshot: PartialSnapshot,
-    ) -> Result<Applied, Refused> {
+    ) -> Result<ReportOutcome, ReportRefused> {
         if self.gone.get(&source).is_some_and(|gone| gone.contains(&incarnation)) {
             return Err(self.refuse(ReportRefusal::Retired, None));
         }
         self.follow(source, incarnation);
         let last = self.live.get(&(source, incarnation));
         if last.is_some_and(|last| last.sequence >= sequence) {
-            return Ok(Applied::Stale);
+            return Ok(ReportOutcome::Stale);
         }
         let before = last.map_or(&[][..], |last| &last.series);
         let new = match check(source, before, &snapshot.series) {
@@ -175,7 +175,7 @@ impl Merger {
         let last = self.live.get(&(source, incarnation));
         if other_catalogue && !last.is_some_and(|last| last.other_catalogue) {
             self.refused[ReportRefusal::CatalogueMismatch.position()] += 1;
-            self.unsaid.push(left_out_of(source, &unknown));
+            self.warnings.push(left_out_of(source, &unknown));
         }
         let left_out = self.admit_label_sets((source, incarnation), &series, new);
         let before = self.live.get(&(source, incarnation));
@@ -195,11 +195,12 @@ impl Merger {
             let refused = self.applications.admit(&source.to_string(), before, &mut application);
             self.refused[ReportRefusal::Application.position()] += refused as u64;
         }
-        let live = Live { sequence, lost: false, series, left_out, application, other_catalogue };
+        let live =
+            LiveSource { sequence, lost: false, series, left_out, application, other_catalogue };
         if self.live.insert((source, incarnation), live).is_some_and(|old| old.lost) {
             self.lost.retain(|lost| *lost != (source, incarnation));
         }
-        Ok(Applied::Fresh)
+        Ok(ReportOutcome::Fresh)
     }
 
     /// Handles the loss of the link to an incarnation: its gauges vanish, its totals stay, and it
@@ -249,17 +250,17 @@ impl Merger {
     }
 
     /// Counts a report that was refused before [`Merger::apply`].
-    pub fn refuse(&mut self, reason: ReportRefusal, series: Option<SeriesId>) -> Refused {
+    pub fn refuse(&mut self, reason: ReportRefusal, series: Option<SeriesId>) -> ReportRefused {
         self.refused[reason.position()] += 1;
-        Refused { reason, series }
+        ReportRefused { reason, series }
     }
 
     /// Returns descriptions, each once, of refused application metrics and of series with too many
     /// label sets.
-    pub fn take_unsaid(&mut self) -> Vec<String> {
-        let mut unsaid = std::mem::take(&mut self.unsaid);
-        unsaid.extend(self.applications.take_unsaid());
-        unsaid
+    pub fn take_warnings(&mut self) -> Vec<String> {
+        let mut warnings = std::mem::take(&mut self.warnings);
+        warnings.extend(self.applications.take_warnings());
+        warnings
     }
 
     /// Returns the current totals.
@@ -325,7 +326,7 @@ impl Merger {
             over.insert((*id, LabelValues::clone(labels)));
             if self.full.insert(*id) {
                 let name = id.definition().name;
-                self.unsaid.push(format!("{name} has {max} label sets; more are left out"));
+                self.warnings.push(format!("{name} has {max} label sets; more are left out"));
             }
         }
         over
@@ -350,7 +351,7 @@ fn is_gauge(id: SeriesId) -> bool {
     matches!(id.definition().kind, Kind::Gauge(_))
 }
 
-type Fault = (ReportRefusal, Option<SeriesId>);
+type ReportFault = (ReportRefusal, Option<SeriesId>);
 
 /// Compares a report with the last one of its incarnation, in one walk over both, which are sorted.
 /// Returns the label sets that are new in it.
@@ -358,7 +359,7 @@ fn check(
     source: Source,
     before: &[SeriesSnapshot],
     now: &[SeriesSnapshot],
-) -> Result<Vec<(SeriesId, LabelValues)>, Fault> {
+) -> Result<Vec<(SeriesId, LabelValues)>, ReportFault> {
     if !now.is_sorted_by(|a, b| (a.id, &a.labels) < (b.id, &b.labels)) {
         return Err((ReportRefusal::Malformed, None));
     }
@@ -390,7 +391,7 @@ fn check(
 }
 
 /// A counter or histogram that is no longer reported has fallen to nothing.
-fn must_be_gauge(missing: &SeriesSnapshot) -> Result<(), Fault> {
+fn must_be_gauge(missing: &SeriesSnapshot) -> Result<(), ReportFault> {
     match missing.value {
         Value::Gauge(_) => Ok(()),
         Value::Counter(_) | Value::Histogram(_) => {

@@ -17,7 +17,7 @@ const SHARD_MODEL_MAX: usize = 1792;
 
 #[derive(Message)]
 #[rtype(result = "()")]
-struct Dialled {
+struct DialOutcome {
     to: Destination,
     outcome: Result<(Connection, Welcome), JoinError>,
 }
@@ -25,7 +25,7 @@ struct Dialled {
 /// Another coordinator leads now.
 #[derive(Message)]
 #[rtype(result = "()")]
-struct Leads(Destination);
+struct LeaderChanged(Destination);
 
 impl WorkerActor {
     /// Dials the coordinator after a while, or at once if it was not the one dialled last.
@@ -54,7 +54,7 @@ impl WorkerActor {
                     Err(JoinError::Retry("another coordinator leads".to_owned()))
                 }
             };
-            addr.do_send(Dialled { to, outcome });
+            addr.do_send(DialOutcome { to, outcome });
         });
     }
 
@@ -66,7 +66,7 @@ impl WorkerActor {
             let mut known = None;
             loop {
                 let now = address.other(known.as_ref()).await;
-                if addr.send(Leads(now.clone())).await.is_err() {
+                if addr.send(LeaderChanged(now.clone())).await.is_err() {
                     return;
                 }
                 known = Some(now);
@@ -122,10 +122,10 @@ impl WorkerActor {
     }
 }
 
-impl Handler<Dialled> for WorkerActor {
+impl Handler<DialOutcome> for WorkerActor {
     type Result = ();
 
-    fn handle(&mut self, Dialled { to, outcome }: Dialled, ctx: &mut Self::Context) {
+    fn handle(&mut self, DialOutcome { to, outcome }: DialOutcome, ctx: &mut Self::Context) {
         let coordinator = to.address.clone();
         let superseded = self.config.coordinator.current().is_some_and(|now| now != to);
         if self.dialled.replace(to.clone()) != Some(to) {
@@ -154,10 +154,10 @@ impl Handler<Dialled> for WorkerActor {
     }
 }
 
-impl Handler<Leads> for WorkerActor {
+impl Handler<LeaderChanged> for WorkerActor {
     type Result = ();
 
-    fn handle(&mut self, Leads(now): Leads, ctx: &mut Self::Context) {
+    fn handle(&mut self, LeaderChanged(now): LeaderChanged, ctx: &mut Self::Context) {
         if self.dialled.as_ref() == Some(&now) {
             return;
         }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use actix::{AsyncContext as _, Context, Handler, Message};
 use shared::actor::link::join::REDIAL_MIN;
-use shared::hub::{Hub, HubError, HubModel, Part, Watch};
+use shared::hub::{DownloadHandle, Hub, HubError, HubModel, ModelPart};
 use shared::protocol::{TO_FETCH_MAX, ToFetch};
 
 use super::{WorkerActor, WorkerEnd};
@@ -16,34 +16,38 @@ const TRIED_AGAIN: Duration = Duration::from_secs(15);
 
 /// A fetching under way.
 #[derive(Debug)]
-pub(super) struct Fetching(Arc<Watch>);
+pub(super) struct ModelFetch(Arc<DownloadHandle>);
 
-impl Drop for Fetching {
+impl Drop for ModelFetch {
     fn drop(&mut self) {
-        self.0.call_off();
+        self.0.cancel();
     }
 }
 
 #[derive(Message)]
 #[rtype(result = "()")]
-struct Fetched(Result<(), HubError>);
+struct FetchDone(Result<(), HubError>);
 
 /// What is to be fetched, with the part that is wanted of each.
-fn parts(to_fetch: &ToFetch) -> Result<Vec<(HubModel, Part)>, String> {
+fn parts(to_fetch: &ToFetch) -> Result<Vec<(HubModel, ModelPart)>, String> {
     let ToFetch { models, adapters } = to_fetch;
     if models.len() > TO_FETCH_MAX || adapters.len() > TO_FETCH_MAX {
         return Err(format!("more than {TO_FETCH_MAX} models or adapters are to be fetched"));
     }
-    let models = models.iter().map(|text| (text, Part::Weights));
-    let all = models.chain(adapters.iter().map(|text| (text, Part::Adapter)));
-    let read = |(text, part): (&String, Part)| match HubModel::parse(text) {
+    let models = models.iter().map(|text| (text, ModelPart::Weights));
+    let all = models.chain(adapters.iter().map(|text| (text, ModelPart::Adapter)));
+    let read = |(text, part): (&String, ModelPart)| match HubModel::parse(text) {
         Some(model) => Ok((model?, part)),
         None => Err(format!("{text} is no model of the hub")),
     };
     all.map(read).collect()
 }
 
-fn fetch_all(hub: &Hub, parts: &[(HubModel, Part)], watch: &Arc<Watch>) -> Result<(), HubError> {
+fn fetch_all(
+    hub: &Hub,
+    parts: &[(HubModel, ModelPart)],
+    watch: &Arc<DownloadHandle>,
+) -> Result<(), HubError> {
     parts.iter().try_for_each(|(model, part)| hub.fetch(&model.wanted(), *part, watch).map(drop))
 }
 
@@ -64,13 +68,13 @@ impl WorkerActor {
             Err(message) => return self.cannot_fetch(ctx, message),
         };
         self.to_fetch = Some(to_fetch);
-        let watch = Arc::new(Watch::default());
-        self.fetching = Some(Fetching(watch.clone()));
+        let watch = Arc::new(DownloadHandle::default());
+        self.fetching = Some(ModelFetch(watch.clone()));
         let addr = ctx.address();
         let thread = std::thread::Builder::new().name("fetch".to_owned());
         let spawned = thread.spawn(move || {
             let outcome = fetch_all(&hub, &parts, &watch);
-            addr.do_send(Fetched(outcome));
+            addr.do_send(FetchDone(outcome));
         });
         if let Err(error) = spawned {
             self.cannot_fetch(ctx, format!("no thread to download with: {error}"));
@@ -83,10 +87,10 @@ impl WorkerActor {
     }
 }
 
-impl Handler<Fetched> for WorkerActor {
+impl Handler<FetchDone> for WorkerActor {
     type Result = ();
 
-    fn handle(&mut self, Fetched(outcome): Fetched, ctx: &mut Self::Context) {
+    fn handle(&mut self, FetchDone(outcome): FetchDone, ctx: &mut Self::Context) {
         self.fetching = None;
         let pause = match outcome {
             // Not the files that the coordinator serves: asking again at once would not help.
@@ -95,12 +99,12 @@ impl Handler<Fetched> for WorkerActor {
                 self.redial = REDIAL_MIN;
                 Duration::ZERO
             }
-            Err(error) if error.may_pass() => {
+            Err(error) if error.is_transient() => {
                 tracing::warn!(%error, "the model cannot be fetched; trying again in {TRIED_AGAIN:?}");
                 TRIED_AGAIN
             }
             // Only its owner calls it off, who is gone then.
-            Err(HubError::CalledOff) => return,
+            Err(HubError::Cancelled) => return,
             Err(error) => return self.cannot_fetch(ctx, error.to_string()),
         };
         self.dial(ctx, pause);

@@ -11,7 +11,7 @@ use shared::protocol::{
 
 use super::*;
 use crate::executor::Outbox;
-use crate::rank::{AbortSlot, FormError, FormNews, Rank, RankReady, StepSource};
+use crate::rank::{AbortSlot, FormError, FormObserver, Rank, RankReady, StepSource};
 
 /// A rank whose construction fails.
 struct Defective;
@@ -21,7 +21,7 @@ impl Rank for Defective {
         &mut self,
         _: &Form,
         _: &AbortSlot,
-        _: &mut dyn FormNews,
+        _: &mut dyn FormObserver,
     ) -> Result<RankReady, FormError> {
         Err(FormError { message: String::new(), permanent: true })
     }

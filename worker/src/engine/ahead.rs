@@ -33,7 +33,7 @@ const POLL: Duration = Duration::from_secs(10);
 
 /// A step that the device has, and whose tokens, if it samples any, have not been fetched.
 #[derive(Debug)]
-pub(super) struct Queued {
+pub(super) struct QueuedStep {
     step: StepId,
     /// Computed up to its logits, which are sampled when its masks have come.
     pub(super) awaits_masks: bool,
@@ -55,13 +55,13 @@ pub(super) struct Entry {
 /// Finds sequences among those of a step. Most plans list theirs in the order of the previous one,
 /// so the search begins after the last one found.
 #[derive(Debug)]
-struct Walk<'a> {
+struct EntryCursor<'a> {
     entries: &'a [Entry],
     next: usize,
 }
 
-impl<'a> Walk<'a> {
-    fn new(queued: Option<&'a Queued>) -> Self {
+impl<'a> EntryCursor<'a> {
+    fn new(queued: Option<&'a QueuedStep>) -> Self {
         Self { entries: queued.map_or(&[], |queued| &queued.entries), next: 0 }
     }
 
@@ -122,7 +122,7 @@ impl<B: Backend> Engine<B> {
             entries.push(Entry { seq: step.seq, place, position, wants_logprobs });
         }
         let awaits_masks = masks::are_in(plan);
-        self.queued.push_back(Queued { step: plan.step, awaits_masks, entries });
+        self.queued.push_back(QueuedStep { step: plan.step, awaits_masks, entries });
         Ok(())
     }
 
@@ -137,7 +137,7 @@ impl<B: Backend> Engine<B> {
         if plan.admitted.iter().any(|new| is_awaited(new.seq)) {
             return false;
         }
-        let mut walk = Walk::new(Some(last));
+        let mut walk = EntryCursor::new(Some(last));
         let is_there = |entry: &SequenceStep| {
             let found = walk.row(entry.seq);
             // Of a step in flight, only the sampled tokens are missing.
@@ -153,7 +153,7 @@ impl<B: Backend> Engine<B> {
         self.admit(plan)?;
         self.check(plan)?;
         self.lay_out(plan);
-        let mut walk = Walk::new(self.queued.back());
+        let mut walk = EntryCursor::new(self.queued.back());
         let feed = &mut self.step.feed;
         for entry in &plan.sequences {
             let row = walk.row(entry.seq).map_or(NOT_FED, |row| row as u32);
@@ -198,7 +198,7 @@ impl<B: Backend> Engine<B> {
         if samples {
             self.backend.take_sampled(&mut self.step.sampled)?;
         }
-        let Some(Queued { mut entries, .. }) = self.queued.pop_front() else { return Ok(()) };
+        let Some(QueuedStep { mut entries, .. }) = self.queued.pop_front() else { return Ok(()) };
         let reports = self.backend.rank() == 0;
         for (entry, sampled) in entries.iter().zip(self.step.sampled.drain(..)) {
             // The next step may already have forgotten the sequence.
@@ -227,11 +227,11 @@ mod tests {
     fn sequences_are_found_in_any_order() {
         let entry = |seq| Entry { seq: SeqId(seq), place: 0, position: 0, wants_logprobs: false };
         let entries = [7, 3, 9, 4].map(entry).into();
-        let queued = Queued { step: StepId(1), awaits_masks: false, entries };
-        let mut walk = Walk::new(Some(&queued));
+        let queued = QueuedStep { step: StepId(1), awaits_masks: false, entries };
+        let mut walk = EntryCursor::new(Some(&queued));
         let rows = [7, 3, 5, 9, 7, 4, 4, 9].map(|seq| walk.row(SeqId(seq)));
         let expected = [Some(0), Some(1), None, Some(2), Some(0), Some(3), Some(3), Some(2)];
         assert_eq!(rows, expected);
-        assert_eq!(Walk::new(None).row(SeqId(7)), None);
+        assert_eq!(EntryCursor::new(None).row(SeqId(7)), None);
     }
 }

@@ -3,14 +3,14 @@
 //!
 //! The model keeps its own K and V in as many blocks as the KV cache has, with the same block
 //! tables. So whatever happens to blocks (shared, given away, swapped) needs nothing here:
-//! [`Written`] knows which positions hold its own K and V. What it has missed of a sequence it
-//! computes when it is to draft for it (a prompt's first token does not wait for that), within a
+//! [`ValidPositions`] knows which positions hold its own K and V. What it has missed of a sequence
+//! it computes when it is to draft for it (a prompt's first token does not wait for that), within a
 //! step's limit of rows; until it has caught up with a sequence, it drafts nothing for it.
 //!
 //! A draft is sampled like the token in its place will be, with the same random draw, from the
 //! draft model's own probabilities: so drafts of sampled text are right as often as the two models
 //! agree.
-mod written;
+mod valid_positions;
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -22,7 +22,7 @@ use kernels::{Backend, KernelError};
 use shared::ids::SeqId;
 use shared::protocol::{Drafts, EngineConfig, StepPlan};
 
-use self::written::Written;
+use self::valid_positions::ValidPositions;
 use super::sequence::Sequence;
 use super::{AGAIN, Engine, EngineError, recycle};
 use crate::model::decoder::Decoder;
@@ -39,7 +39,7 @@ pub struct Draft<B: Backend> {
     cache: Option<B::KvCache>,
     /// Maximum sequence length that it can compute.
     positions: u32,
-    written: Written,
+    valid_positions: ValidPositions,
     rows: Rows,
     sampled: Vec<Sampled>,
 }
@@ -60,7 +60,7 @@ struct Rows {
 
 /// A sequence for which tokens are drafted.
 #[derive(Debug)]
-struct Drafting {
+struct DraftedSequence {
     seq: SeqId,
     /// Position of its last token.
     start: u32,
@@ -96,7 +96,7 @@ impl<B: Backend> Draft<B> {
             decoder,
             cache: None,
             positions,
-            written: Written::default(),
+            valid_positions: ValidPositions::default(),
             rows: Rows::default(),
             sampled: Vec::new(),
         }
@@ -143,24 +143,24 @@ impl<B: Backend> Draft<B> {
         let shape = self.decoder.kv_shape(block_size as usize, num_blocks as usize);
         let backend = self.backend.as_mut().unwrap_or(shared);
         self.cache = Some(backend.new_kv_cache(shape)?);
-        self.written = Written::new(block_size, num_blocks);
+        self.valid_positions = ValidPositions::new(block_size, num_blocks);
         Ok(())
     }
 
     /// Drops the cache.
     pub(super) fn release(&mut self) {
         self.cache = None;
-        self.written = Written::default();
+        self.valid_positions = ValidPositions::default();
     }
 
     /// Invalidates these positions of a sequence with this block table, which get other tokens.
     pub(super) fn overwrite(&mut self, table: &[u32], positions: Range<u32>) {
-        self.written.overwrite(table, positions);
+        self.valid_positions.overwrite(table, positions);
     }
 
     /// Invalidates these blocks, which hold something else now.
     pub(super) fn replace(&mut self, blocks: impl Iterator<Item = u32>) {
-        blocks.for_each(|block| self.written.replace(block));
+        blocks.for_each(|block| self.valid_positions.replace(block));
     }
 
     /// Drafts what the plan asks for: each sequence in turn has as many places in `out` as tokens
@@ -173,7 +173,7 @@ impl<B: Backend> Draft<B> {
         plan: &StepPlan,
         out: &mut [u32],
     ) -> Result<(), KernelError> {
-        let mut all = self.asked(sequences, plan);
+        let mut all = self.sequences_to_draft(sequences, plan);
         self.lay_out(sequences, config, &mut all);
         let mut result = Ok(());
         while !self.rows.ids.is_empty() && result.is_ok() {
@@ -192,7 +192,11 @@ impl<B: Backend> Draft<B> {
 
     /// Lists the sequences to draft for, those that miss the least first, so that one that misses
     /// much does not keep others from drafting.
-    fn asked(&mut self, sequences: &HashMap<SeqId, Sequence>, plan: &StepPlan) -> Vec<Drafting> {
+    fn sequences_to_draft(
+        &mut self,
+        sequences: &HashMap<SeqId, Sequence>,
+        plan: &StepPlan,
+    ) -> Vec<DraftedSequence> {
         let tables = &mut self.rows.block_tables;
         tables.clear();
         let (mut all, mut at) = (Vec::new(), 0);
@@ -202,7 +206,7 @@ impl<B: Backend> Draft<B> {
             if let Some(seq) = sequences.get(&entry.seq).filter(|_| most > 0) {
                 let first = tables.len();
                 tables.extend_from_slice(&seq.blocks);
-                all.push(Drafting {
+                all.push(DraftedSequence {
                     seq: entry.seq,
                     start: entry.start,
                     most,
@@ -218,8 +222,10 @@ impl<B: Backend> Draft<B> {
             }
             at += asked as usize;
         }
-        let (written, tables) = (&self.written, &self.rows.block_tables);
-        all.sort_by_key(|it| it.start - written.missing(&tables[it.table.clone()], it.start));
+        let (valid_positions, tables) = (&self.valid_positions, &self.rows.block_tables);
+        all.sort_by_key(|it| {
+            it.start - valid_positions.missing(&tables[it.table.clone()], it.start)
+        });
         all
     }
 
@@ -228,7 +234,7 @@ impl<B: Backend> Draft<B> {
         &mut self,
         sequences: &HashMap<SeqId, Sequence>,
         config: &EngineConfig,
-        all: &mut [Drafting],
+        all: &mut [DraftedSequence],
     ) {
         self.rows.clear();
         let mut budget = config.max_num_batched_tokens;
@@ -238,7 +244,7 @@ impl<B: Backend> Draft<B> {
             // The first of several sequences that share a block writes it; the others read, in this
             // same pass, what it writes. No other sequence has the last token's position.
             let room = (config.max_num_seqs as usize).saturating_sub(self.rows.seqs.len());
-            let runs = self.written.take(table, drafting.start + 1, budget, room);
+            let runs = self.valid_positions.take(table, drafting.start + 1, budget, room);
             for run in runs {
                 budget -= run.end - run.start;
                 drafting.has_caught_up = run.end > drafting.start;
@@ -252,7 +258,7 @@ impl<B: Backend> Draft<B> {
         &mut self,
         shared: &mut B,
         sequences: &HashMap<SeqId, Sequence>,
-        all: &[Drafting],
+        all: &[DraftedSequence],
     ) -> Result<(), KernelError> {
         for _ in 0..AGAIN {
             match self.try_pass(shared, sequences, all) {
@@ -269,7 +275,7 @@ impl<B: Backend> Draft<B> {
         &mut self,
         shared: &mut B,
         sequences: &HashMap<SeqId, Sequence>,
-        all: &[Drafting],
+        all: &[DraftedSequence],
     ) -> Result<(), KernelError> {
         let Self { backend, decoder, cache, rows, sampled, .. } = self;
         let backend = backend.as_mut().unwrap_or(shared);
@@ -278,7 +284,7 @@ impl<B: Backend> Draft<B> {
             message: "there is no KV cache yet".to_owned(),
         })?;
         let mut sampling: Vec<SampleRow<'_>> = std::mem::take(&mut rows.sampling);
-        for drafting in all.iter().filter(|it| it.goes_on()) {
+        for drafting in all.iter().filter(|it| it.samples_more()) {
             if let Some(seq) = sequences.get(&drafting.seq) {
                 let row = seq.sample_row(seq.tokens.len(), None);
                 let params = drafting.quiet.as_ref().unwrap_or(row.params);
@@ -320,12 +326,12 @@ impl<B: Backend> Draft<B> {
         &mut self,
         sequences: &mut HashMap<SeqId, Sequence>,
         config: &EngineConfig,
-        all: &mut [Drafting],
+        all: &mut [DraftedSequence],
         out: &mut [u32],
     ) {
         self.rows.clear();
         let mut sampled = self.sampled.iter();
-        for drafting in all.iter_mut().filter(|it| it.goes_on()) {
+        for drafting in all.iter_mut().filter(|it| it.samples_more()) {
             let Some(seq) = sequences.get_mut(&drafting.seq) else { continue };
             let Some(sampled) = sampled.next() else { return };
             if sampled.corrupted {
@@ -336,19 +342,19 @@ impl<B: Backend> Draft<B> {
             seq.tokens.push(sampled.token);
             out[drafting.at + drafting.drafted as usize] = sampled.token;
             drafting.drafted += 1;
-            if drafting.goes_on() {
+            if drafting.samples_more() {
                 let position = drafting.start + drafting.drafted;
                 let table = &self.rows.block_tables[drafting.table.clone()];
-                self.written.write(table, position..position + 1);
+                self.valid_positions.write(table, position..position + 1);
                 self.rows.push(seq, drafting, position..position + 1, config.block_size);
             }
         }
     }
 }
 
-impl Drafting {
+impl DraftedSequence {
     /// Whether the pass that is laid out samples another token for it.
-    fn goes_on(&self) -> bool {
+    fn samples_more(&self) -> bool {
         self.has_caught_up && self.drafted < self.most
     }
 }
@@ -364,7 +370,13 @@ impl Rows {
     }
 
     /// Adds these positions of a sequence; samples after the last one if it has caught up.
-    fn push(&mut self, seq: &Sequence, drafting: &Drafting, positions: Range<u32>, size: u32) {
+    fn push(
+        &mut self,
+        seq: &Sequence,
+        drafting: &DraftedSequence,
+        positions: Range<u32>,
+        size: u32,
+    ) {
         let row_start = self.ids.len() as u32;
         let num_rows = positions.end - positions.start;
         self.ids.extend_from_slice(&seq.tokens[positions.start as usize..positions.end as usize]);

@@ -24,7 +24,7 @@ struct Kind {
 
 /// Result of [`Engine::warm`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Warmed {
+pub struct WarmUp {
     /// Number of kinds of steps that are ready.
     pub kinds: usize,
     /// Number of all kinds.
@@ -45,7 +45,7 @@ impl<B: Backend> Engine<B> {
         // Every row has a mask, to make room for all of them.
         let kind = Kind { greedy: false, masks: true, adapters: self.decoder.num_adapters() > 0 };
         for steps in largest(&self.config, longest) {
-            self.pretend(&mut cache, &steps, kind)?;
+            self.dummy_step(&mut cache, &steps, kind)?;
         }
         self.profile_draft()
     }
@@ -59,7 +59,7 @@ impl<B: Backend> Engine<B> {
         let mut cache = backend.new_kv_cache(shape)?;
         let kind = Kind { greedy: false, masks: false, adapters: false };
         for steps in largest(config, longest) {
-            let steps = Pretended { seqs: &steps, kind, block_size: config.block_size };
+            let steps = DummyStep { seqs: &steps, kind, block_size: config.block_size };
             steps.run(backend, decoder, &mut cache, true)?;
         }
         Ok(())
@@ -72,7 +72,7 @@ impl<B: Backend> Engine<B> {
     ///
     /// # Errors
     /// [`KernelError`].
-    pub fn warm(&mut self, rows: &[u32], patience: Duration) -> Result<Warmed, KernelError> {
+    pub fn warm(&mut self, rows: &[u32], patience: Duration) -> Result<WarmUp, KernelError> {
         let began = Instant::now();
         // Ranks that each sample their part of the vocabulary do so only if all rows are greedy.
         let greedy = if self.backend.samples_everywhere() { &[true, false][..] } else { &[false] };
@@ -87,7 +87,7 @@ impl<B: Backend> Engine<B> {
         let Some(mut cache) = self.cache.take() else {
             return Err(KernelError::Shape { op: "warm", message: "no cache yet".to_owned() });
         };
-        let mut warmed = Warmed { kinds: 0, of: all.len() };
+        let mut warmed = WarmUp { kinds: 0, of: all.len() };
         let mut result = Ok(());
         for (rows, kind) in all {
             // Rank 0 decides whether there is time left: the others would measure it differently.
@@ -95,7 +95,7 @@ impl<B: Backend> Engine<B> {
             let steps = vec![(1, 1); rows as usize];
             result = self.backend.broadcast_tokens(&mut goes_on);
             for _ in 0..2 * goes_on[0] {
-                result = result.and_then(|()| self.pretend(&mut cache, &steps, kind));
+                result = result.and_then(|()| self.dummy_step(&mut cache, &steps, kind));
             }
             if result.is_err() || goes_on[0] == 0 {
                 break;
@@ -121,7 +121,7 @@ impl<B: Backend> Engine<B> {
         let Some((backend, decoder, cache)) = draft.own_parts() else { return Ok(()) };
         for &rows in rows {
             let seqs = vec![(1, 1); rows as usize];
-            let steps = Pretended { seqs: &seqs, kind, block_size: self.config.block_size };
+            let steps = DummyStep { seqs: &seqs, kind, block_size: self.config.block_size };
             for _ in 0..2 {
                 if began.elapsed() >= patience {
                     return Ok(());
@@ -139,7 +139,7 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Computes sequences of (rows, tokens in the cache), all in the same block.
-    fn pretend(
+    fn dummy_step(
         &mut self,
         cache: &mut B::KvCache,
         seqs: &[(u32, u32)],
@@ -147,7 +147,7 @@ impl<B: Backend> Engine<B> {
     ) -> Result<(), KernelError> {
         let samples = self.samples();
         let Self { backend, decoder, config, .. } = self;
-        let steps = Pretended { seqs, kind, block_size: config.block_size };
+        let steps = DummyStep { seqs, kind, block_size: config.block_size };
         steps.run(backend, decoder, cache, samples)
     }
 }
@@ -167,14 +167,14 @@ fn largest(config: &EngineConfig, longest: u32) -> [Vec<(u32, u32)>; 2] {
 }
 
 /// A step on made-up tokens.
-struct Pretended<'a> {
+struct DummyStep<'a> {
     /// Rows and tokens in the cache of each sequence, all in the same block.
     seqs: &'a [(u32, u32)],
     kind: Kind,
     block_size: u32,
 }
 
-impl Pretended<'_> {
+impl DummyStep<'_> {
     fn run<B: Backend>(
         &self,
         backend: &mut B,

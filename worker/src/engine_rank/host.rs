@@ -11,7 +11,7 @@ use crate::engine::Engine;
 
 /// Memory that one rank needs from its host.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Asked {
+pub(super) struct HostMemoryNeed {
     /// Number of blocks of its KV cache, if that is in host memory.
     pub(super) kv_blocks: u32,
     /// Number of blocks to swap to.
@@ -25,8 +25,12 @@ pub(super) struct Asked {
 ///
 /// # Errors
 /// One sentence with what was asked for and what there is.
-pub(super) fn fits<B: Backend>(engine: &Engine<B>, asked: Asked, ranks: u32) -> Result<(), String> {
-    let Asked { kv_blocks, host_blocks, swap_bytes } = asked;
+pub(super) fn fits<B: Backend>(
+    engine: &Engine<B>,
+    asked: HostMemoryNeed,
+    ranks: u32,
+) -> Result<(), String> {
+    let HostMemoryNeed { kv_blocks, host_blocks, swap_bytes } = asked;
     let bytes = |blocks: u32, each: u64| u64::from(blocks).saturating_mul(each);
     let kv = bytes(kv_blocks, engine.block_bytes());
     // Blocks from an earlier epoch are already allocated.
@@ -50,7 +54,7 @@ pub(super) fn ranks_here(form: &Form) -> u32 {
 }
 
 /// The memory left on the host, as text.
-pub(super) fn left() -> String {
+pub(super) fn memory_left() -> String {
     available_memory(Path::new("/")).map_or("unknown".to_owned(), bytes_text)
 }
 

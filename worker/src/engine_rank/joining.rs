@@ -12,15 +12,15 @@ use shared::ids::Epoch;
 use shared::protocol::{CollectiveSpec, Form};
 
 use crate::device::Device;
-use crate::rank::{AbortSlot, FormError, FormNews};
+use crate::rank::{AbortSlot, FormError, FormObserver};
 
 /// A formation in progress.
-pub(super) struct Joining<'a> {
+pub(super) struct Formation<'a> {
     pub(super) form: &'a Form,
     pub(super) abort: &'a AbortSlot,
     /// Everything that an abort must end.
     pub(super) all: &'a AbortAll,
-    pub(super) news: &'a mut dyn FormNews,
+    pub(super) observer: &'a mut dyn FormObserver,
 }
 
 /// Connects the collective; `listener` accepts TCP collectives.
@@ -54,9 +54,9 @@ pub(super) fn connect(
 /// Lets the devices of the epoch's ranks exchange data without their hosts, if they can.
 pub(super) fn join<D: Device>(
     backend: &mut D::Backend,
-    joining: &mut Joining<'_>,
+    joining: &mut Formation<'_>,
 ) -> Result<(), KernelError> {
-    let Joining { form, abort, all, news } = joining;
+    let Formation { form, abort, all, observer } = joining;
     let (epoch, abort) = (form.epoch, *abort);
     if form.world_size == 1 {
         return Ok(());
@@ -66,7 +66,7 @@ pub(super) fn join<D: Device>(
         GroupSetup {
             timeout: Duration::from_millis(form.collective_timeout_ms),
             is_given_up: &|| abort.is_aborted(epoch),
-            relay: &mut LinkRelay { epoch, abort, news: &mut **news },
+            relay: &mut LinkRelay { epoch, abort, observer: &mut **observer },
             on_abort_handle: &mut |handle| all.add(handle),
         },
     )
@@ -76,12 +76,12 @@ pub(super) fn join<D: Device>(
 struct LinkRelay<'a> {
     epoch: Epoch,
     abort: &'a AbortSlot,
-    news: &'a mut dyn FormNews,
+    observer: &'a mut dyn FormObserver,
 }
 
 impl Relay for LinkRelay<'_> {
     fn send(&mut self, bytes: &[u8]) -> Result<(), CollectiveError> {
-        self.news.group_id(bytes.to_vec());
+        self.observer.group_id(bytes.to_vec());
         Ok(())
     }
 

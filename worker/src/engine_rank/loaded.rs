@@ -6,8 +6,8 @@ use kernels::{Collective, KernelError};
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{Dtype, Form, Lora, Quantization};
 
-use super::joining::{Joining, join};
-use crate::device::{Beside, Device, bytes_text};
+use super::joining::{Formation, join};
+use crate::device::{Device, ShardOptions, bytes_text};
 use crate::engine::Engine;
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
@@ -61,7 +61,7 @@ impl LoadedKey {
 }
 
 /// A loaded shard.
-pub(super) struct Loaded<D: Device> {
+pub(super) struct LoadedShard<D: Device> {
     pub(super) engine: Engine<D::Backend>,
     pub(super) key: LoadedKey,
     /// It has not served yet.
@@ -75,7 +75,7 @@ pub(super) struct Loaded<D: Device> {
 pub(super) fn load<D: Device>(
     device: &D,
     collective: Box<dyn Collective>,
-    joining: &mut Joining<'_>,
+    joining: &mut Formation<'_>,
 ) -> Result<Engine<D::Backend>, ModelError> {
     let form = joining.form;
     let folder = Path::new(&form.model);
@@ -101,10 +101,10 @@ pub(super) fn load<D: Device>(
         return Err(ModelError::file(&folder.join("config.json"), message));
     }
     let (quantization, adapting) = (form.quantization, &adapters);
-    let beside = Beside { quantization, adapters: adapting, draft: draft.as_ref() };
+    let beside = ShardOptions { quantization, adapters: adapting, draft: draft.as_ref() };
     device.check_fit(&backend, &config, &shard, beside, &form.engine)?;
     let source = Source { files: &files, config: &config, shard: &shard };
-    let mut progress = |done, total| joining.news.progress(done, total);
+    let mut progress = |done, total| joining.observer.progress(done, total);
     let weights =
         weights::load(&mut backend, &source, form.quantization, positions, &mut progress)?;
     let tokens_max = form.engine.max_num_batched_tokens as usize;

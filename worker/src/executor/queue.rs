@@ -15,11 +15,11 @@ use super::{ExecutorCommand, ExecutorError};
 pub(super) const COMMANDS_MAX: usize = 32;
 
 /// A command, and the link over which it came.
-pub(super) type Queued = (u64, ExecutorCommand);
+pub(super) type QueuedCommand = (u64, ExecutorCommand);
 
 #[derive(Debug, Default)]
 struct Shared {
-    commands: Mutex<VecDeque<Queued>>,
+    commands: Mutex<VecDeque<QueuedCommand>>,
     /// Length of the queue, for checks without the lock.
     count: AtomicUsize,
     /// Set when either side is dropped.
@@ -30,7 +30,7 @@ struct Shared {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Queued>> {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<QueuedCommand>> {
         self.commands.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -111,7 +111,7 @@ impl Drop for Commands {
 
 impl Receiver {
     /// Takes the next command, if there is one.
-    pub(super) fn try_take(&self) -> Option<Queued> {
+    pub(super) fn try_take(&self) -> Option<QueuedCommand> {
         if self.0.count.load(Ordering::Acquire) == 0 {
             return None;
         }
@@ -119,7 +119,7 @@ impl Receiver {
     }
 
     /// Waits for the next command; `None` if no more will come.
-    pub(super) fn take(&self) -> Option<Queued> {
+    pub(super) fn take(&self) -> Option<QueuedCommand> {
         let mut commands = self.0.lock();
         // The previous command has ended.
         let leaves = commands.iter().any(|(_, it)| matches!(it, ExecutorCommand::Release(_)));
@@ -136,13 +136,13 @@ impl Receiver {
     }
 
     /// Records progress of the executor.
-    pub(super) fn advances(&self) {
+    pub(super) fn record_progress(&self) {
         if let Some(since) = &mut *self.0.leaving_since() {
             *since = Instant::now();
         }
     }
 
-    fn pop(&self, commands: &mut VecDeque<Queued>) -> Option<Queued> {
+    fn pop(&self, commands: &mut VecDeque<QueuedCommand>) -> Option<QueuedCommand> {
         let next = commands.pop_front();
         self.0.count.store(commands.len(), Ordering::Release);
         next

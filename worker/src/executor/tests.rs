@@ -79,7 +79,7 @@ impl Rank for ScriptedRank {
         &mut self,
         form: &Form,
         abort: &AbortSlot,
-        news: &mut dyn FormNews,
+        observer: &mut dyn FormObserver,
     ) -> Result<RankReady, FormError> {
         if form.model == "corrupt" {
             return Err(FormError {
@@ -89,14 +89,14 @@ impl Rank for ScriptedRank {
         }
         assert!(form.model != "panics", "as a defect would");
         if form.model == "large" {
-            news.progress(0, 10);
+            observer.progress(0, 10);
             while !self.sign.load(Ordering::Relaxed) {
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
         self.flag = Arc::new(Flag(Mutex::new(false), Condvar::new()));
         abort.set(form.epoch, self.flag.clone());
-        news.progress(10, 10);
+        observer.progress(10, 10);
         let identity = ModelIdentity(1);
         Ok(RankReady {
             kv_blocks: 5,
@@ -431,7 +431,7 @@ fn a_sign_of_getting_on_counts() {
     let before = commands.leaving_for().unwrap();
     assert!(before >= Duration::from_millis(100));
     let told = Instant::now();
-    receiver.advances();
+    receiver.record_progress();
     assert!(commands.leaving_for().unwrap() <= told.elapsed());
     assert!(receiver.take().is_some());
     assert!(commands.leaving_for().is_some(), "it is leaving");

@@ -75,7 +75,7 @@ pub(super) fn mib(bytes: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Level;
+    use super::super::Severity;
     use super::*;
 
     #[test]
@@ -99,19 +99,19 @@ mod tests {
             .unwrap();
             open_files(file.path()).level
         };
-        assert_eq!(judged("100"), Level::Fail);
-        assert_eq!(judged("1024"), Level::Warn);
-        assert_eq!(judged("65536"), Level::Ok);
-        assert_eq!(processors(2, 3).level, Level::Warn);
-        assert_eq!(processors(2, 2).level, Level::Ok);
+        assert_eq!(judged("100"), Severity::Fail);
+        assert_eq!(judged("1024"), Severity::Warn);
+        assert_eq!(judged("65536"), Severity::Ok);
+        assert_eq!(processors(2, 3).level, Severity::Warn);
+        assert_eq!(processors(2, 2).level, Severity::Ok);
     }
 
     #[test]
     fn shared_memory_is_compared_with_the_need() {
-        assert_eq!(shared_memory(Path::new("/dev/shm"), 1, 1).level, Level::Ok);
+        assert_eq!(shared_memory(Path::new("/dev/shm"), 1, 1).level, Severity::Ok);
         let gone = Path::new("/no/such/folder");
-        assert_eq!(shared_memory(gone, 2, 2).level, Level::Fail);
-        assert_eq!(shared_memory(gone, 2, 1).level, Level::Ok);
+        assert_eq!(shared_memory(gone, 2, 2).level, Severity::Fail);
+        assert_eq!(shared_memory(gone, 2, 1).level, Severity::Ok);
         // 64 ranks take 32 MiB per group: no host has room for so many groups.
         assert!(worker::check::shared_memory_bytes(64, 64) > 32 << 20);
     }

@@ -3,7 +3,7 @@ use std::path::{Path, PathBuf};
 
 use coordinator::text::model::TextModel;
 use shared::host::available_memory;
-use shared::hub::Part;
+use shared::hub::ModelPart;
 use shared::protocol::Lora;
 use worker::model::ModelError;
 
@@ -40,7 +40,7 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
                     args.tensor_parallel
                 ),
             ));
-            let mut taken = |beside: Option<Beside>| {
+            let mut taken = |beside: Option<ExtraModel>| {
                 let (bytes, finding) = beside?;
                 findings.push(finding);
                 Some(bytes)
@@ -87,10 +87,12 @@ fn remedy(error: &ModelError) -> &'static str {
 
 fn folder(args: &DoctorArgs) -> Result<PathBuf, Finding> {
     match (&args.model, &args.coordinator) {
-        (Some(model), _) => hub::cached("--model", model, &args.hub, Part::All).map_err(|why| {
-            let fix = "serve it once, or copy the cache from another host";
-            Finding::warn(MODEL, format!("not looked at: {why}"), fix)
-        }),
+        (Some(model), _) => {
+            hub::cached("--model", model, &args.hub, ModelPart::All).map_err(|why| {
+                let fix = "serve it once, or copy the cache from another host";
+                Finding::warn(MODEL, format!("not looked at: {why}"), fix)
+            })
+        }
         (None, Some(_)) => Err(Finding::warn(
             MODEL,
             "not checked: the coordinator names the model's folder",
@@ -103,10 +105,10 @@ fn folder(args: &DoctorArgs) -> Result<PathBuf, Finding> {
 }
 
 /// Something served beside the model: the bytes it takes on a worker, and the finding.
-type Beside = (u64, Finding);
+type ExtraModel = (u64, Finding);
 
 /// Checks the adapters of `--lora-modules`, if any; each worker holds them.
-fn adapters(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
+fn adapters(folder: &Path, args: &DoctorArgs) -> Option<ExtraModel> {
     let count = args.lora.adapters().count();
     if count == 0 {
         return None;
@@ -131,16 +133,16 @@ fn adapters(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
 fn local(mut lora: Lora, args: &HubArgs) -> Result<Lora, String> {
     for adapter in &mut lora.adapters {
         let given = Path::new(&adapter.path);
-        let folder = hub::cached("--lora-modules", given, args, Part::Adapter)?;
+        let folder = hub::cached("--lora-modules", given, args, ModelPart::Adapter)?;
         adapter.path = folder.to_string_lossy().into_owned();
     }
     Ok(lora)
 }
 
 /// Checks the draft model of `--speculative-config`, if any; it is on the worker that drafts.
-fn draft(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
+fn draft(folder: &Path, args: &DoctorArgs) -> Option<ExtraModel> {
     let draft = args.speculative_config.as_ref()?.draft_model.as_ref()?;
-    let looked = hub::cached("--speculative-config", draft, &args.hub, Part::Weights);
+    let looked = hub::cached("--speculative-config", draft, &args.hub, ModelPart::Weights);
     let looked = looked
         .and_then(|draft| worker::check::draft(folder, &draft).map_err(|error| error.to_string()));
     Some(match looked {
@@ -206,7 +208,7 @@ fn memory(taken: Weights, args: &DoctorArgs, workers: u32, available: Option<u64
 
 #[cfg(test)]
 mod tests {
-    use super::super::Level;
+    use super::super::Severity;
     use super::*;
     use clap::Parser;
 
@@ -229,17 +231,17 @@ mod tests {
             let available = Some((gib * (1u64 << 30) as f64) as u64);
             memory(plain(2 << 30), &args, workers, available).level
         };
-        assert_eq!(judged(6.5, 2), Level::Ok);
-        assert_eq!(judged(6.4, 2), Level::Warn);
-        assert_eq!(judged(4.4, 2), Level::Fail);
-        assert_eq!(judged(4.4, 1), Level::Ok);
-        assert_eq!(memory(plain(1), &args, 1, None).level, Level::Warn);
+        assert_eq!(judged(6.5, 2), Severity::Ok);
+        assert_eq!(judged(6.4, 2), Severity::Warn);
+        assert_eq!(judged(4.4, 2), Severity::Fail);
+        assert_eq!(judged(4.4, 1), Severity::Ok);
+        assert_eq!(memory(plain(1), &args, 1, None).level, Severity::Warn);
         // Half a GiB more for each.
         let swapping =
             Line::parse_from(["doctor", "--tensor-parallel", "2", "--swap-space", "0.5"]);
         let found = |mib: u64| memory(plain(2 << 30), &swapping.args, 2, Some(mib << 20));
-        assert_eq!(found((2048 + 512 + 512 + 256) * 2).level, Level::Ok);
-        assert_eq!(found((2048 + 512 + 256) * 2 - 1).level, Level::Fail);
+        assert_eq!(found((2048 + 512 + 512 + 256) * 2).level, Severity::Ok);
+        assert_eq!(found((2048 + 512 + 256) * 2 - 1).level, Severity::Fail);
         assert!(found(0).fix.unwrap_or_default().contains("--swap-space"));
     }
 
@@ -253,8 +255,8 @@ mod tests {
         let each = 2048 + 1024 + 256;
         for (workers, drafting) in [(1, 1), (2, 1), (3, 2), (4, 2)] {
             let needed = u64::from(workers) * each + drafting * 512;
-            assert_eq!(judged(needed, workers).level, Level::Ok);
-            assert_eq!(judged(needed - 1, workers).level, Level::Warn);
+            assert_eq!(judged(needed, workers).level, Severity::Ok);
+            assert_eq!(judged(needed - 1, workers).level, Severity::Warn);
         }
         let found = judged(1 << 20, 4).found;
         assert!(found.contains("2 draft model(s) of 512"), "{found}");
@@ -271,11 +273,11 @@ mod tests {
             draft(&model, &args(&["--speculative-config", &json])).unwrap()
         };
         let (bytes, finding) = looked(&model);
-        assert_eq!(finding.level, Level::Ok);
+        assert_eq!(finding.level, Severity::Ok);
         let own = std::fs::metadata(model.join("model.safetensors")).unwrap().len();
         assert!((own * 9 / 10..=own).contains(&bytes), "{bytes} of {own}");
         let (bytes, finding) = looked(&root.join("models/demo"));
-        assert_eq!((bytes, finding.level), (0, Level::Fail));
+        assert_eq!((bytes, finding.level), (0, Severity::Fail));
         assert!(finding.found.contains("both must have the same tokens"), "{}", finding.found);
         assert_eq!(draft(&model, &args(&[])), None);
         let drafts = r#"{"method":"ngram","num_speculative_tokens":3}"#;
@@ -284,7 +286,7 @@ mod tests {
 
     #[test]
     fn a_workers_folder_is_not_guessed() {
-        assert_eq!(folder(&args(&["--coordinator", "h:1"])).unwrap_err().level, Level::Warn);
+        assert_eq!(folder(&args(&["--coordinator", "h:1"])).unwrap_err().level, Severity::Warn);
         assert!(folder(&args(&["--model", "/a"])).is_ok());
     }
 }

@@ -5,17 +5,17 @@ use std::time::{Duration, SystemTime};
 use actix_web::http::header::HttpDate;
 use serde_json::Value;
 use shared::actor::link::{CloseReason, Connection};
-use shared::membership::{EtcdOptions, FULL_REMEDY, Fullness, LEASE_TTL, ProbeError};
+use shared::membership::{DatabaseUsage, EtcdOptions, FULL_REMEDY, LEASE_TTL, ProbeError};
 use shared::wire::auth::AuthError;
 use shared::wire::codec;
 use shared::wire::frame::{FrameError, FrameKind};
 use shared::wire::keyring::Keyring;
 use ureq::Agent;
 
-use super::super::asking::{self, TrustArgs};
 use super::super::etcd::EtcdArgs;
+use super::super::http_client::{self, TrustArgs};
 use super::host::mib;
-use super::{DoctorArgs, Finding, Level};
+use super::{DoctorArgs, Finding, Severity};
 
 /// Time limit for a peer's answer.
 const DEADLINE: Duration = Duration::from_secs(3);
@@ -69,7 +69,7 @@ fn coordinator(address: &str, secret: Option<&Keyring>) -> Finding {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let outcome = match runtime {
         Ok(runtime) => runtime.block_on(probe(address, secret)),
-        Err(error) => Err(Refusal::new(error.to_string(), "free some resources of this host")),
+        Err(error) => Err(ProbeFailure::new(error.to_string(), "free some resources of this host")),
     };
     match outcome {
         Ok(()) => {
@@ -83,22 +83,22 @@ fn coordinator(address: &str, secret: Option<&Keyring>) -> Finding {
 
 /// Why it would not.
 #[derive(Debug)]
-struct Refusal {
+struct ProbeFailure {
     found: String,
     fix: String,
 }
 
-impl Refusal {
+impl ProbeFailure {
     fn new(found: impl Into<String>, fix: impl Into<String>) -> Self {
         Self { found: found.into(), fix: fix.into() }
     }
 }
 
-async fn probe(address: &str, secret: Option<&Keyring>) -> Result<(), Refusal> {
+async fn probe(address: &str, secret: Option<&Keyring>) -> Result<(), ProbeFailure> {
     let mut connection = Connection::dial(address, DEADLINE).await.map_err(|error| {
         let fix = "start the coordinator with --cluster-listen on an address that this host can \
                    reach, and open the port in any firewall between them";
-        Refusal::new(format!("cannot be reached: {error}"), fix)
+        ProbeFailure::new(format!("cannot be reached: {error}"), fix)
     })?;
     if let Some(secret) = secret {
         connection.authenticate_as_client(&secret.all(), DEADLINE).await.map_err(refusal)?;
@@ -111,11 +111,11 @@ async fn probe(address: &str, secret: Option<&Keyring>) -> Result<(), Refusal> {
             let reason: Result<String, _> = codec::decode_message(&frame.body);
             Err(refusal(CloseReason::Refused(reason.unwrap_or_else(|error| error.to_string()))))
         }
-        kind => Err(Refusal::new(format!("answers with {kind:?}"), "is it the same version?")),
+        kind => Err(ProbeFailure::new(format!("answers with {kind:?}"), "is it the same version?")),
     }
 }
 
-fn refusal(reason: CloseReason) -> Refusal {
+fn refusal(reason: CloseReason) -> ProbeFailure {
     let fix = match &reason {
         CloseReason::Auth(AuthError::WrongSecret) => {
             "copy the coordinator's secret file to this host"
@@ -145,15 +145,15 @@ fn refusal(reason: CloseReason) -> Refusal {
         }
         _ => "is it the coordinator's --cluster-listen, and does no firewall in between block it?",
     };
-    Refusal::new(reason.to_string(), fix)
+    ProbeFailure::new(reason.to_string(), fix)
 }
 
 /// Compares clock and version with a server's, from an HTTP answer.
 fn compare(server: &str, trust: &TrustArgs) -> Vec<Finding> {
     const CLOCK: &str = "clock";
     const VERSION: &str = "version";
-    let url = format!("{}/version", asking::base(server));
-    let agent = match asking::agent(&url, DEADLINE, trust) {
+    let url = format!("{}/version", http_client::base_url(server));
+    let agent = match http_client::make_agent(&url, DEADLINE, trust) {
         Ok(agent) => agent,
         Err(error) => {
             let fix = "--server https://... with --tls-ca FILE, the authority that signed its \
@@ -167,7 +167,7 @@ fn compare(server: &str, trust: &TrustArgs) -> Vec<Finding> {
     let mut answer = match answer {
         Ok(answer) => answer,
         Err(error) => {
-            let why = asking::said(&url, &error);
+            let why = http_client::describe_failure(&url, &error);
             let found = format!("not compared with the coordinator's: {why}");
             return vec![Finding::warn(
                 CLOCK,
@@ -279,20 +279,21 @@ fn access(url: &str, options: &EtcdOptions) -> Finding {
     let cluster = &options.cluster;
     match probed {
         Ok(()) => {
-            let fullness = runtime().and_then(|it| it.block_on(options.fullness(DEADLINE)));
-            let fullness = fullness.unwrap_or_default();
-            if let Some(finding) = filled(url, fullness) {
+            let database_usage =
+                runtime().and_then(|it| it.block_on(options.database_usage(DEADLINE)));
+            let database_usage = database_usage.unwrap_or_default();
+            if let Some(finding) = database_finding(url, database_usage) {
                 return finding;
             }
             let tls = if options.tls.is_some() { " over TLS" } else { "" };
             let user = options.user.as_ref();
             let user = user.map(|(user, _)| format!(" as {user}")).unwrap_or_default();
-            let size = match fullness {
-                Fullness { size: 0, .. } => String::new(),
-                Fullness { size, quota: Some(quota), .. } => {
+            let size = match database_usage {
+                DatabaseUsage { size: 0, .. } => String::new(),
+                DatabaseUsage { size, quota: Some(quota), .. } => {
                     format!("; its database has {} of {}", mib(size), mib(quota))
                 }
-                Fullness { size, .. } => format!("; its database has {}", mib(size)),
+                DatabaseUsage { size, .. } => format!("; its database has {}", mib(size)),
             };
             let allowed = format!("/{cluster}/ is writable{user}");
             Finding::ok(ETCD, format!("{url} answers{tls}; {allowed}{size}"))
@@ -330,14 +331,15 @@ fn runtime() -> Result<tokio::runtime::Runtime, ProbeError> {
 
 /// Returns the alarm that a member raises, if any.
 fn alarm(url: &str, options: &EtcdOptions) -> Option<Finding> {
-    let fullness = runtime().and_then(|it| it.block_on(options.fullness(DEADLINE))).ok()?;
-    filled(url, fullness).filter(|finding| finding.level == Level::Fail)
+    let database_usage =
+        runtime().and_then(|it| it.block_on(options.database_usage(DEADLINE))).ok()?;
+    database_finding(url, database_usage).filter(|finding| finding.level == Severity::Fail)
 }
 
 /// Checks whether it is full, or soon will be. A cluster's data is small: the database fills up
 /// with old revisions that nobody compacts.
-fn filled(url: &str, fullness: Fullness) -> Option<Finding> {
-    let Fullness { size, quota, no_space, corrupt } = fullness;
+fn database_finding(url: &str, database_usage: DatabaseUsage) -> Option<Finding> {
+    let DatabaseUsage { size, quota, no_space, corrupt } = database_usage;
     let size_text = mib(size);
     if corrupt {
         let found = format!("{url}: alarm CORRUPT: a member's data is damaged");
@@ -373,28 +375,31 @@ mod tests {
         let at = |ms: u64| SystemTime::UNIX_EPOCH + Duration::from_millis(1_000_000_000 + ms);
         // The server's clock is cut to seconds: 0.9 s reads as 0.
         let level = |date, asked, answered| judge_skew(at(date), at(asked), at(answered)).level;
-        assert_eq!(level(5000, 5900, 5950), Level::Ok);
-        assert_eq!(level(5000, 4900, 5100), Level::Ok);
-        assert_eq!(level(5000, 8100, 8200), Level::Warn);
-        assert_eq!(level(5000, 2000, 2500), Level::Warn);
+        assert_eq!(level(5000, 5900, 5950), Severity::Ok);
+        assert_eq!(level(5000, 4900, 5100), Severity::Ok);
+        assert_eq!(level(5000, 8100, 8200), Severity::Warn);
+        assert_eq!(level(5000, 2000, 2500), Severity::Warn);
         // A slow answer is less precise.
-        assert_eq!(level(5000, 2000, 6000), Level::Ok);
-        assert_eq!(level(5000, 70_000, 70_100), Level::Fail);
-        assert_eq!(level(70_000, 5000, 5100), Level::Fail);
+        assert_eq!(level(5000, 2000, 6000), Severity::Ok);
+        assert_eq!(level(5000, 70_000, 70_100), Severity::Fail);
+        assert_eq!(level(70_000, 5000, 5100), Severity::Fail);
         let ahead = judge_skew(at(5000), at(70_000), at(70_100)).found;
         assert!(ahead.contains("ahead of"), "{ahead}");
     }
 
     #[test]
     fn an_etcd_that_fills_up_is_said_before_it_is_full() {
-        let level = |fullness| filled("http://e:2379", fullness).map(|finding| finding.level);
-        let of = |size| Fullness { size, ..Fullness::default() };
+        let level = |database_usage| {
+            database_finding("http://e:2379", database_usage).map(|finding| finding.level)
+        };
+        let of = |size| DatabaseUsage { size, ..DatabaseUsage::default() };
         assert_eq!(level(of(1 << 30)), None);
-        assert_eq!(level(of(3 << 29)), Some(Level::Warn));
-        assert_eq!(level(Fullness { quota: Some(8 << 30), ..of(3 << 29) }), None);
-        assert_eq!(level(Fullness { no_space: true, ..of(1) }), Some(Level::Fail));
-        let finding = filled("http://e:2379", Fullness { corrupt: true, ..of(1) }).unwrap();
-        assert!(finding.found.contains("CORRUPT") && finding.level == Level::Fail);
+        assert_eq!(level(of(3 << 29)), Some(Severity::Warn));
+        assert_eq!(level(DatabaseUsage { quota: Some(8 << 30), ..of(3 << 29) }), None);
+        assert_eq!(level(DatabaseUsage { no_space: true, ..of(1) }), Some(Severity::Fail));
+        let finding =
+            database_finding("http://e:2379", DatabaseUsage { corrupt: true, ..of(1) }).unwrap();
+        assert!(finding.found.contains("CORRUPT") && finding.level == Severity::Fail);
     }
 
     #[test]

@@ -3,7 +3,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use coordinator::http::admin::LOCAL_WORKERS_MAX;
-use worker::device::Exchange;
+use worker::device::ExchangePolicy;
 
 /// What workers compute on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,10 +60,10 @@ pub(super) fn parse_workers(text: &str) -> Result<Workers, String> {
         .ok_or_else(|| format!("expected a number from 1 to {LOCAL_WORKERS_MAX}, or all"))
 }
 
-/// Parses one of [`Exchange::NAMES`].
-pub(super) fn parse_exchange(text: &str) -> Result<Exchange, String> {
-    let found = Exchange::NAMES.iter().find(|(name, _)| *name == text);
-    let names: Vec<&str> = Exchange::NAMES.iter().map(|(name, _)| *name).collect();
+/// Parses one of [`ExchangePolicy::NAMES`].
+pub(super) fn parse_exchange(text: &str) -> Result<ExchangePolicy, String> {
+    let found = ExchangePolicy::NAMES.iter().find(|(name, _)| *name == text);
+    let names: Vec<&str> = ExchangePolicy::NAMES.iter().map(|(name, _)| *name).collect();
     found.map(|(_, exchange)| *exchange).ok_or_else(|| format!("expected {}", names.join(", ")))
 }
 
@@ -121,7 +121,7 @@ pub(crate) struct ComputeArgs {
     /// each other's memory), nccl, host (through host memory), or auto (the best available for each
     /// size)
     #[arg(long, value_name = "HOW", default_value = "auto", value_parser = parse_exchange)]
-    pub(crate) cuda_exchange: Exchange,
+    pub(crate) cuda_exchange: ExchangePolicy,
     /// Network interface for NCCL's connections, such as eth0; they are neither encrypted nor
     /// authenticated [default: lo if the coordinator is on this host's loopback interface,
     /// otherwise NCCL chooses]

@@ -5,7 +5,7 @@ use clap::Args;
 use coordinator::http::admin::LOCAL_WORKERS_MAX;
 use shared::protocol::{Dtype, Quantization};
 
-use super::super::asking::TrustArgs;
+use super::super::http_client::TrustArgs;
 use super::super::hub::HubArgs;
 use super::compute::{ComputeArgs, CudaArgs};
 use super::serving::{parse_dtype, parse_quantization};

@@ -24,15 +24,20 @@ pub struct Supervised {
 impl Handler<Supervised> for ClusterActor {
     type Result = ();
 
-    fn handle(&mut self, told: Supervised, _ctx: &mut Self::Context) {
-        match told.max_restarts {
-            Some(max) => drop(self.supervised.insert(told.node, max)),
+    fn handle(&mut self, supervised: Supervised, _ctx: &mut Self::Context) {
+        match supervised.max_restarts {
+            Some(max) => drop(self.supervised.insert(supervised.node, max)),
             None => {
-                self.supervised.remove(&told.node);
-                if let Some(worker) = self.roster.slot_of(&told.node)
+                self.supervised.remove(&supervised.node);
+                if let Some(worker) = self.roster.slot_of(&supervised.node)
                     && !self.connected.contains_key(&worker)
                 {
-                    self.name_worker(worker, &told.node, ActorLife::Dead, Some("it is given up"));
+                    self.report_worker(
+                        worker,
+                        &supervised.node,
+                        ActorLife::Dead,
+                        Some("it is given up"),
+                    );
                 }
             }
         }
@@ -41,60 +46,60 @@ impl Handler<Supervised> for ClusterActor {
 
 /// Workers and replicas that effects concern.
 #[derive(Debug, Default)]
-pub(super) struct Touched {
+pub(super) struct AffectedActors {
     workers: BTreeSet<WorkerId>,
     replicas: BTreeSet<ReplicaId>,
 }
 
-impl Touched {
-    pub(super) fn by(effects: &[Effect]) -> Self {
-        let mut touched = Self::default();
+impl AffectedActors {
+    pub(super) fn of(effects: &[Effect]) -> Self {
+        let mut affected = Self::default();
         for effect in effects {
             match effect {
                 Effect::Send { worker, .. }
-                | Effect::Pace { worker, .. }
-                | Effect::Silent { worker, .. }
-                | Effect::GivesWay { worker, .. }
-                | Effect::SetAside { worker, .. } => drop(touched.workers.insert(*worker)),
+                | Effect::WorkerPace { worker, .. }
+                | Effect::AnswerTimedOut { worker, .. }
+                | Effect::RankReplaced { worker, .. }
+                | Effect::Quarantined { worker, .. } => drop(affected.workers.insert(*worker)),
                 Effect::ReplicaReady { replica, .. }
                 | Effect::ReplicaBroken { replica, .. }
                 | Effect::ReplicaRemoved { replica }
-                | Effect::Unservable { replica, .. } => drop(touched.replicas.insert(*replica)),
-                Effect::Desire(_) => {}
+                | Effect::Unservable { replica, .. } => drop(affected.replicas.insert(*replica)),
+                Effect::StoreDesired(_) => {}
             }
         }
-        touched
+        affected
     }
 }
 
 impl ClusterActor {
     /// Reports all workers and replicas as they are now.
-    pub(super) fn name_actors(&self) {
-        self.core.members().for_each(|member| self.name_member(member));
-        self.core.replicas().for_each(|replica| self.name_replica(&replica));
+    pub(super) fn report_actors(&self) {
+        self.core.members().for_each(|member| self.report_member(member));
+        self.core.replicas().for_each(|replica| self.report_replica(&replica));
         self.count_actors();
     }
 
     /// Reports only those that effects concern, rather than a thousand others each time.
-    pub(super) fn name_touched(&self, touched: &Touched) {
-        let Touched { workers, replicas } = touched;
+    pub(super) fn report_affected(&self, affected: &AffectedActors) {
+        let AffectedActors { workers, replicas } = affected;
         let members = self.core.members().filter(|member| workers.contains(&member.worker));
-        members.for_each(|member| self.name_member(member));
+        members.for_each(|member| self.report_member(member));
         for replica in self.core.replicas() {
             let mut ranks = replica.ranks.iter().flatten();
             if replicas.contains(&replica.id) || ranks.any(|rank| workers.contains(rank)) {
-                self.name_replica(&replica);
+                self.report_replica(&replica);
             }
         }
         self.count_actors();
     }
 
-    pub(super) fn name_member(&self, member: &Member) {
+    pub(super) fn report_member(&self, member: &Member) {
         let life = if member.draining { ActorLife::Draining } else { ActorLife::Alive };
-        self.name_worker(member.worker, &member.node, life, None);
+        self.report_worker(member.worker, &member.node, life, None);
     }
 
-    fn name_worker(&self, worker: WorkerId, node: &str, life: ActorLife, reason: Option<&str>) {
+    fn report_worker(&self, worker: WorkerId, node: &str, life: ActorLife, reason: Option<&str>) {
         let report = ActorReport {
             name: format!("worker/{node}"),
             kind: "worker".to_owned(),
@@ -104,10 +109,10 @@ impl ClusterActor {
             max_restarts: self.supervised.get(node).copied(),
             reason: reason.map(str::to_owned),
         };
-        self.tell_of(node, report);
+        self.send_report(node, report);
     }
 
-    fn name_replica(&self, replica: &ReplicaStatus) {
+    fn report_replica(&self, replica: &ReplicaStatus) {
         let failed = replica.last_failure.is_some();
         let life = match replica.phase {
             ReplicaPhase::Waiting if failed => ActorLife::Restarting,
@@ -116,7 +121,7 @@ impl ClusterActor {
             ReplicaPhase::Serving => ActorLife::Alive,
         };
         let reason = replica.last_failure.clone().filter(|_| life != ActorLife::Alive);
-        self.tell_of(
+        self.send_report(
             "coordinator",
             replica_report(replica.id, life, self.broken(replica.id), reason),
         );
@@ -126,7 +131,7 @@ impl ClusterActor {
         self.broken.get(&replica).copied().unwrap_or(0)
     }
 
-    fn tell_of(&self, node: &str, report: ActorReport) {
+    fn send_report(&self, node: &str, report: ActorReport) {
         let name = report.name.clone();
         if let Err(error) = self.actors.report(node, report) {
             tracing::debug!(%error, name, "not among the actors");
@@ -137,7 +142,7 @@ impl ClusterActor {
     pub(super) fn worker_died(&self, worker: WorkerId, node: &str, drained: bool, reason: &str) {
         let back = !drained && self.supervised.contains_key(node) && !self.stopping;
         let life = if back { ActorLife::Restarting } else { ActorLife::Dead };
-        self.name_worker(worker, node, life, Some(reason));
+        self.report_worker(worker, node, life, Some(reason));
         if drained {
             self.actors.forget(&format!("worker/{node}"));
         }
@@ -146,7 +151,7 @@ impl ClusterActor {
     /// A worker that stayed away is not expected back.
     pub(super) fn worker_given_up(&self, worker: WorkerId) {
         if let Some(node) = self.roster.node_of(worker) {
-            self.name_worker(worker, node, ActorLife::Dead, Some("it stayed away"));
+            self.report_worker(worker, node, ActorLife::Dead, Some("it stayed away"));
             self.actors.forget(&format!("worker/{node}"));
         }
     }
@@ -154,7 +159,10 @@ impl ClusterActor {
     /// A replica is given up for good.
     pub(super) fn replica_died(&self, id: ReplicaId) {
         let reason = Some("it is not wanted any more".to_owned());
-        self.tell_of("coordinator", replica_report(id, ActorLife::Dead, self.broken(id), reason));
+        self.send_report(
+            "coordinator",
+            replica_report(id, ActorLife::Dead, self.broken(id), reason),
+        );
         self.actors.forget(&format!("replica/{}", id.0));
     }
 

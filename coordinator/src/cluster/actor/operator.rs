@@ -5,7 +5,7 @@ use actix::{Handler, Message};
 use shared::clock::since_1970;
 use shared::ids::{ReplicaId, WorkerId};
 
-use super::super::records::{Ended, WhichProcess};
+use super::super::records::{ProcessExit, WhichProcess};
 use super::super::status;
 use super::ClusterActor;
 
@@ -94,7 +94,7 @@ impl Handler<GetStatus> for ClusterActor {
 /// A supervisor saw a worker process end.
 #[derive(Clone, Debug, Message)]
 #[rtype(result = "()")]
-pub struct ProcessEnded(pub Ended);
+pub struct ProcessEnded(pub ProcessExit);
 
 /// The last lines of a worker process's log.
 #[derive(Clone, Debug, Message)]
@@ -131,7 +131,7 @@ impl Handler<Scale> for ClusterActor {
         let mut effects = Vec::new();
         self.core.scale(self.clock.now(), replicas, &mut effects);
         self.carry_out(ctx, effects);
-        self.name_actors();
+        self.report_actors();
         self.core.desired().generation
     }
 }
@@ -147,7 +147,7 @@ impl Handler<Drain> for ClusterActor {
         let mut effects = Vec::new();
         let result = self.core.drain(self.clock.now(), *worker, &mut effects);
         self.carry_out(ctx, effects);
-        self.name_actors();
+        self.report_actors();
         result.map(|()| self.core.desired().generation)
     }
 }

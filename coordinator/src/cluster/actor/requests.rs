@@ -2,12 +2,12 @@
 use actix::{Context, Handler, Message};
 use shared::ids::ReplicaId;
 
-use super::super::orphanage::{Home, heard, surplus, with_room};
+use super::super::migration::{Candidate, heard, queue_share, with_room};
 use super::super::view;
 use super::{ClusterActor, RunningReplica};
 use crate::engine::{EngineCommand, EngineError, EngineEvent, GenerateRequest};
-use crate::replica::actor::{Adopt, Cancel, Orphans, Share, Submit};
-use crate::replica::driver::Moved;
+use crate::replica::actor::{AdoptRequests, Cancel, MigrateRequests, ShareQueue, Submit};
+use crate::replica::driver::MovedRequest;
 
 /// The error of a request that was accepted when there was room for it.
 fn no_room(needed: u32, room: u32) -> EngineError {
@@ -26,28 +26,32 @@ pub struct Command(pub EngineCommand);
 impl ClusterActor {
     /// Moves requests of a replica that cannot continue them to those that can, or to one that may
     /// soon, even if it has never served.
-    fn place_orphans(&mut self, ctx: &mut Context<Self>, Orphans { from, requests }: Orphans) {
-        let homes = self.core.replicas().filter(|_| !self.stopping).map(|replica| {
-            let unknown = Home::unknown(replica.id);
-            self.replicas.get(&replica.id).map_or(unknown, |it| self.home(replica.id, it))
+    fn place_requests(
+        &mut self,
+        ctx: &mut Context<Self>,
+        MigrateRequests { from, requests }: MigrateRequests,
+    ) {
+        let candidates = self.core.replicas().filter(|_| !self.stopping).map(|replica| {
+            let unknown = Candidate::unknown(replica.id);
+            self.replicas.get(&replica.id).map_or(unknown, |it| self.candidate(replica.id, it))
         });
-        let homes: Vec<Home> = homes.collect();
-        let placed = self.orphanage.place(from, requests, homes.into_iter());
+        let candidates: Vec<Candidate> = candidates.collect();
+        let placed = self.migrations.place(from, requests, candidates.into_iter());
         for request in placed.cancelled {
             request.end(self.hub.observer(), None);
         }
-        self.refuse_all(placed.homeless);
+        self.refuse_all(placed.unplaced);
         for (request, room) in placed.outgrown {
             let error = no_room(request.tokens_needed(), room);
             request.end(self.hub.observer(), Some(error));
         }
-        for (id, requests) in placed.homes {
+        for (id, requests) in placed.by_replica {
             if id != from {
                 tracing::info!(from = %from, to = %id, requests = requests.len(), "go on elsewhere");
             }
             self.start_replica(ctx, id);
             match self.replicas.get(&id) {
-                Some(running) => running.addr.do_send(Adopt(requests)),
+                Some(running) => running.addr.do_send(AdoptRequests(requests)),
                 None => self.refuse_all(requests),
             }
         }
@@ -59,16 +63,16 @@ impl ClusterActor {
         if self.stopping {
             return;
         }
-        let homes = heard(self.homes().collect());
-        if let Some((from, surplus)) = surplus(&homes)
+        let candidates = heard(self.candidates().collect());
+        if let Some((from, queue_share)) = queue_share(&candidates)
             && let Some(running) = self.replicas.get(&from)
         {
-            running.addr.do_send(Share(surplus));
-            self.orphanage.expect(from);
+            running.addr.do_send(ShareQueue(queue_share));
+            self.migrations.expect(from);
         }
     }
 
-    fn refuse_all(&self, requests: Vec<Moved>) {
+    fn refuse_all(&self, requests: Vec<MovedRequest>) {
         for request in requests {
             let error = match self.stopping {
                 true => EngineError::ShuttingDown,
@@ -78,17 +82,17 @@ impl ClusterActor {
         }
     }
 
-    fn home(&self, id: ReplicaId, running: &RunningReplica) -> Home {
-        running.home(id, running.is_doubtful(&self.suspects))
+    fn candidate(&self, id: ReplicaId, running: &RunningReplica) -> Candidate {
+        running.candidate(id, running.is_doubtful(&self.suspects))
     }
 
-    fn homes(&self) -> impl Iterator<Item = Home> {
-        self.replicas.iter().map(|(id, running)| self.home(*id, running))
+    fn candidates(&self) -> impl Iterator<Item = Candidate> {
+        self.replicas.iter().map(|(id, running)| self.candidate(*id, running))
     }
 
     fn route(&mut self, request: &GenerateRequest) -> Option<&RunningReplica> {
-        let homes = heard(with_room(self.homes(), request.tokens_needed()));
-        let id = self.affinity.route(&request.prompt, request.affinity_salt(), &homes)?;
+        let candidates = heard(with_room(self.candidates(), request.tokens_needed()));
+        let id = self.affinity.route(&request.prompt, request.affinity_salt(), &candidates)?;
         self.replicas.get(&id)
     }
 
@@ -106,7 +110,7 @@ impl ClusterActor {
                 let _ = events.send(EngineEvent::Failed(error));
             }
             EngineCommand::Cancel { id } => {
-                self.orphanage.cancelled(id);
+                self.migrations.cancelled(id);
                 for running in self.replicas.values() {
                     running.addr.do_send(Cancel(id));
                 }
@@ -127,10 +131,10 @@ impl Handler<Command> for ClusterActor {
     }
 }
 
-impl Handler<Orphans> for ClusterActor {
+impl Handler<MigrateRequests> for ClusterActor {
     type Result = ();
 
-    fn handle(&mut self, orphans: Orphans, ctx: &mut Self::Context) {
-        self.place_orphans(ctx, orphans);
+    fn handle(&mut self, migrating: MigrateRequests, ctx: &mut Self::Context) {
+        self.place_requests(ctx, migrating);
     }
 }

@@ -90,9 +90,9 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
         };
         let observer = of_replicas.observer().clone();
         let driver = ReplicaDriver::new(time.now(), id, scheduler, observer, limits);
-        let (failed, orphans) = (cluster.clone().recipient(), cluster.clone().recipient());
+        let (failed, migrating) = (cluster.clone().recipient(), cluster.clone().recipient());
         let paces = cluster.recipient();
-        Ok(ReplicaActor::new(id, driver, time.clone(), load, failed, orphans, paces))
+        Ok(ReplicaActor::new(id, driver, time.clone(), load, failed, migrating, paces))
     });
     let (view, seen) = watch::channel(ClusterView::default());
     let actors = ActorRuntime::hub("coordinator", 1, clock.clone());

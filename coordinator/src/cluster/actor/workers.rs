@@ -10,12 +10,12 @@ use shared::actor::peer::PeerAddr;
 use shared::clock::since_1970;
 use shared::ids::{ReplicaId, WorkerId};
 use shared::metrics::Source;
-use shared::protocol::{FromWorker, Hello, Parting, StepResult, ToFetch, Welcome, WorkerStats};
+use shared::protocol::{ExitReason, FromWorker, Hello, StepResult, ToFetch, Welcome, WorkerStats};
 use shared::wire::codec;
 use shared::wire::frame::{Frame, FrameKind};
 
 use super::super::Member;
-use super::super::roster::{Admission, Joining, LinkNumber};
+use super::super::roster::{Admission, JoinOutcome, LinkNumber};
 use super::{ClusterActor, Connected, RunningReplica};
 use crate::links::link_end;
 use crate::replica::actor::StepDone;
@@ -29,12 +29,12 @@ const EVENTS_MAX: usize = 256;
 
 /// Asks whether this worker may join. Answered before its link is started.
 #[derive(Debug, Message)]
-#[rtype(result = "Result<Welcome, Refusal>")]
+#[rtype(result = "Result<Welcome, JoinRefusal>")]
 pub struct Admit(pub Hello);
 
 /// Why a worker may not join.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Refusal {
+pub enum JoinRefusal {
     /// Not now; it may dial again.
     NotYet(String),
     /// Never.
@@ -71,7 +71,7 @@ struct FromLink {
     worker: WorkerId,
     number: LinkNumber,
     event: LinkEvent,
-    place: Place,
+    slot: InboxSlot,
 }
 
 /// Inbox of one link: no link takes the room of another.
@@ -80,29 +80,29 @@ struct Inbox {
     worker: WorkerId,
     number: LinkNumber,
     /// Number of events that wait.
-    places: Arc<AtomicUsize>,
+    slots_used: Arc<AtomicUsize>,
 }
 
 impl Inbox {
     /// Hands an event to the actor; returns false when too many wait already.
     fn put(&self, event: LinkEvent) -> bool {
-        let place = Place(self.places.clone());
+        let slot = InboxSlot(self.slots_used.clone());
         let frame = matches!(event, LinkEvent::Frame(_));
-        if place.0.fetch_add(1, Ordering::Relaxed) >= EVENTS_MAX && frame {
+        if slot.0.fetch_add(1, Ordering::Relaxed) >= EVENTS_MAX && frame {
             return false;
         }
         let (worker, number) = (self.worker, self.number);
         // Bypasses the mailbox's own bound, which all senders share.
-        self.addr.do_send(FromLink { worker, number, event, place });
+        self.addr.do_send(FromLink { worker, number, event, slot });
         true
     }
 }
 
 /// An event's place in its link's inbox, freed when the event is handled.
 #[derive(Debug)]
-struct Place(Arc<AtomicUsize>);
+struct InboxSlot(Arc<AtomicUsize>);
 
-impl Drop for Place {
+impl Drop for InboxSlot {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -169,16 +169,16 @@ impl ClusterActor {
                 }
             }
             FromWorker::Logs(lines) => return self.records.logged(worker, &lines),
-            FromWorker::Goodbye { reason, parting } => {
+            FromWorker::Goodbye { reason, exit } => {
                 let node = self.node_of(worker);
                 tracing::info!(worker = node, slot = worker.0, %reason, "the worker says goodbye");
                 self.records.said_goodbye(worker, &reason);
-                match parting {
-                    Parting::OnPurpose => {
+                match exit {
+                    ExitReason::OnPurpose => {
                         self.core.worker_leaves(now, worker, &reason, &mut effects);
                     }
-                    Parting::DeviceLost => self.core.device_failed(now, worker, &mut effects),
-                    Parting::Failed => {}
+                    ExitReason::DeviceLost => self.core.device_failed(now, worker, &mut effects),
+                    ExitReason::Failed => {}
                 }
                 goodbye = self.connected.get(&worker).map(|connected| connected.link.clone());
             }
@@ -224,7 +224,7 @@ impl ClusterActor {
     }
 
     /// Marks the replicas that have a silent rank, for readiness checks.
-    pub(super) fn tell_doubts(&self) {
+    pub(super) fn update_doubts(&self) {
         for running in self.replicas.values() {
             let doubtful = running.is_doubtful(&self.suspects);
             running.load.doubtful.store(doubtful, Ordering::Relaxed);
@@ -243,7 +243,7 @@ impl ClusterActor {
         }
         self.roster.left(worker);
         self.suspects.remove(&worker);
-        self.tell_doubts();
+        self.update_doubts();
         let Some(connected) = self.connected.remove(&worker) else { return };
         let incarnation = connected.incarnation;
         let leaves = |member: &Member| member.worker == worker && member.draining;
@@ -276,25 +276,27 @@ impl ClusterActor {
 }
 
 impl Handler<Admit> for ClusterActor {
-    type Result = Result<Welcome, Refusal>;
+    type Result = Result<Welcome, JoinRefusal>;
 
     fn handle(&mut self, Admit(hello): Admit, _ctx: &mut Self::Context) -> Self::Result {
         if self.stopping {
-            return Err(Refusal::NotYet("the coordinator is shutting down".to_owned()));
+            return Err(JoinRefusal::NotYet("the coordinator is shutting down".to_owned()));
         }
         let node = &hello.node;
         if hello.fetched != self.to_fetch.fingerprint() && self.to_fetch.fingerprint() != 0 {
             tracing::info!(worker = node, "the worker looks for the model's files first");
-            return Err(Refusal::Fetch(self.to_fetch.clone()));
+            return Err(JoinRefusal::Fetch(self.to_fetch.clone()));
         }
         let worker = match self.roster.admit(node, hello.incarnation, hello.rejoin.slot) {
             Admission::Slot(worker) => worker,
             Admission::Taken => {
-                return Err(Refusal::NotYet(format!("another process is linked as node {node}")));
+                return Err(JoinRefusal::NotYet(format!(
+                    "another process is linked as node {node}"
+                )));
             }
             Admission::Retired => {
                 let reason = format!("several other processes have been node {node} since");
-                return Err(Refusal::Never(format!("{reason}: start the worker again")));
+                return Err(JoinRefusal::Never(format!("{reason}: start the worker again")));
             }
         };
         for (worker, run) in self.roster.take_freed() {
@@ -330,10 +332,11 @@ impl Handler<Joined> for ClusterActor {
             self.worker_gone(ctx, worker, old_number, "it joined again");
             old_link.close();
         }
-        let Joining { link: number, restarted, retired } = self.roster.joined(worker, incarnation);
+        let JoinOutcome { link: number, restarted, retired } =
+            self.roster.joined(worker, incarnation);
         let actors = self.actors.clone();
         let peer = actors.reserve_peer();
-        let to = Inbox { addr: ctx.address(), worker, number, places: Arc::default() };
+        let to = Inbox { addr: ctx.address(), worker, number, slots_used: Arc::default() };
         let link = connection.start_with(LivenessConfig::default(), self.clock.clone(), |link| {
             actors.peer_up_as(peer, &hello.node, link.clone());
             move |event| match event {
@@ -399,9 +402,9 @@ impl Handler<Joined> for ClusterActor {
                 "workers run several builds; all ranks of a replica must run the same one"
             );
         }
-        self.core.holds(worker, hello.rejoin.shard);
+        self.core.set_held_weights(worker, hello.rejoin.shard);
         let mut effects = Vec::new();
-        self.name_member(&member);
+        self.report_member(&member);
         self.core.worker_joined(self.clock.now(), member, &mut effects);
         self.carry_out(ctx, effects);
     }
@@ -411,7 +414,7 @@ impl Handler<FromLink> for ClusterActor {
     type Result = ();
 
     fn handle(&mut self, message: FromLink, ctx: &mut Self::Context) {
-        let FromLink { worker, number, event, place: _place } = message;
+        let FromLink { worker, number, event, slot: _place } = message;
         if !self.roster.is_present(worker, number) {
             return;
         }
@@ -424,13 +427,13 @@ impl Handler<FromLink> for ClusterActor {
                     "the worker is silent"
                 );
                 self.suspects.insert(worker);
-                self.tell_doubts();
+                self.update_doubts();
             }
             LinkEvent::Alive => {
                 let node = self.node_of(worker);
                 tracing::info!(worker = node, slot = worker.0, "the worker answers again");
                 self.suspects.remove(&worker);
-                self.tell_doubts();
+                self.update_doubts();
             }
             LinkEvent::Closed { reason } => {
                 self.hub.observer().record().link_ended(link_end(&reason));

@@ -19,11 +19,11 @@ fn a_gpu_that_fails_again_and_again_rests_and_operators_may_have_it_tried() {
         let run = Incarnation(incarnation);
         cluster.worker_left(now, WorkerId(0), run, "it says goodbye", &mut effects);
         now += secs(5);
-        effects.retain(|it| matches!(it, Effect::SetAside { .. }));
+        effects.retain(|it| matches!(it, Effect::Quarantined { .. }));
         aside.append(&mut effects);
         cluster.worker_joined(now, with_gpu(0, incarnation + 1), &mut effects);
     }
-    assert_eq!(aside, [Effect::SetAside { worker: WorkerId(0), lasts: secs(600) }]);
+    assert_eq!(aside, [Effect::Quarantined { worker: WorkerId(0), lasts: secs(600) }]);
     assert!(cluster.is_aside(WorkerId(0)) && forms(&effects).is_empty());
     // Another GPU of the same host is not affected.
     cluster.worker_joined(now, with_gpu(1, 1), &mut effects);

@@ -2,9 +2,9 @@
 use super::*;
 
 /// The last state to be stored for the next leader.
-fn desired(effects: &[Effect]) -> Option<&Desired> {
+fn desired(effects: &[Effect]) -> Option<&DesiredState> {
     effects.iter().rev().find_map(|effect| match effect {
-        Effect::Desire(desired) => Some(desired),
+        Effect::StoreDesired(desired) => Some(desired),
         _ => None,
     })
 }
@@ -101,7 +101,7 @@ fn the_next_coordinator_goes_by_what_the_last_one_was_told() {
     assert!(refused.is_err() && *cluster.desired() == said, "a refusal is not kept");
 
     let (mut next, mut effects) = (Cluster::new(bounded), Vec::new());
-    next.go_by(said);
+    next.adopt_desired(said);
     for worker in 0..4 {
         next.worker_joined(secs(2), member(worker, 1, "b"), &mut effects);
     }

@@ -45,7 +45,7 @@ fn a_new_coordinator_waits_for_the_workers_there_were_and_keeps_their_ranks() {
         assert!(forms(&effects).is_empty(), "not before all are here");
         let shard =
             HeldShard { model: "m".into(), identity: ModelIdentity(1), rank, world_size: 2 };
-        cluster.holds(WorkerId(worker), Some(shard));
+        cluster.set_held_weights(WorkerId(worker), Some(shard));
         cluster.worker_joined(secs(1), member(worker, 1, "a"), &mut effects);
     }
     let ranks: Vec<(u32, u32)> = forms(&effects).iter().map(|form| (form.0, form.1)).collect();
@@ -70,7 +70,7 @@ fn a_new_coordinator_waits_for_the_workers_there_were_and_keeps_their_ranks() {
             rank: 1 - worker,
             world_size,
         };
-        cluster.holds(WorkerId(worker), Some(shard));
+        cluster.set_held_weights(WorkerId(worker), Some(shard));
         cluster.worker_joined(secs(1), member(worker, 1, "a"), &mut effects);
     }
     let ranks: Vec<(u32, u32)> = forms(&effects).iter().map(|form| (form.0, form.1)).collect();

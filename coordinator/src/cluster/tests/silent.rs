@@ -14,7 +14,7 @@ fn wait(cluster: &mut Cluster, from: u64, until: u64) -> Vec<Effect> {
 
 fn silent(effects: &[Effect]) -> Vec<u32> {
     let of = |effect: &Effect| match effect {
-        Effect::Silent { worker, lasts } => {
+        Effect::AnswerTimedOut { worker, lasts } => {
             assert_eq!(*lasts, secs(60));
             Some(worker.0)
         }
@@ -118,7 +118,7 @@ fn a_rank_whose_step_hung_makes_room_for_a_spare_sooner() {
     assert!(effects.is_empty(), "{effects:?}");
     let effects = wait(&mut cluster, 54, 57);
     let silent = effects.iter().filter_map(|effect| match effect {
-        Effect::Silent { worker, lasts } => Some((worker.0, *lasts)),
+        Effect::AnswerTimedOut { worker, lasts } => Some((worker.0, *lasts)),
         _ => None,
     });
     assert_eq!(silent.collect::<Vec<_>>(), [(1, secs(45))]);

@@ -9,7 +9,11 @@ fn a_spare_takes_the_rank_of_a_slow_worker_which_is_used_last() {
     cluster.rank_pace(secs(40), ReplicaId(0), Epoch(7), WorkerId(1), true, &mut effects);
     assert!(effects.is_empty(), "of another epoch");
     cluster.rank_pace(secs(40), ReplicaId(0), Epoch(1), WorkerId(1), true, &mut effects);
-    assert_eq!(effects, [Effect::Pace { worker: WorkerId(1), slow: true }], "there is no spare");
+    assert_eq!(
+        effects,
+        [Effect::WorkerPace { worker: WorkerId(1), slow: true }],
+        "there is no spare"
+    );
     effects.clear();
     cluster.rank_pace(secs(45), ReplicaId(0), Epoch(1), WorkerId(1), true, &mut effects);
     assert!(effects.is_empty(), "it is known");
@@ -24,7 +28,7 @@ fn a_spare_takes_the_rank_of_a_slow_worker_which_is_used_last() {
     effects.clear();
     // A restarted process is not known to be slow.
     cluster.worker_left(secs(60), WorkerId(1), Incarnation(1), "killed", &mut effects);
-    assert!(effects.contains(&Effect::Pace { worker: WorkerId(1), slow: false }));
+    assert!(effects.contains(&Effect::WorkerPace { worker: WorkerId(1), slow: false }));
 }
 
 #[test]

@@ -64,7 +64,7 @@ impl Rig {
 
     pub(super) fn link(&mut self) {
         self.link = self.requests.linked(self.now, true);
-        self.requests.settled();
+        self.requests.replica_serves();
     }
 }
 
@@ -100,7 +100,7 @@ fn a_stream_goes_on_at_the_next_coordinator_with_what_it_has() {
     rig.now = 10 * SECOND;
     rig.link = rig.requests.linked(rig.now, true);
     assert_eq!(rig.next(), None, "no replica serves yet");
-    rig.requests.settled();
+    rig.requests.replica_serves();
     let again = rig.submitted();
     let goes_on = AcceptedChoice::GoesOn(vec![5]);
     assert_eq!(again.accepted, [goes_on, AcceptedChoice::Over { tokens: 1 }]);

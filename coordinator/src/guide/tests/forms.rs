@@ -102,7 +102,8 @@ fn whitespace_is_bounded_or_not_there() {
 #[test]
 fn tokens_alone_are_a_mask_that_stays() {
     let model = model("models/demo");
-    let grammar = Guides::new(&model).unwrap().make(&GuideSpec::Tokens(vec![300, 9, 300])).unwrap();
+    let grammar =
+        Guides::new(&model).unwrap().compile(&GuideSpec::Tokens(vec![300, 9, 300])).unwrap();
     let mut guide = grammar.guide(false).unwrap();
     for token in [9, 300, 300, 9] {
         assert_eq!(known(&mut guide), &TokenMask::Only(vec![9, 300]));
@@ -133,10 +134,10 @@ fn what_cannot_be_a_grammar_is_refused_in_one_line() {
         (GuideSpec::Tokens(vec![model.vocab_size]), "vocabulary"),
         (GuideSpec::Choice(vec![]), "0 entries"),
     ] {
-        let Err(error) = guides.make(&spec) else { panic!("{spec:?} is taken") };
+        let Err(error) = guides.compile(&spec) else { panic!("{spec:?} is taken") };
         println!("{error}");
         assert!(error.contains(what), "{spec:?}: {error}");
         assert!(!error.contains('\n') && error.len() < 2000, "{error}");
     }
-    assert!(guides.make(&GuideSpec::Regex("fine".to_owned())).is_ok(), "it has harmed nothing");
+    assert!(guides.compile(&GuideSpec::Regex("fine".to_owned())).is_ok(), "it has harmed nothing");
 }

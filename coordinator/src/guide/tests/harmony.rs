@@ -26,7 +26,7 @@ impl Held {
         let opening = Opening::after(prompt);
         let rules = messages::answer("message", "answer", &special) + rules;
         let text = messages::whole(&opening, last, body, &rules, &special);
-        let grammar = model.guides().unwrap().make(&GuideSpec::Made(text)).unwrap();
+        let grammar = model.guides().unwrap().compile(&GuideSpec::Made(text)).unwrap();
         Self { model, grammar, opening }
     }
 

@@ -56,7 +56,7 @@ fn hostile_grammars_cost_what_is_bounded() {
     for spec in specs {
         spec.check().unwrap();
         let name: String = format!("{spec:?}").chars().take(60).collect();
-        let grammar = match guides.make(&spec) {
+        let grammar = match guides.compile(&spec) {
             Ok(grammar) => grammar,
             Err(error) => {
                 assert!(error.len() < 2000 && !error.contains('\n'), "{error}");
@@ -103,7 +103,7 @@ fn dear_schemas_are_refused_before_they_are_compiled() {
         let within = GuideSpec::Lark(format!("start: \"a\" body\nbody: %json {schema}\n"));
         for spec in [GuideSpec::Json { schema, whitespace: Whitespace::Usual }, within] {
             let start = Instant::now();
-            let error = guides.make(&spec).unwrap_err();
+            let error = guides.compile(&spec).unwrap_err();
             assert!(error.contains(what), "{error}");
             assert!(start.elapsed() < Duration::from_secs(5));
         }

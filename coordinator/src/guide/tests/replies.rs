@@ -37,7 +37,7 @@ fn calls_that_must_be_made_are_read_as_such() {
             None => grammar::whole("calls", &rules),
             Some(is_open) => grammar::reasoned("calls", &rules, is_open, &|_| None),
         };
-        let made = guides.make(&GuideSpec::Made(text)).unwrap();
+        let made = guides.compile(&GuideSpec::Made(text)).unwrap();
         // Forced calls of Qwen3-Coder are written in the form of Hermes.
         let read = if format == CallFormat::Qwen3Coder { CallFormat::Hermes } else { format };
         let rules = Arc::new(ReplyRules {
@@ -107,7 +107,7 @@ fn marks_are_tokens_where_there_are_some() {
     let guides = Guides::new(&model).unwrap();
     for format in [CallFormat::Hermes, CallFormat::Mistral] {
         let rules = grammar::calls("calls", format, &functions, true, &special);
-        let made = guides.make(&GuideSpec::Made(grammar::whole("calls", &rules))).unwrap();
+        let made = guides.compile(&GuideSpec::Made(grammar::whole("calls", &rules))).unwrap();
         assert_eq!(
             known(&mut made.guide(false).unwrap()),
             &TokenMask::Only(vec![token]),
@@ -118,7 +118,7 @@ fn marks_are_tokens_where_there_are_some() {
     let special = |text: &str| (text == "</think>").then_some(token);
     let rules = grammar::choice("answer", &["yes".to_owned()]);
     let text = grammar::reasoned("answer", &rules, true, &special);
-    let made = guides.make(&GuideSpec::Made(text)).unwrap();
+    let made = guides.compile(&GuideSpec::Made(text)).unwrap();
     let mut guide = made.guide(false).unwrap();
     for token in model.encode("Well </think> ", false).unwrap() {
         let _ = known(&mut guide);
@@ -146,7 +146,7 @@ fn what_is_asked_for_may_come_behind_reasoning_or_beside_calls() {
     ] {
         let oracle = Regex::new(&oracle).unwrap();
         let text = grammar::reasoned("answer", &rules, true, &|_| None);
-        let made = guides.make(&GuideSpec::Made(text)).unwrap();
+        let made = guides.compile(&GuideSpec::Made(text)).unwrap();
         let said = "No.</think>";
         let texts: Vec<String> = (0..20)
             .filter_map(|seed| follow_behind(said, &model, &made, seed, 80))

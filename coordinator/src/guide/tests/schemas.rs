@@ -46,7 +46,7 @@ fn objects_have_other_properties_where_the_schema_lets_them() {
     let model = model("models/demo");
     let guides = Guides::new(&model).unwrap();
     let takes = |open, text: &str| {
-        let mut guide = guides.make(&schema(open)).unwrap().guide(false).unwrap();
+        let mut guide = guides.compile(&schema(open)).unwrap().guide(false).unwrap();
         let tokens = model.encode(text, false).unwrap();
         tokens.iter().all(|token| known(&mut guide).allows(*token) && guide.accept(*token).is_ok())
     };

@@ -66,7 +66,7 @@ fn other_tokenizers_are_followed_as_well() {
 #[test]
 fn a_space_that_would_be_left_out_is_not_asked_of_the_model() {
     let begins = |model: &TextModel, regex: &str| {
-        let grammar = Guides::new(model).unwrap().make(&GuideSpec::Regex(regex.to_owned()))?;
+        let grammar = Guides::new(model).unwrap().compile(&GuideSpec::Regex(regex.to_owned()))?;
         // After other text nothing is left out.
         assert!(grammar.guide(true).unwrap().allowed().is_some());
         grammar.guide(false).map(|_| ())

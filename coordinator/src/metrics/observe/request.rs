@@ -12,7 +12,7 @@ use shared::metrics::labels::{
 };
 use shared::protocol::GuideSpec;
 
-use super::{Cells, Level, Observer, Recording, WAITING_AT_REPLICA};
+use super::{Cells, Observer, Recording, UpDownGauge, WAITING_AT_REPLICA};
 use crate::engine::{EngineError, EventSender, Resumed};
 
 /// One accepted request. End it with [`Recording::finished`], [`Recording::aborted`],
@@ -21,7 +21,7 @@ use crate::engine::{EngineError, EventSender, Resumed};
 #[derive(Debug)]
 #[must_use = "a request that is never ended stays in flight"]
 pub struct RequestTrack {
-    place: Place,
+    place: RequestGauge,
     /// The adapter it is computed with; 0 for none.
     adapter: u32,
     /// Whether its output is an embedding.
@@ -50,7 +50,7 @@ struct ChoiceTrack {
 
 /// Which gauge a request is counted in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum RequestGauge {
     NoReplica,
     Waiting(ReplicaId, WaitingAt),
     Running(ReplicaId),
@@ -144,7 +144,7 @@ impl Recording<'_> {
             waiting_for_replica.up(stats);
         }
         RequestTrack {
-            place: Place::NoReplica,
+            place: RequestGauge::NoReplica,
             adapter: 0,
             pools: false,
             resumed: false,
@@ -189,7 +189,7 @@ impl Recording<'_> {
     /// A replica was chosen; the request is in its queue.
     pub fn routed(&mut self, track: &mut RequestTrack, replica: ReplicaId) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
-        cells.move_to(track, Place::Waiting(replica, WaitingAt::Capacity));
+        cells.move_to(track, RequestGauge::Waiting(replica, WaitingAt::Capacity));
     }
 
     /// The request entered its replica's batch, for the first time or again.
@@ -204,14 +204,14 @@ impl Recording<'_> {
                 stats.observe_exemplar(fixed.queue, waited, 1, &track.response_id, now);
             }
         }
-        cells.move_to(track, Place::Running(replica));
+        cells.move_to(track, RequestGauge::Running(replica));
     }
 
     /// The request lost its blocks, which held `tokens` computed tokens, and is back in its
     /// replica's queue.
     pub fn preempted(&mut self, track: &mut RequestTrack, replica: ReplicaId, tokens: u64) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
-        cells.move_to(track, Place::Waiting(replica, WaitingAt::Preempted));
+        cells.move_to(track, RequestGauge::Waiting(replica, WaitingAt::Preempted));
         track.preempted();
         let (cells, stats) = cells.replica(replica);
         stats.add(cells.preemptions, 1);
@@ -223,7 +223,7 @@ impl Recording<'_> {
     /// not been scheduled yet and so loses nothing.
     pub fn interrupted(&mut self, track: &mut RequestTrack, failed: bool) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
-        cells.move_to(track, Place::NoReplica);
+        cells.move_to(track, RequestGauge::NoReplica);
         if failed && track.first_scheduled.is_some() {
             let Cells { stats, fixed, .. } = cells;
             stats.add(fixed.replayed, 1);
@@ -255,7 +255,7 @@ impl Recording<'_> {
         let gaps = if before.is_some() { count } else { count - 1 };
         let span = now.saturating_sub(before.unwrap_or(now));
         if gaps == 1 {
-            self.gap(span, &track.response_id, now);
+            self.record_gap(span, &track.response_id, now);
         } else if gaps > 1 {
             let gap = span.as_secs_f64() / f64::from(gaps);
             stats.observe_n(fixed.inter_token, gap, u64::from(gaps));
@@ -301,7 +301,7 @@ impl Recording<'_> {
 }
 
 impl Cells {
-    pub(super) fn move_to(&mut self, track: &mut RequestTrack, place: Place) {
+    pub(super) fn move_to(&mut self, track: &mut RequestTrack, place: RequestGauge) {
         let (level, stats) = self.level(track.place);
         level.down(stats);
         if let Some((level, stats)) = self.adapter_level(track) {
@@ -316,11 +316,14 @@ impl Cells {
     }
 
     /// Returns the level that counts a request by adapter, while a replica holds it.
-    fn adapter_level(&mut self, track: &RequestTrack) -> Option<(&mut Level, &mut LocalStats)> {
+    fn adapter_level(
+        &mut self,
+        track: &RequestTrack,
+    ) -> Option<(&mut UpDownGauge, &mut LocalStats)> {
         let (replica, runs) = match track.place {
-            Place::NoReplica => return None,
-            Place::Waiting(replica, _) | Place::Swapped(replica) => (replica, false),
-            Place::Running(replica) => (replica, true),
+            RequestGauge::NoReplica => return None,
+            RequestGauge::Waiting(replica, _) | RequestGauge::Swapped(replica) => (replica, false),
+            RequestGauge::Running(replica) => (replica, true),
         };
         let place = track.adapter.checked_sub(1)? as usize;
         let (cells, stats) = self.replica(replica);
@@ -328,18 +331,18 @@ impl Cells {
         Some((levels.get_mut(place)?, stats))
     }
 
-    fn level(&mut self, place: Place) -> (&mut Level, &mut LocalStats) {
+    fn level(&mut self, place: RequestGauge) -> (&mut UpDownGauge, &mut LocalStats) {
         match place {
-            Place::NoReplica => (&mut self.waiting_for_replica, &mut self.stats),
-            Place::Waiting(replica, at) => {
+            RequestGauge::NoReplica => (&mut self.waiting_for_replica, &mut self.stats),
+            RequestGauge::Waiting(replica, at) => {
                 let (cells, stats) = self.replica(replica);
                 (&mut cells.waiting[at as usize], stats)
             }
-            Place::Running(replica) => {
+            RequestGauge::Running(replica) => {
                 let (cells, stats) = self.replica(replica);
                 (&mut cells.running, stats)
             }
-            Place::Swapped(replica) => {
+            RequestGauge::Swapped(replica) => {
                 let (cells, stats) = self.replica(replica);
                 (&mut cells.swapped, stats)
             }

@@ -6,7 +6,7 @@ use shared::metrics::labels::SwapDirection;
 use shared::metrics::local::PerValue;
 use shared::metrics::{Counter, Gauge, LocalStats};
 
-use super::request::{Place, WaitingAt};
+use super::request::{RequestGauge, WaitingAt};
 use super::{Cells, Recording, RequestTrack};
 
 /// Series of one replica.
@@ -48,7 +48,7 @@ impl Recording<'_> {
     /// in the batch.
     pub fn swapped_out(&mut self, track: &mut RequestTrack, replica: ReplicaId, blocks: u32) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
-        cells.move_to(track, Place::Swapped(replica));
+        cells.move_to(track, RequestGauge::Swapped(replica));
         track.preempted();
         let (cells, stats) = cells.replica(replica);
         stats.add(cells.preemptions, 1);
@@ -68,10 +68,10 @@ impl Recording<'_> {
     }
 
     /// No sequence of the request is in the batch any more; one is in host memory, or all wait.
-    pub fn rests(&mut self, track: &mut RequestTrack, replica: ReplicaId, swapped: bool) {
+    pub fn left_batch(&mut self, track: &mut RequestTrack, replica: ReplicaId, swapped: bool) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
-        let waiting = Place::Waiting(replica, WaitingAt::Preempted);
-        cells.move_to(track, if swapped { Place::Swapped(replica) } else { waiting });
+        let waiting = RequestGauge::Waiting(replica, WaitingAt::Preempted);
+        cells.move_to(track, if swapped { RequestGauge::Swapped(replica) } else { waiting });
     }
 
     /// Sets a replica's number of host blocks in use.

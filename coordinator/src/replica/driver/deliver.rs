@@ -6,12 +6,12 @@ use shared::ids::{ReplicaId, RequestId, SeqId};
 use shared::metrics::labels::FinishedReason;
 use shared::mix::IdMap;
 
-use super::{Live, ReplicaDriver};
-use crate::engine::{EngineError, EngineEvent, FinishReason, Gone, StopCheck};
+use super::{LiveRequest, ReplicaDriver};
+use crate::engine::{EngineError, EngineEvent, FinishReason, ReceiverGone, StopCheck};
 use crate::metrics::Recording;
 use crate::metrics::observe::StepTokens;
 use crate::replica::completions::Completions;
-use crate::scheduler::{Effect, Place, StepSummary};
+use crate::scheduler::{Effect, RequestPlace, StepSummary};
 
 impl ReplicaDriver {
     /// Carries out what the scheduler decided. Everything is counted under one lock, so that a
@@ -49,7 +49,7 @@ struct Delivery<'a> {
     id: ReplicaId,
     now: Duration,
     recording: Recording<'a>,
-    live: &'a mut IdMap<RequestId, Live>,
+    live: &'a mut IdMap<RequestId, LiveRequest>,
     stop_checks: &'a mut IdMap<SeqId, Box<dyn StopCheck>>,
     gone: &'a mut Vec<RequestId>,
     completions: &'a mut Completions,
@@ -100,7 +100,13 @@ impl Delivery<'_> {
         }
     }
 
-    fn preempted(&mut self, request: RequestId, place: Place, swapped: Option<u32>, tokens: u32) {
+    fn preempted(
+        &mut self,
+        request: RequestId,
+        place: RequestPlace,
+        swapped: Option<u32>,
+        tokens: u32,
+    ) {
         if let Some(live) = self.live.get_mut(&request) {
             match swapped {
                 Some(blocks) => self.recording.swapped_out(&mut live.track, self.id, blocks),
@@ -111,13 +117,13 @@ impl Delivery<'_> {
     }
 
     /// Counts a request at its present place.
-    fn placed(&mut self, request: RequestId, place: Place) {
+    fn placed(&mut self, request: RequestId, place: RequestPlace) {
         let Some(live) = self.live.get_mut(&request) else { return };
         let (track, id) = (&mut live.track, self.id);
         match place {
-            Place::Running => self.recording.scheduled(track, id, self.now),
-            Place::Swapped => self.recording.rests(track, id, true),
-            Place::Waiting => self.recording.rests(track, id, false),
+            RequestPlace::Running => self.recording.scheduled(track, id, self.now),
+            RequestPlace::Swapped => self.recording.left_batch(track, id, true),
+            RequestPlace::Waiting => self.recording.left_batch(track, id, false),
         }
     }
 
@@ -164,14 +170,18 @@ impl Delivery<'_> {
         // Closed: the client left; full: it stopped reading long ago.
         match live.events.send(event) {
             Ok(()) => live.reading.sent(),
-            Err(Gone) => self.gone.push(request),
+            Err(ReceiverGone) => self.gone.push(request),
         }
     }
 }
 
 /// Counts a request that is not continued, and tells its client why; without an error the client is
 /// gone.
-pub(super) fn dropped(recording: &mut Recording<'_>, live: Live, error: Option<EngineError>) {
+pub(super) fn dropped(
+    recording: &mut Recording<'_>,
+    live: LiveRequest,
+    error: Option<EngineError>,
+) {
     match error {
         None => recording.aborted(live.track, live.summary),
         Some(error) => {

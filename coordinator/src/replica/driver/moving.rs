@@ -5,21 +5,21 @@ use shared::ids::{RequestId, SeqId};
 use shared::mix::IdSet;
 
 use super::deliver::dropped;
-use super::{Live, ReplicaDriver};
-use crate::cluster::orphanage::Surplus;
+use super::{LiveRequest, ReplicaDriver};
+use crate::cluster::migration::QueueShare;
 use crate::engine::{EngineError, StopCheck};
 use crate::metrics::Observer;
 use crate::scheduler::HandedOver;
 
 /// A request moved from one replica to another, with everything that belongs to it.
 #[derive(Debug)]
-pub struct Moved {
+pub struct MovedRequest {
     handed: HandedOver,
-    live: Live,
+    live: LiveRequest,
     stop_checks: Vec<(SeqId, Box<dyn StopCheck>)>,
 }
 
-impl Moved {
+impl MovedRequest {
     /// The request's id.
     #[must_use]
     pub fn id(&self) -> RequestId {
@@ -41,19 +41,19 @@ impl Moved {
 impl ReplicaDriver {
     /// Gives up all requests for another replica to continue, oldest first. Only between two
     /// epochs.
-    pub fn hand_over(&mut self) -> Vec<Moved> {
+    pub fn hand_over(&mut self) -> Vec<MovedRequest> {
         let handed = self.scheduler.hand_over();
         self.take_out(handed)
     }
 
     /// Gives up requests that have not run, for a replica with fewer to continue.
-    pub fn share(&mut self, Surplus { most, room }: Surplus) -> Vec<Moved> {
+    pub fn share(&mut self, QueueShare { most, room }: QueueShare) -> Vec<MovedRequest> {
         let handed = self.scheduler.share(most, room);
         self.take_out(handed)
     }
 
     /// Collects what the scheduler gave up, with everything that belongs to it.
-    pub(super) fn take_out(&mut self, handed: Vec<HandedOver>) -> Vec<Moved> {
+    pub(super) fn take_out(&mut self, handed: Vec<HandedOver>) -> Vec<MovedRequest> {
         let mut moved = Vec::with_capacity(handed.len());
         let gone: IdSet<RequestId> = self.gone.iter().copied().collect();
         for handed in handed {
@@ -67,19 +67,19 @@ impl ReplicaDriver {
                 .sequences()
                 .filter_map(|seq| Some((seq, self.stop_checks.remove(&seq)?)))
                 .collect();
-            moved.push(Moved { handed, live, stop_checks });
+            moved.push(MovedRequest { handed, live, stop_checks });
         }
         moved
     }
 
     /// Continues another replica's requests: before its own waiting ones, or after them if they
     /// were shared.
-    pub fn adopt(&mut self, now: Duration, moved: Vec<Moved>) {
-        let (shared, older): (Vec<Moved>, Vec<Moved>) =
+    pub fn adopt(&mut self, now: Duration, moved: Vec<MovedRequest>) {
+        let (shared, older): (Vec<MovedRequest>, Vec<MovedRequest>) =
             moved.into_iter().partition(|moved| moved.handed.is_shared());
         // The oldest is put in front of the queue last.
         let moved = older.into_iter().rev().chain(shared);
-        for Moved { handed, mut live, mut stop_checks } in moved {
+        for MovedRequest { handed, mut live, mut stop_checks } in moved {
             let id = handed.id();
             match self.scheduler.adopt(handed) {
                 Ok(names) => {

@@ -45,7 +45,7 @@ fn many_clients_that_leave_take_nobody_elses_place() {
     let mut effects = Vec::new();
     here.cancel_all((0..64).map(RequestId), &mut effects);
     assert_eq!(effects.len(), 64);
-    assert_eq!((here.waiting.len(), here.queued), (2, Load::of(3, 2)));
+    assert_eq!((here.waiting.len(), here.queued), (2, QueueLoad::of(3, 2)));
     here.submit(request(65, 3, 2)).unwrap();
     let mut plan = StepPlan::default();
     assert!(here.plan(&mut plan, &mut Vec::new()));
@@ -78,7 +78,7 @@ fn what_has_run_does_not_count_as_queued() {
     assert!(here.plan(&mut plan, &mut effects));
     // Both wait again, and a new one may, too.
     here.replica_lost(EpochEnd::Failed, &mut effects);
-    assert_eq!((here.gauges().waiting, here.queued), (2, Load::default()));
+    assert_eq!((here.gauges().waiting, here.queued), (2, QueueLoad::default()));
     here.submit(request(2, 3, 1)).unwrap();
     assert_eq!(here.submit(request(3, 3, 1)), Err(full(1, 1)));
     // They do not count as new where they go, either.
@@ -86,10 +86,10 @@ fn what_has_run_does_not_count_as_queued() {
     for handed in here.hand_over() {
         other.adopt(handed).unwrap();
     }
-    assert_eq!(here.queued, Load::default());
-    assert_eq!((other.gauges().waiting, other.queued), (3, Load::of(3, 1)));
+    assert_eq!(here.queued, QueueLoad::default());
+    assert_eq!((other.gauges().waiting, other.queued), (3, QueueLoad::of(3, 1)));
     other.cancel(RequestId(2), &mut effects);
-    assert_eq!(other.queued, Load::default());
+    assert_eq!(other.queued, QueueLoad::default());
 }
 
 #[test]
@@ -106,8 +106,8 @@ fn what_has_not_run_is_shared_evenly_along_the_queue() {
     let ids = |handed: &[HandedOver]| handed.iter().map(|it| it.id().0).collect::<Vec<_>>();
     let shared = here.share(3, u32::MAX);
     assert_eq!(ids(&shared), [1, 3, 5]);
-    let mut three = Load::default();
-    (0..3).for_each(|_| three.add(Load::of(3, 1)));
+    let mut three = QueueLoad::default();
+    (0..3).for_each(|_| three.add(QueueLoad::of(3, 1)));
     assert_eq!((here.gauges().waiting, here.queued), (4, three));
     assert_eq!(ids(&here.share(9, 10)), [0; 0], "there is no room for 3 + 8 tokens");
     let mut other = scheduler(20);
@@ -118,7 +118,7 @@ fn what_has_not_run_is_shared_evenly_along_the_queue() {
     assert_eq!(other.gauges().waiting, 4);
     assert_eq!(ids(&here.share(100, u32::MAX)), [2, 4, 6], "never more than there are");
     assert_eq!(ids(&here.share(1, u32::MAX)), [0; 0], "what has run stays");
-    assert_eq!((here.gauges().waiting, here.queued), (1, Load::default()));
+    assert_eq!((here.gauges().waiting, here.queued), (1, QueueLoad::default()));
     assert_eq!(
         ids(&other.share(9, u32::MAX)),
         [7, 1, 3, 5],

@@ -12,13 +12,13 @@ pub(super) const FILES: [&str; 2] =
 
 /// The chat templates of a model folder, each with the file that holds it.
 #[derive(Debug, Default)]
-pub(super) struct Sources {
+pub(super) struct TemplateSources {
     pub(super) default: Option<(PathBuf, String)>,
     /// The template for conversations with tools.
     pub(super) tool_use: Option<(PathBuf, String)>,
 }
 
-impl Sources {
+impl TemplateSources {
     /// Searches as transformers does: separate files take precedence over `tokenizer_config.json`,
     /// which holds one template or a list of named ones. A template chosen by the operator is the
     /// only one.

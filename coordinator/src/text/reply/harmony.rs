@@ -80,7 +80,7 @@ impl Opening {
     #[must_use]
     pub fn to_answer(&self) -> &'static str {
         match &self.0 {
-            State::Body(Body { of: Of::Reasoning, .. }) => {
+            State::Body(MessageBody { of: MessageKind::Reasoning, .. }) => {
                 "<|end|><|start|>assistant<|channel|>final<|message|>"
             }
             State::Body(_) => "",
@@ -96,19 +96,19 @@ enum State {
     #[default]
     Between,
     Header(Header),
-    Body(Body),
+    Body(MessageBody),
 }
 
 /// Within a message, after its header.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Body {
-    of: Of,
+struct MessageBody {
+    of: MessageKind,
     /// It has text already.
     begun: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Of {
+enum MessageKind {
     Reasoning,
     Content,
     Call,
@@ -140,7 +140,7 @@ impl Reader {
 
     /// Whether the next text is reasoning.
     pub(super) fn reasons(&self) -> bool {
-        matches!(self.state, State::Body(Body { of: Of::Reasoning, .. }))
+        matches!(self.state, State::Body(MessageBody { of: MessageKind::Reasoning, .. }))
     }
 
     /// Takes more text; appends the parts that are certain.
@@ -180,7 +180,8 @@ impl Reader {
                 // White space between messages has no meaning.
                 text = text.trim_start();
                 if !text.is_empty() {
-                    self.state = State::Body(Body { of: Of::Content, begun: false });
+                    self.state =
+                        State::Body(MessageBody { of: MessageKind::Content, begun: false });
                 }
             }
             State::Header(header) => {
@@ -192,7 +193,7 @@ impl Reader {
                 self.abandon(false, parts);
             }
         }
-        self.say(text, parts);
+        self.push_text(text, parts);
     }
 
     /// Ends a header early: takes what it says so far, and treats the rest as its message's text.
@@ -203,7 +204,7 @@ impl Reader {
             return;
         }
         self.open(&address, parts);
-        self.say(&rest, parts);
+        self.push_text(&rest, parts);
     }
 
     /// Starts the text of a message.
@@ -215,29 +216,30 @@ impl Reader {
                 if index == 0 || !self.rules.single_call {
                     parts.push(Part::Call { index, name: name.to_owned() });
                 }
-                Of::Call
+                MessageKind::Call
             }
             // A message to one of the model's own tools, or to itself, is part of its reasoning.
-            None if address.is_inward() => Of::Reasoning,
-            _ if address.channel.as_deref() == Some(header::ANALYSIS) => Of::Reasoning,
-            _ => Of::Content,
+            None if address.is_inward() => MessageKind::Reasoning,
+            _ if address.channel.as_deref() == Some(header::ANALYSIS) => MessageKind::Reasoning,
+            _ => MessageKind::Content,
         };
-        self.state = State::Body(Body { of, begun: false });
+        self.state = State::Body(MessageBody { of, begun: false });
     }
 
     /// Adds text to the current message.
-    fn say(&mut self, text: &str, parts: &mut Vec<Part>) {
+    fn push_text(&mut self, text: &str, parts: &mut Vec<Part>) {
         let State::Body(body) = &mut self.state else { return };
-        let text = if body.of == Of::Call && !body.begun { text.trim_start() } else { text };
+        let text =
+            if body.of == MessageKind::Call && !body.begun { text.trim_start() } else { text };
         if text.is_empty() {
             return;
         }
         body.begun = true;
         let text = text.to_owned();
         match body.of {
-            Of::Reasoning => parts.push(Part::Reasoning(text)),
-            Of::Content => parts.push(Part::Content(text)),
-            Of::Call => self.add(text, parts),
+            MessageKind::Reasoning => parts.push(Part::Reasoning(text)),
+            MessageKind::Content => parts.push(Part::Content(text)),
+            MessageKind::Call => self.add(text, parts),
         }
     }
 
@@ -288,8 +290,13 @@ impl Reader {
             self.abandon(true, parts);
         }
         match std::mem::take(&mut self.state) {
-            State::Body(Body { of: Of::Call, begun: false }) => self.add("{}".to_owned(), parts),
-            State::Body(Body { of: Of::Reasoning | Of::Content, begun: true }) if !is_over => {
+            State::Body(MessageBody { of: MessageKind::Call, begun: false }) => {
+                self.add("{}".to_owned(), parts)
+            }
+            State::Body(MessageBody {
+                of: MessageKind::Reasoning | MessageKind::Content,
+                begun: true,
+            }) if !is_over => {
                 parts.push(Part::End);
             }
             _ => {}
@@ -298,7 +305,7 @@ impl Reader {
 }
 
 /// The first mark in a text.
-struct Found<'a> {
+struct FoundMark<'a> {
     /// Bytes before the mark; without a mark, bytes that are certainly text.
     at: usize,
     /// Bytes of the mark; 0 if there is none yet.
@@ -307,11 +314,11 @@ struct Found<'a> {
 }
 
 /// Finds marks that are text.
-fn plain(text: &str) -> Found<'_> {
+fn plain(text: &str) -> FoundMark<'_> {
     let found = MARKS.iter().filter_map(|mark| Some((text.find(mark)?, *mark))).min();
     match found {
-        Some((at, mark)) => Found { at, length: mark.len(), mark: Some(mark) },
-        None => Found { at: text.len() - begun(text), length: 0, mark: None },
+        Some((at, mark)) => FoundMark { at, length: mark.len(), mark: Some(mark) },
+        None => FoundMark { at: text.len() - begun(text), length: 0, mark: None },
     }
 }
 
@@ -323,19 +330,19 @@ fn begun(text: &str) -> usize {
 }
 
 /// Finds special tokens between fences.
-fn fenced(text: &str) -> Found<'_> {
+fn fenced(text: &str) -> FoundMark<'_> {
     let wide = FENCE.len_utf8();
     let Some(at) = text.find(FENCE) else {
-        return Found { at: text.len(), length: 0, mark: None };
+        return FoundMark { at: text.len(), length: 0, mark: None };
     };
     let behind = &text[at + wide..];
     match behind.find(FENCE) {
         Some(end) if end <= TOKEN_MAX => {
-            Found { at, length: end + 2 * wide, mark: Some(&behind[..end]) }
+            FoundMark { at, length: end + 2 * wide, mark: Some(&behind[..end]) }
         }
         // The fence is an ordinary character here.
-        Some(_) => Found { at: at + wide, length: 0, mark: None },
-        None if behind.len() > TOKEN_MAX => Found { at: at + wide, length: 0, mark: None },
-        None => Found { at, length: 0, mark: None },
+        Some(_) => FoundMark { at: at + wide, length: 0, mark: None },
+        None if behind.len() > TOKEN_MAX => FoundMark { at: at + wide, length: 0, mark: None },
+        None => FoundMark { at, length: 0, mark: None },
     }
 }

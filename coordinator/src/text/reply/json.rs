@@ -2,7 +2,7 @@
 
 /// The result of reading a piece of text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Taken {
+pub(super) enum Progress {
     /// All of the text belongs to the object, which may continue.
     All,
     /// The object ends within the text.
@@ -20,8 +20,8 @@ pub(super) struct CallObject {
     name: Option<String>,
     /// The name is known, and arguments have begun.
     begun: bool,
-    place: Place,
-    value: Value,
+    place: ParserState,
+    value: ValueState,
     /// The current key, or a value that is only usable as a whole, as written.
     written: String,
     member: Member,
@@ -31,7 +31,7 @@ pub(super) struct CallObject {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
+enum ParserState {
     Before,
     FirstKey,
     Key,
@@ -56,24 +56,24 @@ enum Member {
 
 /// The position within a value.
 #[derive(Clone, Copy, Debug, Default)]
-struct Value {
+struct ValueState {
     depth: u32,
     in_string: bool,
     escaped: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Ends {
+enum ValueEnd {
     No,
     WithThis,
     BeforeThis,
 }
 
-impl Value {
-    fn push(&mut self, c: char) -> Ends {
+impl ValueState {
+    fn push(&mut self, c: char) -> ValueEnd {
         if self.escaped {
             self.escaped = false;
-            return Ends::No;
+            return ValueEnd::No;
         }
         if self.in_string {
             match c {
@@ -81,7 +81,11 @@ impl Value {
                 '"' => self.in_string = false,
                 _ => {}
             }
-            return if !self.in_string && self.depth == 0 { Ends::WithThis } else { Ends::No };
+            return if !self.in_string && self.depth == 0 {
+                ValueEnd::WithThis
+            } else {
+                ValueEnd::No
+            };
         }
         match c {
             '"' => self.in_string = true,
@@ -89,14 +93,14 @@ impl Value {
             '}' | ']' if self.depth > 0 => {
                 self.depth -= 1;
                 if self.depth == 0 {
-                    return Ends::WithThis;
+                    return ValueEnd::WithThis;
                 }
             }
-            '}' | ']' | ',' if self.depth == 0 => return Ends::BeforeThis,
-            c if c.is_whitespace() && self.depth == 0 => return Ends::BeforeThis,
+            '}' | ']' | ',' if self.depth == 0 => return ValueEnd::BeforeThis,
+            c if c.is_whitespace() && self.depth == 0 => return ValueEnd::BeforeThis,
             _ => {}
         }
-        Ends::No
+        ValueEnd::No
     }
 }
 
@@ -108,8 +112,8 @@ impl CallObject {
             needs_arguments: false,
             name: None,
             begun: false,
-            place: Place::Before,
-            value: Value::default(),
+            place: ParserState::Before,
+            value: ValueState::default(),
             written: String::new(),
             member: Member::Other,
             has_arguments: false,
@@ -124,7 +128,12 @@ impl CallObject {
 
     /// For the arguments alone, of a function whose name is known.
     pub(super) fn of(name: String) -> Self {
-        Self { name: Some(name), place: Place::Alone, member: Member::Arguments, ..Self::new() }
+        Self {
+            name: Some(name),
+            place: ParserState::Alone,
+            member: Member::Arguments,
+            ..Self::new()
+        }
     }
 
     /// Whether this is certainly a call.
@@ -145,55 +154,55 @@ impl CallObject {
     /// Reads the part of `text` that belongs to the object, and returns its length in bytes,
     /// excluding the character that no call can contain. Appends new text of the arguments to
     /// `arguments`.
-    pub(super) fn push(&mut self, text: &str, arguments: &mut String) -> (Taken, usize) {
+    pub(super) fn push(&mut self, text: &str, arguments: &mut String) -> (Progress, usize) {
         for (at, c) in text.char_indices() {
             let taken = self.take(c, arguments);
-            if taken == Taken::Broken {
+            if taken == Progress::Broken {
                 return (taken, at);
             }
             if !self.begun {
                 self.text.push(c);
             }
-            if taken == Taken::Whole {
+            if taken == Progress::Whole {
                 return (taken, at + c.len_utf8());
             }
         }
-        (Taken::All, text.len())
+        (Progress::All, text.len())
     }
 
-    fn take(&mut self, c: char, arguments: &mut String) -> Taken {
+    fn take(&mut self, c: char, arguments: &mut String) -> Progress {
         self.place = match (self.place, c) {
-            (Place::Alone, _) => return self.take_alone(c, arguments),
-            (Place::InKey, '"') if !self.value.escaped => {
+            (ParserState::Alone, _) => return self.take_alone(c, arguments),
+            (ParserState::InKey, '"') if !self.value.escaped => {
                 self.member = self.member();
-                Place::Colon
+                ParserState::Colon
             }
-            (Place::InKey, c) => {
+            (ParserState::InKey, c) => {
                 self.value.escaped = c == '\\' && !self.value.escaped;
                 self.written.push(c);
-                Place::InKey
+                ParserState::InKey
             }
-            (Place::InValue, c) => return self.take_value(c, arguments),
+            (ParserState::InValue, c) => return self.take_value(c, arguments),
             (place, c) if c.is_whitespace() => place,
-            (Place::Before, '{') => Place::FirstKey,
-            (Place::FirstKey | Place::Key, '"') => {
+            (ParserState::Before, '{') => ParserState::FirstKey,
+            (ParserState::FirstKey | ParserState::Key, '"') => {
                 self.written.clear();
-                self.value = Value::default();
-                Place::InKey
+                self.value = ValueState::default();
+                ParserState::InKey
             }
-            (Place::FirstKey | Place::AfterValue, '}') => return self.end(arguments),
-            (Place::Colon, ':') => Place::BeforeValue,
-            (Place::BeforeValue, c) => {
+            (ParserState::FirstKey | ParserState::AfterValue, '}') => return self.end(arguments),
+            (ParserState::Colon, ':') => ParserState::BeforeValue,
+            (ParserState::BeforeValue, c) => {
                 self.written.clear();
-                self.value = Value::default();
+                self.value = ValueState::default();
                 self.begin_value(c, arguments);
-                self.place = Place::InValue;
+                self.place = ParserState::InValue;
                 return self.take_value(c, arguments);
             }
-            (Place::AfterValue, ',') => Place::Key,
-            _ => return Taken::Broken,
+            (ParserState::AfterValue, ',') => ParserState::Key,
+            _ => return Progress::Broken,
         };
-        Taken::All
+        Progress::All
     }
 
     /// The member that the key names. Only the first `arguments` counts.
@@ -223,9 +232,9 @@ impl CallObject {
         }
     }
 
-    fn take_value(&mut self, c: char, arguments: &mut String) -> Taken {
+    fn take_value(&mut self, c: char, arguments: &mut String) -> Progress {
         let ends = self.value.push(c);
-        if ends != Ends::BeforeThis {
+        if ends != ValueEnd::BeforeThis {
             match self.member {
                 Member::Arguments if self.begun => arguments.push(c),
                 Member::Arguments => self.early.push(c),
@@ -233,17 +242,17 @@ impl CallObject {
                 Member::Other => {}
             }
         }
-        if ends == Ends::No {
-            return Taken::All;
+        if ends == ValueEnd::No {
+            return Progress::All;
         }
-        self.place = Place::AfterValue;
+        self.place = ParserState::AfterValue;
         let written: Result<String, _> = serde_json::from_str(&self.written);
         match (self.member, written) {
             (Member::Name, Ok(name)) => {
                 self.name = Some(name);
                 self.begin(arguments);
             }
-            (Member::Name, Err(_)) => return Taken::Broken,
+            (Member::Name, Err(_)) => return Progress::Broken,
             (Member::ArgumentsApart, written) => {
                 let text = written.unwrap_or_else(|_| std::mem::take(&mut self.written));
                 // Clients expect JSON.
@@ -253,26 +262,26 @@ impl CallObject {
             }
             _ => {}
         }
-        if ends == Ends::BeforeThis { self.take(c, arguments) } else { Taken::All }
+        if ends == ValueEnd::BeforeThis { self.take(c, arguments) } else { Progress::All }
     }
 
-    fn take_alone(&mut self, c: char, arguments: &mut String) -> Taken {
+    fn take_alone(&mut self, c: char, arguments: &mut String) -> Progress {
         self.begun = true;
         let ends = self.value.push(c);
-        if ends != Ends::BeforeThis {
+        if ends != ValueEnd::BeforeThis {
             arguments.push(c);
         }
-        if ends == Ends::No { Taken::All } else { Taken::Whole }
+        if ends == ValueEnd::No { Progress::All } else { Progress::Whole }
     }
 
-    fn end(&mut self, arguments: &mut String) -> Taken {
+    fn end(&mut self, arguments: &mut String) -> Progress {
         if self.name.is_none() || (self.needs_arguments && !self.has_arguments) {
-            return Taken::Broken;
+            return Progress::Broken;
         }
         if !self.has_arguments {
             arguments.push_str("{}");
         }
         self.begun = true;
-        Taken::Whole
+        Progress::Whole
     }
 }

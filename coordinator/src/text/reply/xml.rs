@@ -103,26 +103,26 @@ fn kind(value: &Value) -> &'static str {
 
 /// The result of matching the beginning of a text.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Next<T> {
+pub(super) enum Prefix<T> {
     /// A match, and its length in bytes.
-    Is(T, usize),
+    Match(T, usize),
     /// More text is needed.
     Unknown,
     /// No match.
-    IsNot,
+    NoMatch,
 }
 
 /// Matches `<function=NAME>`; returns the name.
-pub(super) fn function(text: &str) -> Next<String> {
+pub(super) fn function(text: &str) -> Prefix<String> {
     let Some(rest) = text.strip_prefix(FUNCTION) else {
-        return if FUNCTION.starts_with(text) { Next::Unknown } else { Next::IsNot };
+        return if FUNCTION.starts_with(text) { Prefix::Unknown } else { Prefix::NoMatch };
     };
     match rest.find(['>', '<', '\n']) {
         Some(at) if rest[at..].starts_with('>') && !rest[..at].trim().is_empty() => {
-            Next::Is(rest[..at].trim().to_owned(), FUNCTION.len() + at + 1)
+            Prefix::Match(rest[..at].trim().to_owned(), FUNCTION.len() + at + 1)
         }
-        None if rest.len() < NAME_MAX => Next::Unknown,
-        _ => Next::IsNot,
+        None if rest.len() < NAME_MAX => Prefix::Unknown,
+        _ => Prefix::NoMatch,
     }
 }
 
@@ -133,9 +133,9 @@ pub(super) fn parameter(
     looked: usize,
     function: &str,
     parameters: &Parameters,
-) -> Next<String> {
+) -> Prefix<String> {
     let Some(rest) = text.strip_prefix(PARAMETER) else {
-        return if PARAMETER.starts_with(text) { Next::Unknown } else { Next::IsNot };
+        return if PARAMETER.starts_with(text) { Prefix::Unknown } else { Prefix::NoMatch };
     };
     // The end may have begun within those bytes.
     let from = looked.saturating_sub(PARAMETER.len() + PARAMETER_END.len());
@@ -143,14 +143,14 @@ pub(super) fn parameter(
     // A parameter without an end extends to the next element.
     let ends = [PARAMETER_END, PARAMETER, FUNCTION_END];
     let found = ends.iter().filter_map(|end| Some((from + rest[from..].find(end)?, *end))).min();
-    let Some((at, end)) = found else { return Next::Unknown };
+    let Some((at, end)) = found else { return Prefix::Unknown };
     let taken = PARAMETER.len() + at + if end == PARAMETER_END { end.len() } else { 0 };
     let Some((name, value)) = rest[..at].split_once('>') else {
-        return Next::Is(String::new(), taken);
+        return Prefix::Match(String::new(), taken);
     };
     let value = value.strip_prefix('\n').unwrap_or(value);
     let value = value.strip_suffix('\n').unwrap_or(value);
     let name = name.trim();
     let value = parameters.value(function, name, value);
-    Next::Is(format!("{}: {value}", Value::from(name)), taken)
+    Prefix::Match(format!("{}: {value}", Value::from(name)), taken)
 }

@@ -6,7 +6,7 @@ use minijinja::{Error, ErrorKind, Value};
 use super::OUTPUT_MAX;
 
 /// The format of the output.
-struct Form {
+struct JsonFormat {
     /// The indentation of one level, when the output has several lines.
     indent: Option<String>,
     between: String,
@@ -35,7 +35,7 @@ pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let sort_keys = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
     let ensure_ascii = options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
     options.assert_all_used()?;
-    let form = Form { indent, between, behind_key, sort_keys, ensure_ascii };
+    let form = JsonFormat { indent, between, behind_key, sort_keys, ensure_ascii };
     let mut text = String::new();
     form.write(value, 0, &mut text)?;
     Ok(text)
@@ -45,7 +45,7 @@ fn wrong(message: &'static str) -> Error {
     Error::new(ErrorKind::InvalidOperation, message)
 }
 
-impl Form {
+impl JsonFormat {
     fn write(&self, value: &Value, level: usize, text: &mut String) -> Result<(), Error> {
         match value.kind() {
             ValueKind::None => text.push_str("null"),

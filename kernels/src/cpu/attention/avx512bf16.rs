@@ -359,7 +359,7 @@ fn mix<const M: usize, const W: usize>(
     let (first, last) = (span.start / 2, span.end.div_ceil(2));
     let common = span.both.start.div_ceil(2)..span.both.end / 2;
     let common = if common.is_empty() { last..last } else { common };
-    let tile = Mix { view, queries, weights, from, masks, dim };
+    let tile = SumTile { view, queries, weights, from, masks, dim };
     tile.add_edge(first..common.start, &mut sums);
     tile.add(common.clone(), &mut sums);
     tile.add_edge(common.end..last, &mut sums);
@@ -376,7 +376,7 @@ fn mix<const M: usize, const W: usize>(
 }
 
 /// One register tile of weighted sums.
-struct Mix<'a, const W: usize> {
+struct SumTile<'a, const W: usize> {
     view: &'a View<'a>,
     queries: &'a [Query; QUERIES],
     /// The weights of each query, in rows that begin with pair `from.start`.
@@ -386,7 +386,7 @@ struct Mix<'a, const W: usize> {
     dim: usize,
 }
 
-impl<const W: usize> Mix<'_, W> {
+impl<const W: usize> SumTile<'_, W> {
     /// Adds the pairs of positions to which all queries attend.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
     #[inline]

@@ -7,7 +7,7 @@ use super::super::isa::Isa;
 use super::super::memory::{Disjoint, Scratch};
 use super::super::pack::{CpuStack, Panels};
 use super::super::precision::Arithmetic;
-use super::layout::{Activations, Laid, lay_out_groups};
+use super::layout::{Activations, GroupedActivations, lay_out_groups};
 use super::pairs::{Pair, pair_room};
 use super::{Output, Product, TASK_COST, WIDE, grain};
 use crate::error::KernelError;
@@ -33,7 +33,7 @@ pub(crate) struct Task {
 pub(crate) struct Grouped<'a> {
     isa: Isa,
     groups: &'a [Group],
-    acts: Laid<'a>,
+    acts: GroupedActivations<'a>,
 }
 
 /// Consumes the sums of an expert's gate and up panels, as in [`super::multiply_pairs`]; called

@@ -12,7 +12,7 @@ use std::ops::Range;
 use super::super::isa::{Isa, multiversion};
 use super::super::pack::{Int4Group, Int4Row, MIDDLE, PANEL, PairRow};
 use super::layout::Layout;
-use super::{Acc, Product, Room, TILE_ROWS, num_tiles, tile_rows};
+use super::{Acc, ConvertedWeights, Product, TILE_ROWS, num_tiles, tile_rows};
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -31,7 +31,7 @@ const BLOCK_TILES: usize = 8;
 /// The group sums of each row of a tile.
 type Sums = [Acc; TILE_ROWS];
 
-/// The sums of a block of tiles, aligned as [`Room`] is.
+/// The sums of a block of tiles, aligned as [`ConvertedWeights`] is.
 #[repr(C, align(64))]
 struct BlockSums([Sums; BLOCK_TILES]);
 
@@ -42,7 +42,7 @@ impl Product<'_> {
         if let Layout::Rows { stride } = self.acts.layout {
             return self.int4_one_term(range, stride);
         }
-        let mut room = Room::<ROOM>::new();
+        let mut room = ConvertedWeights::<ROOM>::new();
         let mut sums = BlockSums([[[[0.0; 16]; 4]; TILE_ROWS]; BLOCK_TILES]);
         for panel in range {
             self.int4_tiles(panel, &mut room.0, &mut sums.0);

@@ -34,7 +34,7 @@ impl Activations<'_> {
 
     /// Part `index` of `parts`, at most [`Activations::num_parts`]; all parts but the last
     /// consist of whole tiles.
-    pub(super) fn part(&self, index: usize, parts: usize) -> Part<'_> {
+    pub(super) fn part(&self, index: usize, parts: usize) -> ActivationRows<'_> {
         let (mut rows, mut start) = (0..self.rows, 0);
         match self.layout {
             Layout::Tiles => {}
@@ -47,12 +47,12 @@ impl Activations<'_> {
         }
         let Self { words, layout, .. } = *self;
         let acts = Activations { words: &words[start..], rows: rows.len(), layout };
-        Part { first_row: rows.start, acts }
+        ActivationRows { first_row: rows.start, acts }
     }
 }
 
 /// A range of a product's rows.
-pub(super) struct Part<'a> {
+pub(super) struct ActivationRows<'a> {
     pub(super) first_row: usize,
     pub(super) acts: Activations<'a>,
 }
@@ -139,13 +139,13 @@ fn lay_out_tile<'s>(
 
 /// The rows of several groups, each group laid out as by [`prepare`].
 #[derive(Debug)]
-pub(super) struct Laid<'a> {
+pub(super) struct GroupedActivations<'a> {
     words: &'a [u32],
     row_words: usize,
     layout: Layout,
 }
 
-impl Laid<'_> {
+impl GroupedActivations<'_> {
     /// The rows of one group.
     pub(super) fn rows(&self, rows: Range<usize>) -> Activations<'_> {
         let words = &self.words[rows.start * self.row_words..rows.end * self.row_words];
@@ -161,14 +161,14 @@ pub(super) fn lay_out_groups<'s, 'a>(
     groups: &[Group],
     cols: usize,
     source: &(dyn Fn(usize) -> &'s [f32] + Sync),
-) -> Result<Laid<'a>, KernelError> {
+) -> Result<GroupedActivations<'a>, KernelError> {
     let Arithmetic { isa, precision } = arithmetic;
     let rows = groups.last().map_or(0, |group| group.rows.end);
     #[cfg(target_arch = "x86_64")]
     if takes_rows(arithmetic) {
         let Activations { words, layout, .. } = prepare_rows(pool, scratch, rows, cols, source)?;
         let row_words = words.len().checked_div(rows).unwrap_or(0);
-        return Ok(Laid { words, row_words, layout });
+        return Ok(GroupedActivations { words, row_words, layout });
     }
     let terms = terms(isa, precision);
     let row_words = cols.div_ceil(2) * 2;
@@ -187,7 +187,7 @@ pub(super) fn lay_out_groups<'s, 'a>(
             }
         }
     })?;
-    Ok(Laid { words, row_words, layout: Layout::Tiles })
+    Ok(GroupedActivations { words, row_words, layout: Layout::Tiles })
 }
 
 /// As [`prepare`], for [`Layout::Rows`].

@@ -51,7 +51,7 @@ fn store_words(words: &mut [u32; 16], pairs: __m512bh) {
 /// What a tile prefetches while it computes: cache lines `line..line + lines` (0, 1, 2 or 4 of the
 /// four lines of a pair) of the pairs that are `distance` pairs ahead.
 #[derive(Clone, Copy)]
-pub(super) struct Ahead {
+pub(super) struct Prefetch {
     pub(super) line: usize,
     pub(super) lines: usize,
     pub(super) distance: usize,
@@ -66,7 +66,7 @@ pub(super) fn tile<const M: usize>(
     room: &mut [PairRow],
     acc: &mut [&mut Acc; M],
     first: bool,
-    ahead: Ahead,
+    ahead: Prefetch,
 ) {
     match (weights, ahead.lines) {
         (PairRows::Bf16(weights), 0) => {
@@ -142,7 +142,7 @@ fn fetching_tile<const M: usize, const LINES: usize, W>(
     weights: &[W],
     acc: &mut [&mut Acc; M],
     first: bool,
-    Ahead { line, distance, .. }: Ahead,
+    Prefetch { line, distance, .. }: Prefetch,
     mut load_weights: impl FnMut(usize, &W) -> [__m512bh; 4],
 ) {
     // Checked before the sums are in registers.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::library::{Comm, Config, Nccl, Status, UNIQUE_ID_BYTES, UniqueId};
 use crate::collective::AbortHandle;
-use crate::cuda::context::{Context, Current};
+use crate::cuda::context::{Context, ContextHandle};
 use crate::error::{CollectiveError, KernelError};
 
 /// Interval between checks for errors that NCCL detects by itself.
@@ -40,7 +40,7 @@ struct Shared {
     /// The same as in `calls`, for use without its lock.
     comm: CommPtr,
     /// The GPU's context, for the watcher.
-    context: Current,
+    context: ContextHandle,
     /// Held during NCCL's calls.
     calls: Mutex<Calls>,
     /// Set once the communicator is, or is about to be, aborted: no call begins any more.
@@ -204,7 +204,7 @@ impl Communicator {
                 }
             };
             if let Err(error) = self.shared.poll() {
-                self.shared.calm();
+                self.shared.wait_until_idle();
                 return Err(error);
             }
             if !is_pending {
@@ -220,7 +220,7 @@ impl Communicator {
             };
             if let Some(error) = ended {
                 self.shared.abort();
-                self.shared.calm();
+                self.shared.wait_until_idle();
                 return Err(error);
             }
             if waited > SPIN {
@@ -311,10 +311,10 @@ impl Shared {
 
     /// Status of the communicator; `None` if it is gone.
     fn status(&self) -> Option<Status> {
-        self.look(&mut lock(&self.calls))
+        self.poll_status(&mut lock(&self.calls))
     }
 
-    fn look(&self, calls: &mut Calls) -> Option<Status> {
+    fn poll_status(&self, calls: &mut Calls) -> Option<Status> {
         let CommPtr(comm) = calls.comm.filter(|_| !self.torn.load(Ordering::Acquire))?;
         let mut found = 0;
         // SAFETY: the communicator is alive while it is in `calls` and not torn; writes one int.
@@ -325,11 +325,11 @@ impl Shared {
     }
 
     /// Waits until NCCL has finished the call in progress, as long as the watcher does.
-    fn calm(&self) {
+    fn wait_until_idle(&self) {
         let began = Instant::now();
         while began.elapsed() < CALL_PATIENCE {
             let mut calls = lock(&self.calls);
-            if self.look(&mut calls).is_none() || !calls.under_way {
+            if self.poll_status(&mut calls).is_none() || !calls.under_way {
                 return;
             }
             drop(calls);
@@ -344,7 +344,7 @@ impl Shared {
         while !self.is_aborted() {
             // A thread that is in a call learns of errors from the call.
             let status = match self.calls.try_lock() {
-                Ok(mut calls) => self.look(&mut calls),
+                Ok(mut calls) => self.poll_status(&mut calls),
                 Err(_) => None,
             };
             match status {
@@ -367,7 +367,7 @@ impl Shared {
             let is_late = began.elapsed() > CALL_PATIENCE;
             match self.calls.try_lock() {
                 Ok(mut calls) => {
-                    self.look(&mut calls);
+                    self.poll_status(&mut calls);
                     if !calls.under_way || is_late {
                         break calls.comm.take();
                     }

@@ -9,7 +9,7 @@ use cudarc::driver::sys::CUstream;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use crate::cuda::choice::{NCCL_MIN, Version};
-use crate::cuda::libraries::{Missing, python_folders, reason, usual_folders};
+use crate::cuda::libraries::{LibraryError, python_folders, reason, usual_folders};
 
 /// Size of a unique id in bytes.
 pub const UNIQUE_ID_BYTES: usize = 128;
@@ -156,13 +156,13 @@ impl Nccl {
 
 /// Loads NCCL: `file` if given; otherwise from `folders`, from where the system's loader looks,
 /// from CUDA's usual folders, or from Python's packages. The first call decides for the process.
-pub(super) fn load(folders: &[PathBuf], file: Option<&Path>) -> Result<Arc<Nccl>, Missing> {
+pub(super) fn load(folders: &[PathBuf], file: Option<&Path>) -> Result<Arc<Nccl>, LibraryError> {
     static LOADED: Mutex<Option<Arc<Nccl>>> = Mutex::new(None);
     let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(nccl) = &*loaded {
         return Ok(nccl.clone());
     }
-    let missing = |reason: String| Missing { library: "NCCL", reason };
+    let missing = |reason: String| LibraryError { library: "NCCL", reason };
     let (library, from) = open(folders, file).map_err(missing)?;
     let nccl = Arc::new(resolve(library).map_err(|why| missing(format!("{from}: {why}")))?);
     *loaded = Some(nccl.clone());
@@ -172,8 +172,8 @@ pub(super) fn load(folders: &[PathBuf], file: Option<&Path>) -> Result<Arc<Nccl>
 /// NCCL's version: 22809 is 2.28.9.
 ///
 /// # Errors
-/// [`Missing`], also if it is too old.
-pub fn version(folders: &[PathBuf], file: Option<&Path>) -> Result<u32, Missing> {
+/// [`LibraryError`], also if it is too old.
+pub fn version(folders: &[PathBuf], file: Option<&Path>) -> Result<u32, LibraryError> {
     load(folders, file).map(|nccl| nccl.version)
 }
 

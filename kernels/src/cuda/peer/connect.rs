@@ -4,7 +4,7 @@ use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher as _, Hasher as _};
 use std::sync::{Arc, OnceLock};
 
-use super::memory::{HANDLE_BYTES, Mapped, Words, check_access, handle_of};
+use super::memory::{HANDLE_BYTES, Mapped, SignalWords, check_access, handle_of};
 use super::tuning::Thresholds;
 use super::{PeerGroup, Retired, trial};
 use crate::collective::{AbortAll, Collective};
@@ -48,7 +48,7 @@ impl Layout {
 }
 
 /// What a group is set up from.
-pub(in crate::cuda) struct Site<'a> {
+pub(in crate::cuda) struct SetupContext<'a> {
     pub(in crate::cuda) device: &'a Device,
     pub(in crate::cuda) collective: &'a mut dyn Collective,
     /// Capabilities of all ranks.
@@ -100,11 +100,12 @@ impl PeerGroup {
     /// Sets up the group together with all ranks. `large` takes the messages that are too large for
     /// it, and is put back if there is no group.
     pub(in crate::cuda) fn connect(
-        site: Site<'_>,
+        site: SetupContext<'_>,
         setup: &mut GroupSetup<'_>,
         large: &mut Option<Box<dyn DeviceGroup>>,
     ) -> Result<Self, AgreeError> {
-        let Site { device, collective, capabilities, retired, thresholds, measured_most } = site;
+        let SetupContext { device, collective, capabilities, retired, thresholds, measured_most } =
+            site;
         // All ranks that get here have left their old groups, so nobody uses the memory that was
         // shared for those.
         retired.borrow_mut().clear();
@@ -112,7 +113,7 @@ impl PeerGroup {
         let rank = collective.rank() as usize;
         let layout = Layout::of(ranks);
 
-        let made = Made::new(device, capabilities, rank, &layout);
+        let made = OwnMemory::new(device, capabilities, rank, &layout);
         let mut offer = vec![0; OFFER_BYTES];
         if let Ok(made) = &made {
             offer[..HANDLE_BYTES].copy_from_slice(&made.handle);
@@ -183,14 +184,14 @@ impl PeerGroup {
 }
 
 /// What a rank allocates before it knows the other ranks' memory.
-struct Made {
+struct OwnMemory {
     own: DeviceMemory,
     handle: [u8; HANDLE_BYTES],
     table: DeviceMemory,
-    words: Arc<Words>,
+    words: Arc<SignalWords>,
 }
 
-impl Made {
+impl OwnMemory {
     fn new(
         device: &Device,
         capabilities: &[Capability],
@@ -206,7 +207,7 @@ impl Made {
         let what = "the memory that ranks exchange data by";
         let own = DeviceMemory::zeroed(context, stream, layout.bytes, what)?;
         let table = DeviceMemory::new(context, Table::BYTES, what)?;
-        let words = Arc::new(Words::new(context)?);
+        let words = Arc::new(SignalWords::new(context)?);
         // Ranks of one process need none.
         let is_elsewhere = |other: &Capability| other.process != capabilities[rank].process;
         let handle = match capabilities.iter().any(is_elsewhere) {
@@ -220,14 +221,14 @@ impl Made {
 }
 
 /// Every rank's memory, as seen from this rank.
-type Places = (Vec<DevicePtr>, Vec<Mapped>);
+type PeerAddresses = (Vec<DevicePtr>, Vec<Mapped>);
 
 fn open(
     device: &Device,
     capabilities: &[Capability],
     rank: usize,
     offers: &[Vec<u8>],
-) -> Result<Places, KernelError> {
+) -> Result<PeerAddresses, KernelError> {
     let mut mapped = Vec::new();
     let mut places = Vec::new();
     for (other, offer) in offers.iter().enumerate() {
@@ -249,7 +250,7 @@ fn open(
 struct Table<'a> {
     places: Vec<DevicePtr>,
     layout: &'a Layout,
-    made: &'a Made,
+    made: &'a OwnMemory,
     rank: usize,
 }
 

@@ -103,11 +103,11 @@ pub(super) fn check_access(
 
 /// The word with which the host ends all waits, and the word in which kernels report failures. Any
 /// thread can use them, even after the group is gone.
-pub(super) struct Words(Mutex<Option<Shared>>);
+pub(super) struct SignalWords(Mutex<Option<Shared>>);
 
 struct Shared(Pinned<u32>);
 // SAFETY: the memory is the host's own; it is only used through atomic operations under a lock, and
-// freed by the thread that owns the context (`Words::close`).
+// freed by the thread that owns the context (`SignalWords::close`).
 unsafe impl Send for Shared {}
 
 const ABORT: usize = 0;
@@ -115,7 +115,7 @@ const OUTCOME: usize = 1;
 /// As in `kernels.h`; the lower 8 bits are the rank that was waited for.
 const ABORTED: u32 = 0x100;
 
-impl Words {
+impl SignalWords {
     pub(super) fn new(context: &Rc<Context>) -> Result<Self, KernelError> {
         let words = Pinned::new(context, 2, "the words that ranks are ended by")?;
         Ok(Self(Mutex::new(Some(Shared(words)))))
@@ -154,13 +154,13 @@ impl Words {
     }
 }
 
-impl AbortHandle for Words {
+impl AbortHandle for SignalWords {
     fn abort(&self) {
         self.with(|words| words.word(ABORT).store(1, Ordering::Release));
     }
 }
 
-impl fmt::Debug for Words {
+impl fmt::Debug for SignalWords {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Words")
     }

@@ -48,10 +48,10 @@ impl PeerGroup {
         collective: &mut dyn Collective,
     ) -> Result<(), KernelError> {
         let (rank, ranks) = (collective.rank() as usize, collective.world_size() as usize);
-        let room = Room::new(device, ranks);
+        let room = TrialBuffers::new(device, ranks);
         // The other ranks wait here, whether or not the allocation succeeded.
         collective.barrier()?;
-        let Room { data, all, mut host } = room?;
+        let TrialBuffers { data, all, mut host } = room?;
         let stream = &device.stream;
         let own: Vec<f32> = (0..COUNT).map(|index| sent(rank, index)).collect();
         let sum = |index| (0..ranks).map(|rank| sent(rank, index)).sum();
@@ -85,13 +85,13 @@ impl PeerGroup {
 }
 
 /// Memory for a trial.
-struct Room {
+struct TrialBuffers {
     data: DeviceMemory,
     all: DeviceMemory,
     host: Pinned<f32>,
 }
 
-impl Room {
+impl TrialBuffers {
     fn new(device: &Device, ranks: usize) -> Result<Self, KernelError> {
         let Device { context, .. } = device;
         let what = "a trial of the exchange between GPUs";

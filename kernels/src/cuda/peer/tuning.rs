@@ -16,7 +16,7 @@ use crate::error::{CollectiveError, KernelError};
 
 /// How a message is exchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum How {
+pub enum AllReduceAlgorithm {
     /// Each rank sends everything to everyone.
     OneShot,
     /// Each rank sums a part and sends the result.
@@ -57,11 +57,11 @@ pub struct Sample {
 impl Thresholds {
     /// The exchange for a message.
     #[must_use]
-    pub fn how(&self, bytes: usize, has_large: bool) -> How {
+    pub fn algorithm_for(&self, bytes: usize, has_large: bool) -> AllReduceAlgorithm {
         match () {
-            () if bytes <= self.one_shot => How::OneShot,
-            () if bytes <= self.two_shot || !has_large => How::TwoShot,
-            () => How::Large,
+            () if bytes <= self.one_shot => AllReduceAlgorithm::OneShot,
+            () if bytes <= self.two_shot || !has_large => AllReduceAlgorithm::TwoShot,
+            () => AllReduceAlgorithm::Large,
         }
     }
 
@@ -219,10 +219,10 @@ mod tests {
         ];
         let found = Thresholds::of(&samples);
         assert_eq!(found, Thresholds { one_shot: 65_536, two_shot: 1 << 20 });
-        assert_eq!(found.how(4096, true), How::OneShot);
-        assert_eq!(found.how(65_537, true), How::TwoShot);
-        assert_eq!(found.how((1 << 20) + 1, true), How::Large);
-        assert_eq!(found.how(1 << 30, false), How::TwoShot);
+        assert_eq!(found.algorithm_for(4096, true), AllReduceAlgorithm::OneShot);
+        assert_eq!(found.algorithm_for(65_537, true), AllReduceAlgorithm::TwoShot);
+        assert_eq!(found.algorithm_for((1 << 20) + 1, true), AllReduceAlgorithm::Large);
+        assert_eq!(found.algorithm_for(1 << 30, false), AllReduceAlgorithm::TwoShot);
     }
 
     #[test]
@@ -231,6 +231,6 @@ mod tests {
         let found = Thresholds::of(&samples);
         assert_eq!(found, Thresholds { one_shot: 4096, two_shot: 65_536 });
         assert_eq!(Thresholds::of(&[]), Thresholds { one_shot: 0, two_shot: 0 });
-        assert_eq!(Thresholds::of(&[]).how(1, true), How::Large);
+        assert_eq!(Thresholds::of(&[]).algorithm_for(1, true), AllReduceAlgorithm::Large);
     }
 }

@@ -25,7 +25,7 @@ pub(in crate::cuda) struct GraphKey {
 
 /// A graph, and the signature of its calls.
 #[derive(Debug)]
-pub(in crate::cuda) struct Recorded {
+pub(in crate::cuda) struct RecordedGraph {
     pub(super) graph: Graph,
     pub(super) signature: u64,
 }
@@ -147,7 +147,7 @@ impl Step {
                     self.capture_failed(&error.to_string());
                 })?;
                 graph.launch(stream)?;
-                self.graphs.insert(key, Recorded { graph, signature });
+                self.graphs.insert(key, RecordedGraph { graph, signature });
             }
             Mode::Replay(key) => {
                 self.mode = Mode::Eager;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::{Counts, Step};
 use crate::backend::{AttentionShape, Batch};
 use crate::check::ensure;
-use crate::cuda::batch::{Capacity, Cut, Layout, largest, live, sizes};
+use crate::cuda::batch::{AttentionTiling, Capacity, Layout, largest, live, sizes};
 use crate::cuda::context::Context;
 use crate::cuda::memory::{DeviceMemory, DevicePtr, Pinned};
 use crate::cuda::parts::Windows;
@@ -18,7 +18,7 @@ const UPLOAD_PATIENCE: Duration = Duration::from_secs(60);
 
 /// Rows that an operation is launched for.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::cuda) struct Launched {
+pub(in crate::cuda) struct LaunchRows {
     /// Number of rows: those of the step, or those of its graph.
     pub(in crate::cuda) rows: usize,
     /// Address of a word with the number of actual rows; null if all are.
@@ -27,9 +27,9 @@ pub(in crate::cuda) struct Launched {
 
 impl Step {
     /// How attention's queries are cut into tiles.
-    pub(in crate::cuda) fn cut(&self, shape: &AttentionShape, windows: Windows) -> Cut {
+    pub(in crate::cuda) fn cut(&self, shape: &AttentionShape, windows: Windows) -> AttentionTiling {
         let group = shape.num_heads / shape.num_kv_heads.max(1);
-        Cut { group, all_tiles: self.all_tiles, windows }
+        AttentionTiling { group, all_tiles: self.all_tiles, windows }
     }
 
     /// Lays out and uploads the inputs of a step, or of a call outside of one.
@@ -42,7 +42,7 @@ impl Step {
         ids: &[u32],
         (feed, adapters): (&[u32], &[u32]),
         batch: &Batch<'_>,
-        cut: Cut,
+        cut: AttentionTiling,
         samples: &[u32],
     ) -> Result<(), KernelError> {
         let layout = Layout::new(capacity);
@@ -139,7 +139,7 @@ impl Step {
         op: &'static str,
         rows: usize,
         most: usize,
-    ) -> Result<Launched, KernelError> {
+    ) -> Result<LaunchRows, KernelError> {
         let own = (self.actual.rows, self.counts.rows, live::ROWS);
         self.launched_of(op, rows, most, own, "a step of")
     }
@@ -150,7 +150,7 @@ impl Step {
         op: &'static str,
         rows: usize,
         most: usize,
-    ) -> Result<Launched, KernelError> {
+    ) -> Result<LaunchRows, KernelError> {
         let own = (self.actual.samples, self.counts.samples, live::SAMPLES);
         self.launched_of(op, rows, most, own, "a step that samples")
     }
@@ -164,12 +164,12 @@ impl Step {
         most: usize,
         (actual, count, word): (usize, usize, usize),
         what: &str,
-    ) -> Result<Launched, KernelError> {
+    ) -> Result<LaunchRows, KernelError> {
         let is_own = self.is_open() && rows == actual;
         ensure!(op, is_own || !self.is_graph(), "{rows} rows in {what} {actual}");
         let (rows, live) =
             if is_own { (count, self.at(word)) } else { (rows, DevicePtr::default()) };
         ensure!(op, rows <= most, "{rows} rows, room for {most}");
-        Ok(Launched { rows, live })
+        Ok(LaunchRows { rows, live })
     }
 }

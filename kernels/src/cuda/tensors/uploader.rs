@@ -27,10 +27,10 @@ pub(in crate::cuda) struct Uploader {
 
 /// Writes a row of a part into its words, and returns the scale of its elements; the room is reused
 /// from row to row.
-type Write = dyn Fn(&HostMatrix<'_>, usize, &mut Room, &mut [u16]) -> f32 + Sync;
+type Write = dyn Fn(&HostMatrix<'_>, usize, &mut UploadScratch, &mut [u16]) -> f32 + Sync;
 
 #[derive(Default)]
-struct Room {
+struct UploadScratch {
     wide: Vec<f32>,
     values: Vec<i8>,
     integers: Vec<u8>,
@@ -71,7 +71,7 @@ impl Uploader {
     ) -> Result<CudaMatrix, KernelError> {
         let (mut matrix, scales) =
             self.load_rows(context, stream, parts, 2 * ALIGN, 2, &|part, row, room, out| {
-                let Room { wide, values, .. } = room;
+                let UploadScratch { wide, values, .. } = room;
                 values.clear();
                 // Padded with zeros.
                 values.resize(out.len() * 2, 0);
@@ -182,7 +182,7 @@ fn fill(
     pool.run(shares.len(), &|index, _| {
         let mut share = shares[index].lock().unwrap_or_else(PoisonError::into_inner);
         let (words, scales) = &mut *share;
-        let mut room = Room::default();
+        let mut room = UploadScratch::default();
         let all = words.chunks_exact_mut(words_per_row).zip(scales.iter_mut());
         for (row, (words, scale)) in (first + index * rows..).zip(all) {
             *scale = write(part, row, &mut room, words);

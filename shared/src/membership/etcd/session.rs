@@ -8,14 +8,14 @@ use etcd_client::{
 use tokio::sync::{oneshot, watch};
 use tokio::time::Interval;
 
-use super::Member;
+use super::EtcdMember;
 use crate::membership::connect::{entry, explained};
-use crate::membership::keeper::{Broken, Change, DEADLINE, Due, Event, EventKind};
+use crate::membership::core::{DEADLINE, Event, EventKind, NextAction, SessionBroken, WatchUpdate};
 use crate::membership::view::Entry;
-use crate::membership::{Desired, FatalError};
+use crate::membership::{DesiredState, FatalError};
 
 /// Why a session ended.
-pub(super) enum Ended {
+pub(super) enum SessionEnd {
     /// Try again.
     Broken(String),
     /// Told to leave, by someone who waits for it.
@@ -26,14 +26,14 @@ pub(super) enum Ended {
     Fatal(FatalError),
 }
 
-impl From<Error> for Ended {
+impl From<Error> for SessionEnd {
     fn from(error: Error) -> Self {
         Self::Broken(explained(&error))
     }
 }
 
-impl From<Broken> for Ended {
-    fn from(Broken(reason): Broken) -> Self {
+impl From<SessionBroken> for SessionEnd {
+    fn from(SessionBroken(reason): SessionBroken) -> Self {
         Self::Broken(reason)
     }
 }
@@ -41,7 +41,7 @@ impl From<Broken> for Ended {
 /// Resources of an open session.
 pub(super) struct Session {
     pub(super) client: Client,
-    keeper: LeaseKeeper,
+    lease_keeper: LeaseKeeper,
     kept: LeaseKeepAliveStream,
     watch: WatchStream,
     /// Ticks when the lease must be kept alive.
@@ -56,13 +56,13 @@ impl Session {
     }
 }
 
-impl Member {
+impl EtcdMember {
     /// Connects, obtains a lease, lists all keys and begins to watch them.
-    pub(super) async fn open(&mut self) -> Result<Session, Ended> {
+    pub(super) async fn open(&mut self) -> Result<Session, SessionEnd> {
         let mut client = self.options.connect(DEADLINE).await?;
-        let (keeper, kept) = self.keep_lease(&mut client).await?;
+        let (lease_keeper, kept) = self.keep_lease(&mut client).await?;
         let (revision, entries) = self.get_all(&mut client).await?;
-        self.keeper.opened(self.now(), revision, entries);
+        self.core.opened(self.now(), revision, entries);
         self.confirm();
         let watch = WatchOptions::new()
             .with_prefix()
@@ -71,22 +71,22 @@ impl Member {
         // The connection's timeout applies to answers, not to streams.
         let watch = client.watch(self.prefix(), Some(watch)).await?;
         let timer = tokio::time::interval(self.options.lease_ttl / 3);
-        Ok(Session { client, keeper, kept, watch, timer, lists: false })
+        Ok(Session { client, lease_keeper, kept, watch, timer, lists: false })
     }
 
     /// Keeps the old lease if it is still alive, otherwise obtains a new one.
     pub(super) async fn keep_lease(
         &mut self,
         client: &mut Client,
-    ) -> Result<(LeaseKeeper, LeaseKeepAliveStream), Ended> {
-        if let Some(id) = self.keeper.lease() {
+    ) -> Result<(LeaseKeeper, LeaseKeepAliveStream), SessionEnd> {
+        if let Some(id) = self.core.lease() {
             let sent = self.now();
             match client.lease_keep_alive(id).await {
                 Ok(kept) => {
-                    self.keeper.leased(sent, id);
+                    self.core.leased(sent, id);
                     return Ok(kept);
                 }
-                Err(error) if is_gone(&error) => self.keeper.lease_over(),
+                Err(error) if is_gone(&error) => self.core.lease_over(),
                 // It may still be alive: the next session asks again.
                 Err(error) => return Err(error.into()),
             }
@@ -94,12 +94,15 @@ impl Member {
         let sent = self.now();
         let ttl = self.options.lease_ttl.as_secs().max(2) as i64;
         let granted = client.lease_grant(ttl, None).await?;
-        self.keeper.leased(sent, granted.id());
+        self.core.leased(sent, granted.id());
         Ok(client.lease_keep_alive(granted.id()).await?)
     }
 
     /// Lists everything; also returns the revision of the list.
-    pub(super) async fn get_all(&self, client: &mut Client) -> Result<(i64, Vec<Entry>), Ended> {
+    pub(super) async fn get_all(
+        &self,
+        client: &mut Client,
+    ) -> Result<(i64, Vec<Entry>), SessionEnd> {
         let listed = client.get(self.prefix(), Some(GetOptions::new().with_prefix())).await?;
         Ok(self.entries(&listed))
     }
@@ -110,13 +113,14 @@ impl Member {
     }
 
     /// Lists everything again.
-    pub(super) async fn list(&mut self, session: &mut Session) -> Result<(), Ended> {
+    pub(super) async fn list(&mut self, session: &mut Session) -> Result<(), SessionEnd> {
         session.lists = false;
         let (mut client, prefix) = (session.client(), self.prefix());
         let options = Some(GetOptions::new().with_prefix());
-        let listed = self.during(session, async move { client.get(prefix, options).await }).await?;
+        let listed =
+            self.keeping_lease(session, async move { client.get(prefix, options).await }).await?;
         let (revision, entries) = self.entries(&listed);
-        self.keeper.listed(self.now(), revision, entries);
+        self.core.listed(self.now(), revision, entries);
         self.confirm();
         Ok(())
     }
@@ -129,31 +133,31 @@ impl Member {
         &mut self,
         session: &mut Session,
         left: &mut oneshot::Receiver<oneshot::Sender<()>>,
-    ) -> Ended {
+    ) -> SessionEnd {
         loop {
             let outcome = tokio::select! {
                 _ = session.timer.tick() => self.tick(session).await,
                 kept = session.kept.message() => self.kept(kept),
                 change = session.watch.message() => match change {
                     Ok(Some(change)) => self.change(&change),
-                    Ok(None) => Err(Ended::Broken("etcd ended the watch".to_owned())),
+                    Ok(None) => Err(SessionEnd::Broken("etcd ended the watch".to_owned())),
                     Err(error) => Err(error.into()),
                 },
-                desired = told(&mut self.desired) => {
-                    self.keeper.desire(desired);
+                desired = next_command(&mut self.desired) => {
+                    self.core.desire(desired);
                     Ok(())
                 }
                 done = &mut *left => {
-                    let Ok(done) = done else { return Ended::Dropped };
+                    let Ok(done) = done else { return SessionEnd::Dropped };
                     // If the keys are already gone, that is just as good.
                     let _ = tokio::time::timeout(DEADLINE, self.hand_over(session)).await;
-                    return Ended::Left(done);
+                    return SessionEnd::Left(done);
                 }
             };
             if let Err(ended) = outcome {
                 return ended;
             }
-            if let Err(ended) = self.take_place(session).await {
+            if let Err(ended) = self.act(session).await {
                 return ended;
             }
         }
@@ -161,11 +165,11 @@ impl Member {
 
     /// Waits for an answer from etcd and keeps the lease alive meanwhile: several slow answers in a
     /// row may take longer than the lease lives.
-    pub(super) async fn during<T>(
+    pub(super) async fn keeping_lease<T>(
         &mut self,
         session: &mut Session,
         answer: impl Future<Output = Result<T, Error>>,
-    ) -> Result<T, Ended> {
+    ) -> Result<T, SessionEnd> {
         tokio::pin!(answer);
         loop {
             tokio::select! {
@@ -180,44 +184,44 @@ impl Member {
     pub(super) fn kept(
         &mut self,
         kept: Result<Option<LeaseKeepAliveResponse>, Error>,
-    ) -> Result<(), Ended> {
+    ) -> Result<(), SessionEnd> {
         let Some(kept) = kept? else {
-            return Err(Ended::Broken("etcd ended the keepalive stream".to_owned()));
+            return Err(SessionEnd::Broken("etcd ended the keepalive stream".to_owned()));
         };
         let ttl = Duration::from_secs(u64::try_from(kept.ttl()).unwrap_or(0));
-        self.keeper.kept(self.now(), ttl)?;
+        self.core.kept(self.now(), ttl)?;
         self.confirm();
         Ok(())
     }
 
     /// Registers, runs for leader, holds the lead or stores commands, whichever is due.
-    pub(super) async fn take_place(&mut self, session: &mut Session) -> Result<(), Ended> {
+    pub(super) async fn act(&mut self, session: &mut Session) -> Result<(), SessionEnd> {
         if session.lists {
             self.list(session).await?;
         }
-        if self.keeper.due(self.now()) == Some(Due::Register) {
+        if self.core.next_action(self.now()) == Some(NextAction::Register) {
             self.register(session).await?;
         }
-        if self.keeper.due(self.now()) == Some(Due::Lead) {
+        if self.core.next_action(self.now()) == Some(NextAction::Lead) {
             self.run_for_leader(session).await?;
         }
-        if let Some(Due::Hold(epoch)) = self.keeper.due(self.now()) {
+        if let Some(NextAction::Hold(epoch)) = self.core.next_action(self.now()) {
             self.hold(session, epoch).await?;
         }
-        if self.keeper.due(self.now()) == Some(Due::Store) {
+        if self.core.next_action(self.now()) == Some(NextAction::Store) {
             self.store(session).await?;
         }
         Ok(())
     }
 
-    pub(super) async fn tick(&mut self, session: &mut Session) -> Result<(), Ended> {
-        session.lists |= self.keeper.tick(self.now())?;
-        session.keeper.keep_alive().await?;
+    pub(super) async fn tick(&mut self, session: &mut Session) -> Result<(), SessionEnd> {
+        session.lists |= self.core.tick(self.now())?;
+        session.lease_keeper.keep_alive().await?;
         session.watch.request_progress().await?;
         Ok(())
     }
 
-    pub(super) fn change(&mut self, response: &WatchResponse) -> Result<(), Ended> {
+    pub(super) fn change(&mut self, response: &WatchResponse) -> Result<(), SessionEnd> {
         let cancelled = response.canceled().then(|| response.cancel_reason().to_owned());
         let events = response.events().iter().filter_map(|event| {
             let kv = event.kv()?;
@@ -232,9 +236,9 @@ impl Member {
             Some(Event { revision: kv.mod_revision(), kind: kind.unwrap_or(EventKind::Other) })
         });
         let events = events.collect();
-        let change = Change { cancelled, compacted: response.compact_revision(), events };
+        let change = WatchUpdate { cancelled, compacted: response.compact_revision(), events };
         let is_last = change.is_last();
-        let changed = self.keeper.changed(self.now(), change);
+        let changed = self.core.changed(self.now(), change);
         if !is_last {
             // This includes a change that shows that this process is no longer registered.
             self.confirm();
@@ -255,7 +259,7 @@ fn is_gone(error: &Error) -> bool {
 }
 
 /// Waits for the next command from operators.
-async fn told(desired: &mut watch::Receiver<Option<Desired>>) -> Desired {
+async fn next_command(desired: &mut watch::Receiver<Option<DesiredState>>) -> DesiredState {
     loop {
         if desired.changed().await.is_err() {
             // The sender is gone.

@@ -28,7 +28,7 @@ pub(crate) struct Applications {
     /// Refusals that were already handed to the log; each is logged once.
     said: BTreeSet<String>,
     /// Refusals that were not yet.
-    unsaid: Vec<String>,
+    warnings: Vec<String>,
 }
 
 impl Applications {
@@ -57,7 +57,7 @@ impl Applications {
             refused += 1;
             let line = format!("{source}: application metric `{name}` is refused: {problem}");
             if self.said.len() < NAMES_MAX && self.said.insert(line.clone()) {
-                self.unsaid.push(line);
+                self.warnings.push(line);
             }
             false
         });
@@ -185,8 +185,8 @@ impl Applications {
     }
 
     /// Returns descriptions of what was refused since the last call.
-    pub(crate) fn take_unsaid(&mut self) -> Vec<String> {
-        std::mem::take(&mut self.unsaid)
+    pub(crate) fn take_warnings(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.warnings)
     }
 }
 

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{LabelSets, Live, Merger, Source, check_labels, check_value};
+use super::{LabelSets, LiveSource, Merger, Source, check_labels, check_value};
 use crate::ids::Incarnation;
 use crate::metrics::application::Family;
 use crate::metrics::catalogue::{
@@ -210,7 +210,7 @@ impl Merger {
             if self.live.contains_key(&(source, incarnation)) {
                 continue;
             }
-            let live = Live {
+            let live = LiveSource {
                 sequence: totals.sequence,
                 lost: true,
                 series,
@@ -315,7 +315,7 @@ impl Merger {
         other.series = stays;
         let live = self.live.entry((source, incarnation)).or_insert_with(|| {
             self.lost.push_back((source, incarnation));
-            Live {
+            LiveSource {
                 sequence: 0,
                 lost: true,
                 series: Vec::new(),

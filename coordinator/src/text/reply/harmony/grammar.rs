@@ -2,7 +2,9 @@
 //! Lark's notation. They cover all messages: the model reasons freely, then writes the required
 //! one.
 use super::super::grammar::{Function, Special, mark, quoted};
-use super::{Body, CHANNEL, CONSTRAIN, END, MESSAGE, Of, Opening, START, State, header};
+use super::{
+    CHANNEL, CONSTRAIN, END, MESSAGE, MessageBody, MessageKind, Opening, START, State, header,
+};
 
 /// The rule `head` and those it needs: a call of one of these functions, which ends the reply.
 #[must_use]
@@ -47,7 +49,7 @@ pub fn whole(
     let mark = |text: &str| mark(text, special);
     let next = format!("{} \"assistant\"", mark(START));
     let start = match (&opening.0, body) {
-        (State::Body(Body { of: Of::Content, .. }), Some(body)) => body.to_owned(),
+        (State::Body(MessageBody { of: MessageKind::Content, .. }), Some(body)) => body.to_owned(),
         (State::Body(_), _) => format!("until_end {next} thought* ({last})"),
         (State::Between, _) => format!("{next} thought* ({last})"),
         (State::Header(_), _) => format!("thought* ({last})"),

@@ -232,7 +232,8 @@ fn a_reply_begins_where_its_prompt_ends() {
         assert_eq!(Opening::after(prompt).to_answer(), to_answer, "{prompt}");
         let opened = Opening::after(&format!("{prompt}{}", Opening::after(prompt).to_answer()));
         assert!(
-            matches!(opened.0, State::Body(Body { of: Of::Content, .. })) || prompt.ends_with('>')
+            matches!(opened.0, State::Body(MessageBody { of: MessageKind::Content, .. }))
+                || prompt.ends_with('>')
         );
     }
 }

@@ -13,7 +13,7 @@ use super::super::{
 };
 use super::Sums;
 use super::blocks::{Block, Piece};
-use super::tile::{self, Four, converted, packed};
+use super::tile::{self, FourPairs, converted, packed};
 
 /// Maximum number of rows of words, four pairs each, that are converted at a time for several
 /// tiles.
@@ -26,7 +26,7 @@ const CUT_TILES: usize = 8;
 /// Converted weights. Aligned, so that no vector lies in two cache lines; not cleared, which would
 /// take time for every panel.
 #[repr(C, align(64))]
-struct Room([Four; ROOM]);
+struct ConvertedWeights([FourPairs; ROOM]);
 
 /// Sums of a group that is converted in parts.
 #[repr(C, align(64))]
@@ -49,7 +49,7 @@ enum Source {
 
 /// An inner loop: `packed` or `converted`.
 type Multiply<const M: usize> =
-    unsafe fn(&[&[u32]; M], &Piece<'_>, &mut [Four], tile::Sums<'_, '_, M>);
+    unsafe fn(&[&[u32]; M], &Piece<'_>, &mut [FourPairs], tile::Sums<'_, '_, M>);
 
 struct Tile<'a> {
     stride: usize,
@@ -63,7 +63,7 @@ struct Tile<'a> {
 impl Product<'_> {
     /// As [`Product::panels`], for 4-bit weights and activations of one term.
     pub(super) fn int4_one_term(&self, range: Range<usize>, stride: usize) {
-        let mut room = Room([const { [const { MaybeUninit::uninit() }; 4] }; ROOM]);
+        let mut room = ConvertedWeights([const { [const { MaybeUninit::uninit() }; 4] }; ROOM]);
         let tiles = num_tiles(self.acts.rows);
         for index in range {
             let Some(panel) = self.weight.int4_panel(index) else { return };
@@ -94,7 +94,7 @@ impl Product<'_> {
         most: usize,
         stride: usize,
         tiles: Range<usize>,
-        room: &mut Room,
+        room: &mut ConvertedWeights,
         sums: &mut [Sums],
     ) {
         let rows = self.acts.rows;
@@ -124,7 +124,7 @@ impl Product<'_> {
         &self,
         rows: Range<usize>,
         tile: &Tile<'_>,
-        room: &mut Room,
+        room: &mut ConvertedWeights,
         sums: Option<&mut Sums>,
     ) {
         let Tile { stride, panel, is_whole, ref block, source } = *tile;

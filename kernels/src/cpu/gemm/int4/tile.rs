@@ -19,7 +19,7 @@ use super::blocks::Piece;
 const AHEAD: usize = 32;
 
 /// Four pairs in bf16, possibly not written yet.
-pub(super) type Four = [MaybeUninit<PairRow>; 4];
+pub(super) type FourPairs = [MaybeUninit<PairRow>; 4];
 
 /// Destination of a tile's sums: scaled, they are added to `out`, or overwrite it if the group is
 /// the panel's first. Sums of a group that continues are left in `cut`, which must then be `Some`.
@@ -34,7 +34,7 @@ pub(super) struct Sums<'a, 'o, const M: usize> {
 pub(super) fn packed<const M: usize, const SYMMETRIC: bool, const KEEP: bool>(
     rows: &[&[u32]; M],
     piece: &Piece<'_>,
-    room: &mut [Four],
+    room: &mut [FourPairs],
     sums: Sums<'_, '_, M>,
 ) {
     let group = &piece.group;
@@ -93,7 +93,7 @@ pub(super) fn packed<const M: usize, const SYMMETRIC: bool, const KEEP: bool>(
 pub(super) unsafe fn converted<const M: usize>(
     rows: &[&[u32]; M],
     piece: &Piece<'_>,
-    room: &mut [Four],
+    room: &mut [FourPairs],
     sums: Sums<'_, '_, M>,
 ) {
     tile(rows, &*room, piece, sums, |_, four, pair| {

@@ -46,7 +46,7 @@ type Outcome = Result<Arc<Grammar>, GrammarError>;
 
 /// Compiles grammars of one model. Clones share the work.
 #[derive(Clone)]
-pub struct Making(Arc<Inner>);
+pub struct GrammarCompiler(Arc<Inner>);
 
 struct Inner {
     threads: Arc<Semaphore>,
@@ -63,13 +63,13 @@ enum State {
     Over(Outcome),
 }
 
-impl fmt::Debug for Making {
+impl fmt::Debug for GrammarCompiler {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Making").finish_non_exhaustive()
+        f.debug_struct("GrammarCompiler").finish_non_exhaustive()
     }
 }
 
-impl Default for Making {
+impl Default for GrammarCompiler {
     fn default() -> Self {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let threads = if cores <= 2 { 1 } else { (cores / 2).clamp(2, THREADS_MAX) };
@@ -77,7 +77,7 @@ impl Default for Making {
     }
 }
 
-impl Making {
+impl GrammarCompiler {
     fn new(threads: usize, queue_deadline: Duration, compile_deadline: Duration) -> Self {
         let threads = Arc::new(Semaphore::new(threads));
         let under_way = Mutex::default();
@@ -88,16 +88,16 @@ impl Making {
     ///
     /// # Errors
     /// [`GrammarError`].
-    pub async fn make(
+    pub async fn compile(
         &self,
         text: &Arc<TextModel>,
         spec: &GuideSpec,
     ) -> Result<Arc<Grammar>, GrammarError> {
-        if let Some(made) = text.guides_made().and_then(|guides| guides.made(spec)) {
+        if let Some(made) = text.loaded_guides().and_then(|guides| guides.cached(spec)) {
             return made.map_err(GrammarError::Refused);
         }
         let text = text.clone();
-        let work = move |spec: &GuideSpec| text.guides()?.make_here(spec);
+        let work = move |spec: &GuideSpec| text.guides()?.compile_on_this_thread(spec);
         self.share(spec, work).await
     }
 
@@ -212,7 +212,7 @@ mod tests {
     #[tokio::test]
     async fn what_takes_too_long_is_refused_keeps_its_thread_and_is_not_begun_twice() {
         let (short, long) = (Duration::from_millis(300), Duration::from_secs(60));
-        let making = Making::new(1, long, short);
+        let compiler = GrammarCompiler::new(1, long, short);
         let (go, wait) = mpsc::channel::<()>();
         let begun = Arc::new(AtomicUsize::new(0));
         let slow = {
@@ -227,52 +227,52 @@ mod tests {
             let said = outcome.unwrap_err().to_string();
             assert!(said.contains("takes too long to compile"), "{said}");
         };
-        too_long(making.share(&spec("slow"), slow).await);
+        too_long(compiler.share(&spec("slow"), slow).await);
         // Its thread keeps running: another specification waits for it, the same one is rejected at
         // once.
-        too_long(making.share(&spec("slow"), |_| Err("began again".to_owned())).await);
+        too_long(compiler.share(&spec("slow"), |_| Err("began again".to_owned())).await);
         let other = {
-            let making = making.clone();
+            let compiler = compiler.clone();
             tokio::spawn(async move {
-                making.share(&spec("other"), |_| Err("its own words".to_owned())).await
+                compiler.share(&spec("other"), |_| Err("its own words".to_owned())).await
             })
         };
         tokio::time::sleep(2 * short).await;
         assert!(!other.is_finished());
-        assert_eq!(making.0.threads.available_permits(), 0);
+        assert_eq!(compiler.0.threads.available_permits(), 0);
         go.send(()).unwrap();
         assert_eq!(other.await.unwrap().unwrap_err(), refused("its own words"));
         assert_eq!(begun.load(Ordering::Relaxed), 1);
-        assert!(making.under_way().is_empty());
+        assert!(compiler.under_way().is_empty());
     }
 
     #[tokio::test]
     async fn a_wait_has_an_end_and_what_nobody_wants_any_more_is_not_begun() {
         let (short, long) = (Duration::from_millis(200), Duration::from_secs(60));
-        let making = Making::new(1, short, long);
+        let compiler = GrammarCompiler::new(1, short, long);
         let (go, wait) = mpsc::channel::<()>();
         let slow = {
-            let making = making.clone();
+            let compiler = compiler.clone();
             tokio::spawn(async move {
                 let work = move |_: &GuideSpec| {
                     let _ = wait.recv();
                     panic!("a grammar's thread");
                 };
-                making.share(&spec("slow"), work).await
+                compiler.share(&spec("slow"), work).await
             })
         };
-        while making.0.threads.available_permits() > 0 {
+        while compiler.0.threads.available_permits() > 0 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        let late = making.share(&spec("late"), |_| Err(String::new())).await;
+        let late = compiler.share(&spec("late"), |_| Err(String::new())).await;
         assert_eq!(late.unwrap_err(), GrammarError::Busy);
         let unwanted = spec("left");
-        let left = making.share(&unwanted, |_| panic!("nobody wants it"));
+        let left = compiler.share(&unwanted, |_| panic!("nobody wants it"));
         assert!(timeout(short / 8, left).await.is_err());
         go.send(()).unwrap();
         assert_eq!(slow.await.unwrap().unwrap_err(), GrammarError::Broke);
-        let next = making.share(&spec("next"), |_| Err("is next".to_owned())).await;
+        let next = compiler.share(&spec("next"), |_| Err("is next".to_owned())).await;
         assert_eq!(next.unwrap_err(), refused("is next"));
-        assert!(making.under_way().is_empty());
+        assert!(compiler.under_way().is_empty());
     }
 }

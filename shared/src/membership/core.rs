@@ -3,12 +3,13 @@
 //! A session consists of a lease, a list, and a watch from that list on. When any part of it fails,
 //! the next one begins with a new list, under the old lease if that is still alive. In a session
 //! the process registers under its lease and, if it campaigns, runs for leader. The owner does what
-//! is due ([`Keeper::due`]) and reports the outcome. Any time that never goes back will do.
+//! is due ([`MembershipCore::next_action`]) and reports the outcome. Any time that never goes back
+//! will do.
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::view::{Entry, Led, View};
-use super::{Desired, FatalError, Record};
+use super::view::{Entry, LastLeader, View};
+use super::{DesiredState, FatalError, Record};
 use crate::clock::jittered;
 
 /// Longest wait for an answer from etcd.
@@ -31,29 +32,29 @@ pub const INCUMBENT_FIRST: Duration = Duration::from_secs(5);
 /// Why a session cannot go on; the next one may.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
-pub struct Broken(pub String);
+pub struct SessionBroken(pub String);
 
 /// A state that a process should reach and has not reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Due {
-    /// Registered: report with [`Keeper::found`] who has its key.
+pub enum NextAction {
+    /// Registered: report with [`MembershipCore::found`] who has its key.
     Register,
     /// Leader: write its record under [`LEADER_KEY`](super::view::LEADER_KEY) and, without the
-    /// lease, under [`LED_KEY`](super::view::LED_KEY), if the first does not exist and the second
-    /// is as [`Keeper::led_at`] says; then list.
+    /// lease, under [`LAST_LEADER_KEY`](super::view::LAST_LEADER_KEY), if the first does not exist
+    /// and the second is as [`MembershipCore::last_leader_revision`] says; then list.
     Lead,
     /// Leader for as long as its lease lives, where the leader's key is under an earlier lease that
     /// nobody keeps alive: write its record under [`LEADER_KEY`](super::view::LEADER_KEY) again, if
     /// it still leads in this epoch; then list.
     Hold(i64),
-    /// Known to the next leader with the commands it was given: write [`Keeper::to_store`] under
-    /// [`DESIRED_KEY`](super::view::DESIRED_KEY), if it still leads; then list.
+    /// Known to the next leader with the commands it was given: write [`MembershipCore::to_store`]
+    /// under [`DESIRED_KEY`](super::view::DESIRED_KEY), if it still leads; then list.
     Store,
 }
 
 /// The present owner of a process's key.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Held {
+pub struct KeyOwner {
     /// Revision of the last write.
     pub revision: i64,
     /// Record of the process that wrote it, if it can be read.
@@ -62,7 +63,7 @@ pub struct Held {
 
 /// A message from a watch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Change {
+pub struct WatchUpdate {
     /// The watch was cancelled, for this reason.
     pub cancelled: Option<String>,
     /// History up to this revision was compacted away; 0 if none was.
@@ -71,7 +72,7 @@ pub struct Change {
     pub events: Vec<Event>,
 }
 
-impl Change {
+impl WatchUpdate {
     /// Whether it is the watch's last message.
     #[must_use]
     pub fn is_last(&self) -> bool {
@@ -113,7 +114,7 @@ struct Session {
 
 /// The state of a process's membership; see the module's documentation.
 #[derive(Debug)]
-pub struct Keeper {
+pub struct MembershipCore {
     record: Record,
     key: String,
     campaign: bool,
@@ -130,16 +131,16 @@ pub struct Keeper {
     /// Whether etcd was away, or a session ended, since this process began.
     missed: bool,
     /// Whether this process was the last leader.
-    led_last: bool,
+    was_last_leader: bool,
     /// Whether this process has ever led.
     has_led: bool,
     /// Commands that it was given as the leader, to be stored for the next one.
-    desired: Option<Desired>,
+    desired: Option<DesiredState>,
     /// Time before which it must not run for leader.
     run_after: Option<Duration>,
 }
 
-impl Keeper {
+impl MembershipCore {
     /// A process that etcd does not know yet; it runs for leader if `campaign` is set.
     #[must_use]
     pub fn new(record: Record, campaign: bool, lease_ttl: Duration) -> Self {
@@ -156,7 +157,7 @@ impl Keeper {
             registered: false,
             taken_since: None,
             missed: false,
-            led_last: false,
+            was_last_leader: false,
             has_led: false,
             desired: None,
             run_after: None,
@@ -207,7 +208,7 @@ impl Keeper {
         self.session = Some(Session { sent, opened: now, heard: now, spoke: now, listed: now });
         self.view.list_anew(revision, entries);
         self.confirmed();
-        if !self.led_last && (self.missed || self.view.led.is_some()) {
+        if !self.was_last_leader && (self.missed || self.view.last_leader.is_some()) {
             self.run_after = Some(now + INCUMBENT_FIRST);
         }
     }
@@ -224,16 +225,18 @@ impl Keeper {
     ///
     /// # Errors
     /// When etcd has not answered for too long.
-    pub fn tick(&mut self, now: Duration) -> Result<bool, Broken> {
-        let Some(session) = &mut self.session else { return Err(Broken("no session".to_owned())) };
+    pub fn tick(&mut self, now: Duration) -> Result<bool, SessionBroken> {
+        let Some(session) = &mut self.session else {
+            return Err(SessionBroken("no session".to_owned()));
+        };
         let young = now < session.opened + self.lease_ttl;
         if self.lease.is_none_or(|(_, until)| until <= now && !young) {
             // No keepalive has been answered for the whole lifetime of the lease.
-            return Err(Broken("no keepalive was answered in time".to_owned()));
+            return Err(SessionBroken("no keepalive was answered in time".to_owned()));
         }
         session.sent.push_back(now);
         if now.saturating_sub(session.heard) > WATCH_SILENCE {
-            return Err(Broken("the watch is silent".to_owned()));
+            return Err(SessionBroken("the watch is silent".to_owned()));
         }
         // Each process at a time of its own: all of them restart at once when etcd was away.
         let spread = jittered(RELIST / 2, self.record.incarnation, session.listed.as_secs());
@@ -244,11 +247,11 @@ impl Keeper {
     ///
     /// # Errors
     /// When the lease has ended.
-    pub fn kept(&mut self, now: Duration, ttl: Duration) -> Result<(), Broken> {
-        self.hears(now);
+    pub fn kept(&mut self, now: Duration, ttl: Duration) -> Result<(), SessionBroken> {
+        self.record_life(now);
         if ttl.is_zero() {
             self.lease = None;
-            return Err(Broken("the lease has ended".to_owned()));
+            return Err(SessionBroken("the lease has ended".to_owned()));
         }
         let sent = self.session.as_mut().and_then(|session| session.sent.pop_front());
         if let Some((_, until)) = &mut self.lease {
@@ -271,15 +274,15 @@ impl Keeper {
     ///
     /// # Errors
     /// When the watch is over, or the process's own key is gone because someone revoked the lease.
-    pub fn changed(&mut self, now: Duration, change: Change) -> Result<(), Broken> {
-        self.hears(now);
+    pub fn changed(&mut self, now: Duration, change: WatchUpdate) -> Result<(), SessionBroken> {
+        self.record_life(now);
         if let Some(session) = &mut self.session {
             session.heard = now;
         }
         if change.is_last() {
             // The next session's list will show what was missed.
             let reason = change.cancelled.unwrap_or_default();
-            return Err(Broken(format!("the watch was cancelled: {reason}")));
+            return Err(SessionBroken(format!("the watch was cancelled: {reason}")));
         }
         // Not the response's own revision: the answer to a new watch or to a progress request may
         // name a revision whose events are still in transit.
@@ -298,38 +301,38 @@ impl Keeper {
         let present = self.view.records.get(&self.key).is_some_and(|record| self.is_mine(record));
         if self.registered && !present {
             self.lease = None;
-            return Err(Broken("this process is not registered any more".to_owned()));
+            return Err(SessionBroken("this process is not registered any more".to_owned()));
         }
         Ok(())
     }
 
     /// Returns what the process should do next, if anything.
     #[must_use]
-    pub fn due(&self, now: Duration) -> Option<Due> {
+    pub fn next_action(&self, now: Duration) -> Option<NextAction> {
         if !self.registered {
-            return Some(Due::Register);
+            return Some(NextAction::Register);
         }
-        let first = self.run_after.is_none_or(|at| at <= now) || self.nobody_goes_on();
+        let first = self.run_after.is_none_or(|at| at <= now) || self.has_no_incumbent();
         let may_run = first && !self.is_replaced();
         if self.campaign && self.view.leader.is_none() && may_run {
-            return Some(Due::Lead);
+            return Some(NextAction::Lead);
         }
         if let Some(leader) = self.view.own()
             && self.lease().is_some_and(|lease| lease != leader.lease)
         {
-            return Some(Due::Hold(leader.epoch));
+            return Some(NextAction::Hold(leader.epoch));
         }
-        self.to_store().map(|_| Due::Store)
+        self.to_store().map(|_| NextAction::Store)
     }
 
     /// Records a command from operators to this process as the leader; it is to outlive it.
-    pub fn desire(&mut self, desired: Desired) {
-        self.desired = Some(Desired { by: self.record.incarnation, ..desired });
+    pub fn desire(&mut self, desired: DesiredState) {
+        self.desired = Some(DesiredState { by: self.record.incarnation, ..desired });
     }
 
     /// Returns the commands that are not stored yet, and the epoch in which they may be.
     #[must_use]
-    pub fn to_store(&self) -> Option<(i64, &Desired)> {
+    pub fn to_store(&self) -> Option<(i64, &DesiredState)> {
         let epoch = self.view.own()?.epoch;
         let desired = self.desired.as_ref().filter(|it| self.view.desired.as_ref() != Some(it))?;
         Some((epoch, desired))
@@ -338,8 +341,8 @@ impl Keeper {
     /// Returns the revision of the last leader's key, as far as this process knows; 0 if it does
     /// not exist. A process that takes the lead on this condition has missed no other leader.
     #[must_use]
-    pub fn led_at(&self) -> i64 {
-        self.view.led.as_ref().map_or(0, |led| led.revision)
+    pub fn last_leader_revision(&self) -> i64 {
+        self.view.last_leader.as_ref().map_or(0, |led| led.revision)
     }
 
     /// Whether another process has led after this one, which must then end rather than lead again.
@@ -348,9 +351,9 @@ impl Keeper {
     }
 
     /// Whether the last leader has ended, so that nobody serves who might lead again.
-    fn nobody_goes_on(&self) -> bool {
-        let gone = |led: &Led| led.ended || led.record.node == self.record.node;
-        self.view.led.as_ref().is_some_and(gone)
+    fn has_no_incumbent(&self) -> bool {
+        let gone = |led: &LastLeader| led.ended || led.record.node == self.record.node;
+        self.view.last_leader.as_ref().is_some_and(gone)
     }
 
     /// Handles the present owner of the process's key. Another process run is waited for: most
@@ -359,12 +362,16 @@ impl Keeper {
     ///
     /// # Errors
     /// When another process has held it for longer than a lease lives.
-    pub fn found(&mut self, now: Duration, held: Option<Held>) -> Result<Option<i64>, FatalError> {
-        let Some(held) = held else {
+    pub fn found(
+        &mut self,
+        now: Duration,
+        owner: Option<KeyOwner>,
+    ) -> Result<Option<i64>, FatalError> {
+        let Some(owner) = owner else {
             self.taken_since = None;
             return Ok(Some(0));
         };
-        if held.record.is_none_or(|record| !self.is_mine(&record)) {
+        if owner.record.is_none_or(|record| !self.is_mine(&record)) {
             let since = *self.taken_since.get_or_insert(now);
             if now.saturating_sub(since) > self.lease_ttl * 2 + DEADLINE {
                 return Err(FatalError::NameTaken { key: self.key.clone() });
@@ -372,7 +379,7 @@ impl Keeper {
             return Ok(None);
         }
         self.taken_since = None;
-        Ok(Some(held.revision))
+        Ok(Some(owner.revision))
     }
 
     /// Records that the process's key was written under its lease.
@@ -382,10 +389,10 @@ impl Keeper {
 
     /// Records a sign of life from etcd. If it was silent for so long that leases may have expired
     /// for that reason alone, it counts as having been away, although the session has survived.
-    fn hears(&mut self, now: Duration) {
+    fn record_life(&mut self, now: Duration) {
         let Some(session) = &mut self.session else { return };
         let silent = now.saturating_sub(std::mem::replace(&mut session.spoke, now));
-        if silent > self.lease_ttl / 2 && !self.led_last {
+        if silent > self.lease_ttl / 2 && !self.was_last_leader {
             self.run_after = Some(now + INCUMBENT_FIRST);
         }
     }
@@ -400,7 +407,7 @@ impl Keeper {
         self.view.leading =
             self.view.leader.as_ref().is_some_and(|leader| self.is_mine(&leader.record));
         if self.view.leader.is_some() {
-            self.led_last = self.view.leading;
+            self.was_last_leader = self.view.leading;
         }
         self.has_led |= self.view.leading;
     }

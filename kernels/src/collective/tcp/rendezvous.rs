@@ -109,7 +109,8 @@ fn accept(
     let own = options.rank as usize;
     let failed = |error: io::Error| CollectiveError::Setup(format!("cannot accept: {error}"));
     options.listener.set_nonblocking(true).map_err(failed)?;
-    let mut lobby = Lobby { waiting: VecDeque::new(), most: peers.len() + STRANGERS_MAX };
+    let mut pending_connections =
+        PendingConnections { waiting: VecDeque::new(), most: peers.len() + STRANGERS_MAX };
     while let Some(missing) = (own + 1..peers.len()).find(|rank| peers[*rank].is_none()) {
         if is_given_up() {
             return Err(CollectiveError::Aborted);
@@ -118,8 +119,8 @@ fn accept(
             let message = format!("did not connect within {:?}", options.timeout);
             return Err(setup(missing, &message));
         }
-        let came = lobby.let_in(options.listener).map_err(failed)?;
-        lobby.hear(options, |rank, stream| {
+        let came = pending_connections.let_in(options.listener).map_err(failed)?;
+        pending_connections.hear(options, |rank, stream| {
             // A rank that dials again has lost its earlier connection: the last one counts.
             peers[rank] = Some(Peer::new(stream)?);
             Ok(())
@@ -132,7 +133,7 @@ fn accept(
 }
 
 /// Connections that have not greeted in full, oldest first.
-struct Lobby {
+struct PendingConnections {
     waiting: VecDeque<Pending>,
     most: usize,
 }
@@ -144,7 +145,7 @@ struct Pending {
     since: Instant,
 }
 
-impl Lobby {
+impl PendingConnections {
     /// Accepts a connection, if there is one; drops the oldest if too many are waiting.
     fn let_in(&mut self, listener: &TcpListener) -> io::Result<bool> {
         let stream = match listener.accept() {
@@ -252,17 +253,17 @@ mod tests {
     fn the_oldest_goes_where_too_many_wait() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let mut lobby = Lobby { waiting: VecDeque::new(), most: 2 };
+        let mut pending_connections = PendingConnections { waiting: VecDeque::new(), most: 2 };
         let dialled: Vec<TcpStream> = (0..3)
             .map(|_| {
                 let stream = TcpStream::connect(address).unwrap();
-                assert!(lobby.let_in(&listener).unwrap());
+                assert!(pending_connections.let_in(&listener).unwrap());
                 stream
             })
             .collect();
         let names = |stream: &TcpStream| stream.local_addr().unwrap();
         let left: Vec<_> =
-            lobby.waiting.iter().map(|one| one.stream.peer_addr().unwrap()).collect();
+            pending_connections.waiting.iter().map(|one| one.stream.peer_addr().unwrap()).collect();
         assert_eq!(left, [names(&dialled[1]), names(&dialled[2])]);
     }
 }

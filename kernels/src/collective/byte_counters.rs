@@ -5,11 +5,11 @@ const WAYS: usize = 4;
 
 /// Byte counters; see the module's documentation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tally {
+pub struct ByteCounters {
     ways: [(&'static str, u64); WAYS],
 }
 
-impl Tally {
+impl ByteCounters {
     /// Counts `bytes` sent by `way`.
     pub fn add(&mut self, way: &'static str, bytes: usize) {
         let slot = self.ways.iter_mut().find(|(known, _)| *known == way || known.is_empty());
@@ -31,7 +31,7 @@ mod tests {
 
     #[test]
     fn bytes_are_summed_by_way() {
-        let mut tally = Tally::default();
+        let mut tally = ByteCounters::default();
         assert_eq!(tally.iter().count(), 0);
         for (way, bytes) in [("a", 3), ("b", 1), ("a", 4), ("c", 1), ("d", 1), ("e", 1)] {
             tally.add(way, bytes);

@@ -17,8 +17,8 @@ const HUNG_PATIENCE: Duration = Duration::from_secs(45);
 
 /// See the module's documentation.
 #[derive(Debug, Default)]
-pub(super) struct Silence {
-    owed: BTreeMap<WorkerId, Owed>,
+pub(super) struct PendingAnswers {
+    pending: BTreeMap<WorkerId, PendingAnswer>,
     /// Nothing was heard of them since a step of theirs took too long.
     hung: BTreeSet<WorkerId>,
     strikes: BTreeMap<WorkerId, u32>,
@@ -26,30 +26,30 @@ pub(super) struct Silence {
 
 /// An answer that a worker owes.
 #[derive(Clone, Copy, Debug, Default)]
-struct Owed {
+struct PendingAnswer {
     /// How long it was waited for in earlier formations.
     before: Duration,
     /// Since when it has been waited for in the present one.
     since: Option<Duration>,
 }
 
-impl Silence {
+impl PendingAnswers {
     /// Records that a worker owes an answer, perhaps in addition to an earlier one.
-    pub(super) fn told(&mut self, now: Duration, worker: WorkerId) {
-        self.owed.entry(worker).or_default().since.get_or_insert(now);
+    pub(super) fn expect(&mut self, now: Duration, worker: WorkerId) {
+        self.pending.entry(worker).or_default().since.get_or_insert(now);
     }
 
     /// Stops the clock: its formation is over, so nobody waits for its answer.
     pub(super) fn pause(&mut self, now: Duration, worker: WorkerId) {
-        if let Some(owed) = self.owed.get_mut(&worker)
-            && let Some(since) = owed.since.take()
+        if let Some(pending) = self.pending.get_mut(&worker)
+            && let Some(since) = pending.since.take()
         {
-            owed.before += now.saturating_sub(since);
+            pending.before += now.saturating_sub(since);
         }
     }
 
     /// A step took too long that it had not finished.
-    pub(super) fn hangs(&mut self, worker: WorkerId) {
+    pub(super) fn mark_hung(&mut self, worker: WorkerId) {
         self.hung.insert(worker);
     }
 
@@ -61,15 +61,15 @@ impl Silence {
     /// It is at work but still owes its answer.
     pub(super) fn heard(&mut self, now: Duration, worker: WorkerId) {
         self.hung.remove(&worker);
-        if let Some(owed) = self.owed.get_mut(&worker) {
-            *owed = Owed { before: Duration::ZERO, since: owed.since.map(|_| now) };
+        if let Some(pending) = self.pending.get_mut(&worker) {
+            *pending = PendingAnswer { before: Duration::ZERO, since: pending.since.map(|_| now) };
         }
     }
 
     /// It has answered.
     pub(super) fn answered(&mut self, worker: WorkerId) {
         self.hung.remove(&worker);
-        self.owed.remove(&worker);
+        self.pending.remove(&worker);
     }
 
     /// It is a rank of a serving replica: the past is forgotten.
@@ -79,38 +79,38 @@ impl Silence {
 
     /// Its process is gone.
     pub(super) fn left(&mut self, worker: WorkerId) {
-        self.owed.remove(&worker);
+        self.pending.remove(&worker);
         self.hung.remove(&worker);
         self.strikes.remove(&worker);
     }
 
     /// Returns when a worker that is waited for will have been silent for `patience`.
-    pub(super) fn ends(&self, worker: WorkerId, patience: Duration) -> Option<Duration> {
+    pub(super) fn deadline(&self, worker: WorkerId, patience: Duration) -> Option<Duration> {
         let patience = self.patience(worker, patience);
-        let Owed { before, since } = *self.owed.get(&worker)?;
+        let PendingAnswer { before, since } = *self.pending.get(&worker)?;
         Some(since?.saturating_add(patience.saturating_sub(before)))
     }
 
-    /// Like [`Silence::ends`], for all workers.
-    pub(super) fn all_ends(&self, patience: Duration) -> impl Iterator<Item = Duration> + '_ {
-        self.owed.keys().filter_map(move |worker| self.ends(*worker, patience))
+    /// Like [`PendingAnswers::deadline`], for all workers.
+    pub(super) fn deadlines(&self, patience: Duration) -> impl Iterator<Item = Duration> + '_ {
+        self.pending.keys().filter_map(move |worker| self.deadline(*worker, patience))
     }
 
     /// Stops waiting for it. Returns whether that happened once too often.
     pub(super) fn strike(&mut self, worker: WorkerId) -> bool {
-        self.owed.remove(&worker);
+        self.pending.remove(&worker);
         let strikes = self.strikes.entry(worker).or_default();
         *strikes += 1;
         *strikes >= STRIKES_MAX
     }
 
     /// Whether it was waited for in formations that are over, and was not heard of since.
-    pub(super) fn is_owed(&self, worker: WorkerId) -> bool {
-        self.owed.get(&worker).is_some_and(|owed| !owed.before.is_zero())
+    pub(super) fn is_unanswered(&self, worker: WorkerId) -> bool {
+        self.pending.get(&worker).is_some_and(|pending| !pending.before.is_zero())
     }
 
     /// Whether it failed to answer and has not served since.
-    pub(super) fn struck(&self, worker: WorkerId) -> bool {
+    pub(super) fn has_strikes(&self, worker: WorkerId) -> bool {
         self.strikes.contains_key(&worker)
     }
 }
@@ -122,38 +122,42 @@ mod tests {
     #[test]
     fn a_rank_whose_step_hung_is_waited_for_less_long_until_it_is_heard() {
         let (secs, worker) = (Duration::from_secs, WorkerId(3));
-        let mut silence = Silence::default();
-        silence.hangs(worker);
-        silence.told(secs(10), worker);
-        assert_eq!(silence.ends(worker, secs(300)), Some(secs(55)));
-        assert_eq!(silence.ends(worker, secs(20)), Some(secs(30)), "no longer than others");
-        silence.strike(worker);
-        silence.told(secs(60), worker);
-        assert_eq!(silence.ends(worker, secs(300)), Some(secs(105)), "it hangs still");
-        silence.heard(secs(70), worker);
-        assert_eq!(silence.ends(worker, secs(300)), Some(secs(370)));
+        let mut pending_answers = PendingAnswers::default();
+        pending_answers.mark_hung(worker);
+        pending_answers.expect(secs(10), worker);
+        assert_eq!(pending_answers.deadline(worker, secs(300)), Some(secs(55)));
+        assert_eq!(
+            pending_answers.deadline(worker, secs(20)),
+            Some(secs(30)),
+            "no longer than others"
+        );
+        pending_answers.strike(worker);
+        pending_answers.expect(secs(60), worker);
+        assert_eq!(pending_answers.deadline(worker, secs(300)), Some(secs(105)), "it hangs still");
+        pending_answers.heard(secs(70), worker);
+        assert_eq!(pending_answers.deadline(worker, secs(300)), Some(secs(370)));
     }
 
     #[test]
     fn silence_counts_while_an_answer_is_waited_for_until_something_is_heard() {
         let (secs, worker) = (Duration::from_secs, WorkerId(3));
-        let mut silence = Silence::default();
-        silence.heard(secs(1), worker);
-        assert_eq!(silence.ends(worker, secs(10)), None, "it owes nothing");
-        silence.told(secs(2), worker);
-        silence.told(secs(3), worker);
-        assert_eq!(silence.ends(worker, secs(10)), Some(secs(12)));
-        silence.pause(secs(6), worker);
-        assert_eq!(silence.ends(worker, secs(10)), None, "nobody waits for it");
-        silence.told(secs(100), worker);
-        assert_eq!(silence.all_ends(secs(10)).collect::<Vec<_>>(), [secs(106)]);
-        silence.heard(secs(101), worker);
-        assert_eq!(silence.ends(worker, secs(10)), Some(secs(111)));
-        silence.answered(worker);
-        assert_eq!(silence.ends(worker, secs(10)), None);
-        assert!(!silence.strike(worker) && silence.struck(worker));
-        assert!(silence.strike(worker), "again");
-        silence.serves(worker);
-        assert!(!silence.struck(worker));
+        let mut pending_answers = PendingAnswers::default();
+        pending_answers.heard(secs(1), worker);
+        assert_eq!(pending_answers.deadline(worker, secs(10)), None, "it owes nothing");
+        pending_answers.expect(secs(2), worker);
+        pending_answers.expect(secs(3), worker);
+        assert_eq!(pending_answers.deadline(worker, secs(10)), Some(secs(12)));
+        pending_answers.pause(secs(6), worker);
+        assert_eq!(pending_answers.deadline(worker, secs(10)), None, "nobody waits for it");
+        pending_answers.expect(secs(100), worker);
+        assert_eq!(pending_answers.deadlines(secs(10)).collect::<Vec<_>>(), [secs(106)]);
+        pending_answers.heard(secs(101), worker);
+        assert_eq!(pending_answers.deadline(worker, secs(10)), Some(secs(111)));
+        pending_answers.answered(worker);
+        assert_eq!(pending_answers.deadline(worker, secs(10)), None);
+        assert!(!pending_answers.strike(worker) && pending_answers.has_strikes(worker));
+        assert!(pending_answers.strike(worker), "again");
+        pending_answers.serves(worker);
+        assert!(!pending_answers.has_strikes(worker));
     }
 }

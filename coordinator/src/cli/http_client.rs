@@ -35,14 +35,18 @@ impl TrustArgs {
 }
 
 /// Returns the URL of a server, which may be given without a scheme.
-pub(crate) fn base(server: &str) -> String {
+pub(crate) fn base_url(server: &str) -> String {
     let server = server.trim_end_matches('/');
     let scheme = if server.contains("://") { "" } else { "http://" };
     format!("{scheme}{server}")
 }
 
 /// Makes the client for the server at `url`.
-pub(crate) fn agent(url: &str, deadline: Duration, trust: &TrustArgs) -> Result<Agent, CliError> {
+pub(crate) fn make_agent(
+    url: &str,
+    deadline: Duration,
+    trust: &TrustArgs,
+) -> Result<Agent, CliError> {
     let config = Agent::config_builder().timeout_global(Some(deadline)).http_status_as_error(false);
     let identity = match (&trust.tls_client_certificate, &trust.tls_client_key) {
         (Some(certificate), Some(key)) => Some(identity(certificate, key)?),
@@ -69,7 +73,7 @@ pub(crate) fn agent(url: &str, deadline: Duration, trust: &TrustArgs) -> Result<
 }
 
 /// Describes a failed request to `url`, with a remedy if the error's own text has none.
-pub(crate) fn said(url: &str, error: &ureq::Error) -> String {
+pub(crate) fn describe_failure(url: &str, error: &ureq::Error) -> String {
     let text = error.to_string();
     if text.contains("CaUsedAsEndEntity") {
         return format!("{url}: {AUTHORITY_AS_SERVER}");
@@ -150,14 +154,14 @@ mod tests {
     use super::*;
 
     fn refused(url: &str, trust: &TrustArgs, words: &[&str]) {
-        let error = agent(url, Duration::from_secs(1), trust).err().unwrap().to_string();
+        let error = make_agent(url, Duration::from_secs(1), trust).err().unwrap().to_string();
         assert!(words.iter().all(|word| error.contains(word)), "{error}");
     }
 
     #[test]
     fn a_server_without_a_scheme_speaks_http() {
-        assert_eq!(base("10.0.0.1:8000"), "http://10.0.0.1:8000");
-        assert_eq!(base("https://host:1/"), "https://host:1");
+        assert_eq!(base_url("10.0.0.1:8000"), "http://10.0.0.1:8000");
+        assert_eq!(base_url("https://host:1/"), "https://host:1");
     }
 
     #[test]

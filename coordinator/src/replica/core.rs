@@ -1,6 +1,6 @@
 //! PURE: one replica in operation: drives its scheduler, tracks which rank has finished what,
-//! checks for life, ends epochs that hang. Plans and ends of epochs go out through [`Outside`]; the
-//! shell is [`super::actor`].
+//! checks for life, ends epochs that hang. Plans and ends of epochs go out through [`Outbound`];
+//! the shell is [`super::actor`].
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -10,15 +10,15 @@ use std::time::Duration;
 use shared::ids::{Epoch, RequestId, StepId, WorkerId};
 use shared::protocol::{StepMasks, StepPlan, StepResult, ToWorker};
 
-use super::agreement::{Agreement, Settled, Word};
-use super::deadlines::Overdue;
-use super::driver::{Moved, ReplicaDriver};
-use super::stragglers::{Pace, Stragglers};
-use crate::cluster::orphanage::Surplus;
+use super::agreement::{Agreement, FinishedStep, RankReport};
+use super::deadlines::OverdueStep;
+use super::driver::{MovedRequest, ReplicaDriver};
+use super::stragglers::{PaceChange, Stragglers};
+use crate::cluster::migration::QueueShare;
 use crate::engine::{EngineError, EventSender, GenerateRequest};
 use crate::scheduler::EpochEnd;
 
-/// Interval at which the shell calls [`Operation::tick`], which checks waits and lost clients.
+/// Interval at which the shell calls [`ReplicaCore::tick`], which checks waits and lost clients.
 pub const TICK: Duration = Duration::from_millis(50);
 /// An idle replica runs an empty step this often, so that readiness means something.
 const CANARY_INTERVAL: Duration = Duration::from_secs(1);
@@ -58,7 +58,7 @@ fn in_ms(at: Duration) -> u64 {
 }
 
 /// Where a replica's messages go.
-pub trait Outside {
+pub trait Outbound {
     /// Sends one plan, or one step's masks, to every rank of the epoch.
     ///
     /// # Errors
@@ -69,12 +69,12 @@ pub trait Outside {
     fn end_epoch(&mut self, epoch: Epoch, reason: String, hung: Vec<WorkerId>);
     /// Tells that a rank has computed `times` as long as the others for a while, which is slow, or
     /// that it keeps pace.
-    fn pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, times: f64);
+    fn report_pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, times: f64);
 }
 
 /// One replica in operation.
 #[derive(Debug)]
-pub struct Operation {
+pub struct ReplicaCore {
     driver: ReplicaDriver,
     epoch: Option<Epoch>,
     ranks: Vec<Rank>,
@@ -101,7 +101,7 @@ struct Rank {
     done: StepId,
 }
 
-impl Operation {
+impl ReplicaCore {
     /// Makes a replica without ranks.
     #[must_use]
     pub fn new(driver: ReplicaDriver, load: Arc<ReplicaLoad>) -> Self {
@@ -126,14 +126,14 @@ impl Operation {
         self.epoch
     }
 
-    /// Sets the waker upon which the shell must call [`Operation::go_on`].
+    /// Sets the waker upon which the shell must call [`ReplicaCore::mask_ready`].
     pub fn wake_with(&mut self, waker: Waker) {
         self.driver.wake_with(waker);
     }
 
     /// What steps have waited for may be ready.
-    pub fn go_on(&mut self, now: Duration, outside: &mut impl Outside) {
-        self.drive(now, outside);
+    pub fn mask_ready(&mut self, now: Duration, outbound: &mut impl Outbound) {
+        self.drive(now, outbound);
     }
 
     /// Takes a request.
@@ -142,30 +142,30 @@ impl Operation {
         now: Duration,
         request: GenerateRequest,
         events: EventSender,
-        outside: &mut impl Outside,
+        outbound: &mut impl Outbound,
     ) {
         self.driver.submit(now, request, events);
-        self.drive(now, outside);
+        self.drive(now, outbound);
     }
 
     /// Frees what a request holds, if it is here.
-    pub fn cancel(&mut self, now: Duration, id: RequestId, outside: &mut impl Outside) {
+    pub fn cancel(&mut self, now: Duration, id: RequestId, outbound: &mut impl Outbound) {
         self.driver.cancel(now, id);
-        self.drive(now, outside);
+        self.drive(now, outbound);
     }
 
     /// The replica's ranks are formed: `workers`, in rank order. Returns requests that they can
     /// never hold, for other replicas.
     #[allow(clippy::too_many_arguments, reason = "what a replica has, and its outside")]
-    pub fn ready(
+    pub fn epoch_formed(
         &mut self,
         now: Duration,
         epoch: Epoch,
         num_blocks: u32,
         host_blocks: u32,
         workers: Vec<WorkerId>,
-        outside: &mut impl Outside,
-    ) -> Vec<Moved> {
+        outbound: &mut impl Outbound,
+    ) -> Vec<MovedRequest> {
         self.epoch = Some(epoch);
         self.ranks = workers.into_iter().map(|worker| Rank { worker, done: StepId(0) }).collect();
         let too_large = self.driver.ready(now, epoch, num_blocks, host_blocks);
@@ -176,13 +176,13 @@ impl Operation {
         self.stragglers.begin(self.ranks.len());
         self.over = false;
         self.held.clear();
-        self.drive(now, outside);
-        self.tick(now, outside);
+        self.drive(now, outbound);
+        self.tick(now, outbound);
         too_large
     }
 
     /// An epoch is over. Returns whether it was this replica's present one.
-    pub fn lost(&mut self, now: Duration, epoch: Epoch, end: EpochEnd) -> bool {
+    pub fn epoch_ended(&mut self, now: Duration, epoch: Epoch, end: EpochEnd) -> bool {
         if self.epoch != Some(epoch) {
             return false;
         }
@@ -195,17 +195,17 @@ impl Operation {
     }
 
     /// The epoch is over, and none will follow.
-    pub fn end(&mut self, now: Duration) {
+    pub fn retire(&mut self, now: Duration) {
         if let Some(epoch) = self.epoch {
-            self.lost(now, epoch, EpochEnd::Planned);
+            self.epoch_ended(now, epoch, EpochEnd::Planned);
         }
         self.driver.removed();
     }
 
     /// Gives up all requests if no epoch is under way, otherwise none.
-    pub fn give_up(&mut self, now: Duration, outside: &mut impl Outside) -> Vec<Moved> {
+    pub fn give_up(&mut self, now: Duration, outbound: &mut impl Outbound) -> Vec<MovedRequest> {
         let requests = if self.epoch.is_none() { self.driver.hand_over() } else { Vec::new() };
-        self.drive(now, outside);
+        self.drive(now, outbound);
         requests
     }
 
@@ -213,18 +213,23 @@ impl Operation {
     pub fn share(
         &mut self,
         now: Duration,
-        surplus: Surplus,
-        outside: &mut impl Outside,
-    ) -> Vec<Moved> {
-        let requests = self.driver.share(surplus);
-        self.drive(now, outside);
+        queue_share: QueueShare,
+        outbound: &mut impl Outbound,
+    ) -> Vec<MovedRequest> {
+        let requests = self.driver.share(queue_share);
+        self.drive(now, outbound);
         requests
     }
 
     /// Continues another replica's requests, before its own waiting ones unless they were shared.
-    pub fn adopt(&mut self, now: Duration, requests: Vec<Moved>, outside: &mut impl Outside) {
+    pub fn adopt(
+        &mut self,
+        now: Duration,
+        requests: Vec<MovedRequest>,
+        outbound: &mut impl Outbound,
+    ) {
         self.driver.adopt(now, requests);
-        self.drive(now, outside);
+        self.drive(now, outbound);
     }
 
     /// A rank finished a step.
@@ -233,7 +238,7 @@ impl Operation {
         now: Duration,
         worker: WorkerId,
         result: StepResult,
-        outside: &mut impl Outside,
+        outbound: &mut impl Outbound,
     ) {
         if self.epoch != Some(result.epoch) {
             return self.driver.apply(now, result);
@@ -247,11 +252,11 @@ impl Operation {
         if result.step > self.driver.last_step() || result.step.0 - done.0 > 1 {
             self.over = true;
             let reason = format!("{worker} answered {} after {done}", result.step);
-            return self.end_epoch(reason, outside);
+            return self.end_epoch(reason, outbound);
         }
         self.ranks[index].done = result.step;
         if self.ranks.len() > 1 {
-            self.note(now, index, &result, outside);
+            self.note(now, index, &result, outbound);
         }
         if self.ranks.iter().all(|rank| rank.done >= result.step) {
             self.load.last_step_ms.store(in_ms(now), Ordering::Relaxed);
@@ -259,7 +264,7 @@ impl Operation {
         if index == 0 {
             self.held.push_back(result);
         }
-        self.apply_agreed(now, outside);
+        self.apply_agreed(now, outbound);
     }
 
     /// Fails everything.
@@ -268,9 +273,9 @@ impl Operation {
     }
 
     /// Time passes.
-    pub fn tick(&mut self, now: Duration, outside: &mut impl Outside) {
+    pub fn tick(&mut self, now: Duration, outbound: &mut impl Outbound) {
         let heard = !self.load.doubtful.load(Ordering::Relaxed);
-        if let Some(Overdue { waited, usual }) = self.driver.tick(now, heard)
+        if let Some(OverdueStep { waited, usual }) = self.driver.tick(now, heard)
             && !self.over
         {
             self.over = true;
@@ -286,59 +291,59 @@ impl Operation {
             }
             self.driver.step_overdue();
             if let Some(epoch) = self.epoch {
-                outside.end_epoch(epoch, reason, slow);
+                outbound.end_epoch(epoch, reason, slow);
             }
         }
         // A step under way is a sign of life itself; anything sent after it would only queue up.
         let quiet = !self.driver.is_stepping()
             && self.last_step_sent.is_none_or(|sent| now.saturating_sub(sent) >= CANARY_INTERVAL);
         if self.epoch.is_some() && quiet && self.driver.canary(now, &mut self.plan) {
-            self.send_plan(now, outside);
+            self.send_plan(now, outbound);
         }
-        self.drive(now, outside);
+        self.drive(now, outbound);
     }
 
     /// Sends masks that are known, since ranks wait for them, and the steps that can run now: up to
     /// two are in flight.
-    fn drive(&mut self, now: Duration, outside: &mut impl Outside) {
-        self.send_masks(now, outside);
+    fn drive(&mut self, now: Duration, outbound: &mut impl Outbound) {
+        self.send_masks(now, outbound);
         while self.epoch.is_some() && self.driver.next_plan(now, &mut self.plan) {
-            self.send_plan(now, outside);
+            self.send_plan(now, outbound);
         }
         // Masks of what was just planned, and of what preemption changed.
-        self.send_masks(now, outside);
+        self.send_masks(now, outbound);
         let in_flight = u32::try_from(self.driver.num_requests()).unwrap_or(u32::MAX);
         self.load.in_flight.store(in_flight, Ordering::Relaxed);
         let until = self.driver.steps_until().map_or(0, in_ms);
         self.load.steps_until_ms.store(until, Ordering::Relaxed);
     }
 
-    fn send_plan(&mut self, now: Duration, outside: &mut impl Outside) {
+    fn send_plan(&mut self, now: Duration, outbound: &mut impl Outbound) {
         let Some(epoch) = self.epoch else { return };
         self.last_step_sent = Some(now);
         let message = ToWorker::Step(std::mem::take(&mut self.plan));
-        let sent = outside.send(epoch, &message);
+        let sent = outbound.send(epoch, &message);
         // Reuses the plan's buffers.
         if let ToWorker::Step(plan) = message {
             self.plan = plan;
         }
         if let Err(reason) = sent {
-            self.end_epoch(format!("a step plan could not be sent: {reason}"), outside);
+            self.end_epoch(format!("a step plan could not be sent: {reason}"), outbound);
         }
     }
 
-    fn send_masks(&mut self, now: Duration, outside: &mut impl Outside) {
+    fn send_masks(&mut self, now: Duration, outbound: &mut impl Outbound) {
         while let Some(epoch) = self.epoch
             && self.driver.next_masks(now, &mut self.masks)
         {
             let message = ToWorker::Masks(std::mem::take(&mut self.masks));
-            let sent = outside.send(epoch, &message);
+            let sent = outbound.send(epoch, &message);
             // Reuses the list.
             if let ToWorker::Masks(masks) = message {
                 self.masks = masks;
             }
             if let Err(reason) = sent {
-                self.end_epoch(format!("a step's masks could not be sent: {reason}"), outside);
+                self.end_epoch(format!("a step's masks could not be sent: {reason}"), outbound);
             }
         }
     }
@@ -349,28 +354,28 @@ impl Operation {
         now: Duration,
         rank: usize,
         result: &StepResult,
-        outside: &mut impl Outside,
+        outbound: &mut impl Outbound,
     ) {
-        let word = Word { digest: result.digest, own_us: result.timings.forward_us };
-        self.agreement.say(rank, result.step, word);
-        while let Some(Settled { step, odd, own_us }) = self.agreement.settle() {
+        let report = RankReport { digest: result.digest, own_us: result.timings.forward_us };
+        self.agreement.report(rank, result.step, report);
+        while let Some(FinishedStep { step, minority, own_us }) = self.agreement.take_finished() {
             let slowest = own_us.iter().max().copied().unwrap_or_default();
             let fastest = own_us.iter().min().copied().unwrap_or_default();
             self.driver.straggler_gap(Duration::from_micros(slowest - fastest));
-            for Pace { rank, slow, times } in self.stragglers.step(now, own_us) {
+            for PaceChange { rank, slow, times } in self.stragglers.step(now, own_us) {
                 if let (Some(epoch), Some(rank)) = (self.epoch, self.ranks.get(rank)) {
-                    outside.pace(epoch, rank.worker, slow, times);
+                    outbound.report_pace(epoch, rank.worker, slow, times);
                 }
             }
-            if !odd.is_empty() && !self.over {
+            if !minority.is_empty() && !self.over {
                 self.over = true;
                 self.driver.ranks_disagreed();
-                let workers = odd.iter().filter_map(|rank| self.ranks.get(*rank));
+                let workers = minority.iter().filter_map(|rank| self.ranks.get(*rank));
                 let workers: Vec<String> = workers.map(|it| it.worker.to_string()).collect();
                 let workers = workers.join(", ");
                 if let Some(epoch) = self.epoch {
                     let reason = format!("ranks disagree on {step}: {workers}");
-                    outside.end_epoch(epoch, reason, Vec::new());
+                    outbound.end_epoch(epoch, reason, Vec::new());
                 }
             }
         }
@@ -378,7 +383,7 @@ impl Operation {
 
     /// Accepts rank 0's results as far as all ranks have finished the steps before: a step depends
     /// on the tokens that every rank has of the one before.
-    fn apply_agreed(&mut self, now: Duration, outside: &mut impl Outside) {
+    fn apply_agreed(&mut self, now: Duration, outbound: &mut impl Outbound) {
         let mut applied = false;
         while !self.over
             && let Some(result) = self.held.pop_front_if(|result| {
@@ -389,13 +394,13 @@ impl Operation {
             applied = true;
         }
         if applied {
-            self.drive(now, outside);
+            self.drive(now, outbound);
         }
     }
 
-    fn end_epoch(&self, reason: String, outside: &mut impl Outside) {
+    fn end_epoch(&self, reason: String, outbound: &mut impl Outbound) {
         if let Some(epoch) = self.epoch {
-            outside.end_epoch(epoch, reason, Vec::new());
+            outbound.end_epoch(epoch, reason, Vec::new());
         }
     }
 }

@@ -3,7 +3,7 @@ use shared::metrics::{Gauge, LocalStats};
 
 /// A gauge that counts things that come and go.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Level {
+pub(super) struct UpDownGauge {
     gauge: Gauge,
     count: u64,
     /// Whether the series also exists at 0. That of a replica that does not serve vanishes with its
@@ -11,7 +11,7 @@ pub(super) struct Level {
     shows_zero: bool,
 }
 
-impl Level {
+impl UpDownGauge {
     pub(super) fn new(gauge: Gauge) -> Self {
         Self { gauge, count: 0, shows_zero: false }
     }

@@ -5,12 +5,12 @@ use std::ops::Range;
 
 /// For each block, how many of its first positions hold valid K and V of the draft model.
 #[derive(Debug, Default)]
-pub(super) struct Written {
+pub(super) struct ValidPositions {
     block_size: u32,
     blocks: Vec<u32>,
 }
 
-impl Written {
+impl ValidPositions {
     /// Creates the state of `num_blocks` blocks with nothing written.
     pub(super) fn new(block_size: u32, num_blocks: u32) -> Self {
         Self { block_size, blocks: vec![0; num_blocks as usize] }
@@ -36,16 +36,16 @@ impl Written {
     /// the same blocks.
     pub(super) fn overwrite(&mut self, table: &[u32], positions: Range<u32>) {
         for (block, part) in self.parts(table, positions) {
-            if let Some(written) = self.blocks.get_mut(block) {
-                *written = part.start.min(*written);
+            if let Some(valid_positions) = self.blocks.get_mut(block) {
+                *valid_positions = part.start.min(*valid_positions);
             }
         }
     }
 
     /// Invalidates a block, which holds something else now.
     pub(super) fn replace(&mut self, block: u32) {
-        if let Some(written) = self.blocks.get_mut(block as usize) {
-            *written = 0;
+        if let Some(valid_positions) = self.blocks.get_mut(block as usize) {
+            *valid_positions = 0;
         }
     }
 
@@ -54,11 +54,11 @@ impl Written {
         let whole = self.parts(table, 0..len);
         let mut at = 0;
         for (block, part) in whole {
-            let written = self.blocks.get(block).copied().unwrap_or(0).min(part.end);
-            if written < part.end {
-                return at + written;
+            let valid_positions = self.blocks.get(block).copied().unwrap_or(0).min(part.end);
+            if valid_positions < part.end {
+                return at + valid_positions;
             }
-            at += written;
+            at += valid_positions;
         }
         at
     }
@@ -76,8 +76,8 @@ impl Written {
         let mut runs: Vec<Range<u32>> = Vec::new();
         let mut at = 0;
         for (block, part) in self.parts(table, 0..len) {
-            let Some(written) = self.blocks.get_mut(block) else { break };
-            let missing = at + part.end.min(*written)..at + part.end;
+            let Some(valid_positions) = self.blocks.get_mut(block) else { break };
+            let missing = at + part.end.min(*valid_positions)..at + part.end;
             at = missing.end;
             if missing.is_empty() {
                 continue;
@@ -90,7 +90,7 @@ impl Written {
                 None if is_full => break,
                 None => runs.push(run.clone()),
             }
-            *written += run.end - run.start;
+            *valid_positions += run.end - run.start;
             budget -= run.end - run.start;
             if run.end < missing.end {
                 break;
@@ -102,10 +102,10 @@ impl Written {
     /// Marks these positions of a sequence as written, provided that those before them are.
     pub(super) fn write(&mut self, table: &[u32], positions: Range<u32>) {
         for (block, part) in self.parts(table, positions) {
-            if let Some(written) = self.blocks.get_mut(block)
-                && part.start <= *written
+            if let Some(valid_positions) = self.blocks.get_mut(block)
+                && part.start <= *valid_positions
             {
-                *written = part.end.max(*written);
+                *valid_positions = part.end.max(*valid_positions);
             }
         }
     }
@@ -119,25 +119,28 @@ mod tests {
 
     #[test]
     fn what_was_rejected_and_what_is_behind_it_is_missing() {
-        let mut written = Written::new(4, 10);
+        let mut valid_positions = ValidPositions::new(4, 10);
         let table = [7, 2, 9];
-        assert_eq!(written.missing(&table, 9), 0);
-        written.write(&table, 0..9);
-        assert_eq!((written.missing(&table, 12), written.missing(&table, 9)), (9, 9));
-        assert_eq!(written.missing(&table, 3), 3);
+        assert_eq!(valid_positions.missing(&table, 9), 0);
+        valid_positions.write(&table, 0..9);
+        assert_eq!(
+            (valid_positions.missing(&table, 12), valid_positions.missing(&table, 9)),
+            (9, 9)
+        );
+        assert_eq!(valid_positions.missing(&table, 3), 3);
         // Of four drafts after position 8, the first was right.
-        written.write(&table, 9..12);
-        written.overwrite(&table, 10..12);
-        assert_eq!(written.missing(&table, 12), 10);
+        valid_positions.write(&table, 9..12);
+        valid_positions.overwrite(&table, 10..12);
+        assert_eq!(valid_positions.missing(&table, 12), 10);
         // Another sequence shares the first block, and what is written there.
-        assert_eq!(written.missing(&[7, 5], 8), 4);
+        assert_eq!(valid_positions.missing(&[7, 5], 8), 4);
         // It gets the second block, too, with other tokens.
-        written.overwrite(&[7, 2], 4..5);
-        assert_eq!(written.missing(&table, 12), 4);
-        written.replace(7);
-        assert_eq!(written.missing(&table, 12), 0);
+        valid_positions.overwrite(&[7, 2], 4..5);
+        assert_eq!(valid_positions.missing(&table, 12), 4);
+        valid_positions.replace(7);
+        assert_eq!(valid_positions.missing(&table, 12), 0);
         // An empty cache has nothing written.
-        assert_eq!(Written::default().missing(&[3], 5), 0);
+        assert_eq!(ValidPositions::default().missing(&[3], 5), 0);
     }
 
     /// Blocks may be at the same place in several sequences' tables, also after different blocks.
@@ -146,17 +149,17 @@ mod tests {
         let (mut gaps, mut cuts) = (0, 0);
         for seed in 0..3000 {
             let mut number = numbers(seed);
-            let mut written = Written::new(4, 16);
+            let mut valid_positions = ValidPositions::new(4, 16);
             let tables: Vec<Vec<u32>> =
                 (0..3).map(|_| (0..4).map(|at| at * 4 + number(3)).collect()).collect();
             for block in 0..16 {
-                written.write(&[block], 0..number(5));
+                valid_positions.write(&[block], 0..number(5));
             }
             let mut places = Vec::new();
             for table in &tables {
                 let (len, budget, runs_max) = (1 + number(16), number(30), 1 + number(4) as usize);
-                let before: Vec<u32> = written.blocks.clone();
-                let runs = written.take(table, len, budget, runs_max);
+                let before: Vec<u32> = valid_positions.blocks.clone();
+                let runs = valid_positions.take(table, len, budget, runs_max);
                 let place = |at: u32| (table[(at / 4) as usize], at % 4);
                 let is_missing = |at: u32| before[place(at).0 as usize] <= place(at).1;
                 // In order, the first positions that are missing.
@@ -167,7 +170,7 @@ mod tests {
                 assert!(runs.windows(2).all(|pair| pair[0].end < pair[1].start));
                 let is_whole = taken.len() == expected.len();
                 assert!(is_whole || taken.len() as u32 == budget || runs.len() == runs_max);
-                assert!(!is_whole || written.missing(table, len) == len);
+                assert!(!is_whole || valid_positions.missing(table, len) == len);
                 places.extend(taken.into_iter().map(place));
                 gaps += u32::from(runs.len() > 1);
                 cuts += u32::from(!is_whole);
@@ -197,7 +200,7 @@ mod tests {
         let (mut computed, mut kept) = (0, 0);
         for seed in 0..2000 {
             let mut number = numbers(seed);
-            let mut written = Written::new(4, 16);
+            let mut valid_positions = ValidPositions::new(4, 16);
             // What each place should hold, and what the draft model computed it for.
             let mut wanted: BTreeMap<(u32, u32), u32> = BTreeMap::new();
             let mut held: BTreeMap<(u32, u32), u32> = BTreeMap::new();
@@ -210,7 +213,7 @@ mod tests {
                 let is_own = seq == 2 || from >= 8;
                 match number(4) {
                     0 if is_own => {
-                        written.overwrite(table, from..end);
+                        valid_positions.overwrite(table, from..end);
                         // What followed in the last block is gone.
                         for at in from..end.next_multiple_of(4) {
                             wanted.insert(place(at), step);
@@ -218,23 +221,23 @@ mod tests {
                     }
                     1 if is_own => {
                         let block = table[(from / 4) as usize];
-                        written.replace(block);
+                        valid_positions.replace(block);
                         (0..4).for_each(|at| {
                             wanted.insert((block, at), step);
                         });
                     }
                     _ => {
-                        let missing = written.missing(table, end);
+                        let missing = valid_positions.missing(table, end);
                         for at in 0..missing {
                             let belongs = wanted.get(&place(at)).copied().unwrap_or(0);
                             assert_eq!(held.get(&place(at)), Some(&belongs), "{seed}: {at}");
                         }
-                        written.write(table, missing..end);
+                        valid_positions.write(table, missing..end);
                         for at in missing..end {
                             let belongs = wanted.get(&place(at)).copied().unwrap_or(0);
                             held.insert(place(at), belongs);
                         }
-                        assert_eq!(written.missing(table, end), end);
+                        assert_eq!(valid_positions.missing(table, end), end);
                         (computed, kept) = (computed + end - missing, kept + missing);
                     }
                 }

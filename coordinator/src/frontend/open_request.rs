@@ -13,7 +13,7 @@ const SENT_AGAIN_MAX: usize = 2 << 20;
 
 /// A request whose client still waits for part of its answer.
 #[derive(Debug)]
-pub(super) struct Asked {
+pub(super) struct OpenRequest {
     submit: Box<SubmitRequest>,
     arrived: Duration,
     /// How often its coordinator's link broke.
@@ -44,7 +44,7 @@ struct PromptLogprobs {
     received: usize,
 }
 
-impl Asked {
+impl OpenRequest {
     /// Takes a client's request; `None` for one without choices, which does not occur.
     pub(super) fn new(request: GenerateRequest) -> Option<Self> {
         let arrived = request.arrived;
@@ -93,7 +93,7 @@ impl Asked {
     }
 
     /// Frees its tokens: it cannot be sent again.
-    pub(super) fn let_go(&mut self) {
+    pub(super) fn free_tokens(&mut self) {
         self.is_kept = false;
         (self.tokens, self.besides) = (0, 0);
         self.submit.prompt = Vec::new();
@@ -108,7 +108,7 @@ impl Asked {
     }
 
     /// Its coordinator is lost; returns how often that has happened.
-    pub(super) fn lose(&mut self) -> u32 {
+    pub(super) fn record_lost_link(&mut self) -> u32 {
         self.lost += 1;
         self.lost
     }
@@ -173,7 +173,7 @@ impl Asked {
             tokens.push(token);
             self.tokens += 1;
             if self.weight() > SENT_AGAIN_MAX {
-                self.let_go();
+                self.free_tokens();
             }
         }
         Some(())
@@ -224,14 +224,14 @@ mod tests {
 
     use super::*;
 
-    fn asked(prompt: usize, n: u32) -> Asked {
+    fn open_request(prompt: usize, n: u32) -> OpenRequest {
         let sampling = |choice| SamplingParams {
             choice,
             prompt_logprobs: Some(0),
             ..SamplingParams::greedy()
         };
         let sampling = (0..n).map(sampling).collect();
-        Asked::new(GenerateRequest::new(RequestId(1), vec![9; prompt], sampling, 5)).unwrap()
+        OpenRequest::new(GenerateRequest::new(RequestId(1), vec![9; prompt], sampling, 5)).unwrap()
     }
 
     fn token(choice: u32, token: u32) -> EngineEvent {
@@ -249,42 +249,42 @@ mod tests {
 
     #[test]
     fn what_is_asked_for_again_is_what_is_missing() {
-        let mut asked = asked(3, 3);
-        let first = asked.message(Duration::from_micros(7));
+        let mut open_request = open_request(3, 3);
+        let first = open_request.message(Duration::from_micros(7));
         assert_eq!((first.n, first.waited_us, &*first.accepted), (3, 7, &[][..]));
         assert_eq!(first.sampling.prompt_logprobs, Some(0));
-        assert!(!asked.has_begun());
+        assert!(!open_request.has_begun());
         for event in [piece(0..2), token(0, 4), token(2, 5), token(2, 6), finished(2)] {
-            assert_eq!(asked.take(event.clone()), Some(event));
+            assert_eq!(open_request.take(event.clone()), Some(event));
         }
         // A choice gets nothing after its end, and there is no fourth one.
         for event in [token(2, 7), finished(2), token(3, 1), finished(3)] {
-            assert_eq!(asked.take(event), None);
+            assert_eq!(open_request.take(event), None);
         }
-        assert!(asked.has_begun() && !asked.is_over());
-        assert_eq!(asked.weight(), 3 + 1);
-        let again = asked.message(Duration::from_micros(9));
+        assert!(open_request.has_begun() && !open_request.is_over());
+        assert_eq!(open_request.weight(), 3 + 1);
+        let again = open_request.message(Duration::from_micros(9));
         let going_on = |tokens: &[u32]| AcceptedChoice::GoesOn(tokens.to_vec());
         let accepted = [going_on(&[4]), going_on(&[]), AcceptedChoice::Over { tokens: 2 }];
         assert_eq!((again.n, &*again.accepted), (3, &accepted[..]));
         assert_eq!((again.waited_us, again.choices_left()), (9, 2));
         assert_eq!(again.sampling.prompt_logprobs, None, "the client has them");
-        assert_eq!(asked.take(finished(0)), Some(finished(0)));
-        assert_eq!(asked.take(finished(1)), Some(finished(1)));
-        assert!(asked.is_over());
+        assert_eq!(open_request.take(finished(0)), Some(finished(0)));
+        assert_eq!(open_request.take(finished(1)), Some(finished(1)));
+        assert!(open_request.is_over());
     }
 
     #[test]
     fn pieces_of_a_prompt_and_embeddings_come_once() {
-        let mut asked = asked(8, 1);
-        assert_eq!(asked.take(piece(0..3)), Some(piece(0..3)));
+        let mut open_request = open_request(8, 1);
+        assert_eq!(open_request.take(piece(0..3)), Some(piece(0..3)));
         // Another coordinator starts from the first one, in different pieces.
-        assert_eq!(asked.message(Duration::ZERO).sampling.prompt_logprobs, Some(0));
-        assert_eq!(asked.take(piece(0..2)), None);
-        assert_eq!(asked.take(piece(2..5)), Some(piece(3..5)));
-        assert_eq!(asked.take(piece(5..7)), Some(piece(5..7)));
-        assert_eq!(asked.message(Duration::ZERO).sampling.prompt_logprobs, None);
-        let mut of_one = self::asked(1, 1);
+        assert_eq!(open_request.message(Duration::ZERO).sampling.prompt_logprobs, Some(0));
+        assert_eq!(open_request.take(piece(0..2)), None);
+        assert_eq!(open_request.take(piece(2..5)), Some(piece(3..5)));
+        assert_eq!(open_request.take(piece(5..7)), Some(piece(5..7)));
+        assert_eq!(open_request.message(Duration::ZERO).sampling.prompt_logprobs, None);
+        let mut of_one = self::open_request(1, 1);
         assert_eq!(of_one.message(Duration::ZERO).sampling.prompt_logprobs, Some(0));
         assert_eq!(of_one.take(piece(0..0)), Some(piece(0..0)), "said to be none");
         assert_eq!(of_one.message(Duration::ZERO).sampling.prompt_logprobs, None);
@@ -297,13 +297,17 @@ mod tests {
 
     #[test]
     fn what_no_frame_holds_is_not_kept() {
-        let mut asked = asked(SENT_AGAIN_MAX - 1, 1);
-        asked.take(token(0, 1));
-        assert!(asked.is_kept());
-        assert_eq!(asked.take(token(0, 2)), Some(token(0, 2)));
-        assert!(!asked.is_kept());
-        assert_eq!(asked.weight(), 0);
-        assert_eq!(asked.take(token(0, 3)), Some(token(0, 3)), "the client has it all the same");
-        assert_eq!(asked.take(finished(0)), Some(finished(0)));
+        let mut open_request = open_request(SENT_AGAIN_MAX - 1, 1);
+        open_request.take(token(0, 1));
+        assert!(open_request.is_kept());
+        assert_eq!(open_request.take(token(0, 2)), Some(token(0, 2)));
+        assert!(!open_request.is_kept());
+        assert_eq!(open_request.weight(), 0);
+        assert_eq!(
+            open_request.take(token(0, 3)),
+            Some(token(0, 3)),
+            "the client has it all the same"
+        );
+        assert_eq!(open_request.take(finished(0)), Some(finished(0)));
     }
 }

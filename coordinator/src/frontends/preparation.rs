@@ -10,7 +10,7 @@ use tokio::sync::Semaphore;
 
 use super::resume::resume;
 use super::{Frontends, RemoteEvents};
-use crate::engine::{EngineError, EventSender, GenerateRequest, TokenGuide, soon};
+use crate::engine::{EngineError, EventSender, GenerateRequest, TokenGuide, retry_after_seconds};
 use crate::guide::{Grammar, GrammarError, Guide};
 use crate::text::stream::StopRules;
 
@@ -23,25 +23,25 @@ const BUSY_PAUSE: Duration = Duration::from_millis(200);
 /// The waiting requests of one link, with the receivers of their events: a cancelled request ends
 /// at once, however long its grammar takes. Clones share them.
 #[derive(Clone, Debug)]
-pub(super) struct Making {
+pub(super) struct PendingRequests {
     waiting: Arc<Mutex<HashMap<RequestId, RemoteEvents>>>,
     resuming: Arc<Semaphore>,
 }
 
-impl Default for Making {
+impl Default for PendingRequests {
     fn default() -> Self {
         Self { waiting: Arc::default(), resuming: Arc::new(Semaphore::new(RESUMED_MAX)) }
     }
 }
 
-impl Making {
+impl PendingRequests {
     /// Whether something must be made for a request first.
-    pub(super) fn is_for(request: &GenerateRequest) -> bool {
+    pub(super) fn is_needed_for(request: &GenerateRequest) -> bool {
         request.guide_spec.is_some() || request.resumed.is_some()
     }
 
     /// Makes what the request needs, then passes it to the engine.
-    pub(super) fn make(
+    pub(super) fn prepare(
         &self,
         frontends: Arc<Frontends>,
         request: Box<GenerateRequest>,
@@ -49,16 +49,18 @@ impl Making {
     ) {
         let (id, goes_on) = (request.id, request.resumed.is_some());
         self.lock().insert(id, events);
-        let making = self.clone();
+        let pending = self.clone();
         tokio::spawn(async move {
-            let is_wanted = || making.has(id);
-            let made = frontends.made(request, &making.resuming, is_wanted).await;
+            let is_wanted = || pending.has(id);
+            let made = frontends.prepare(request, &pending.resuming, is_wanted).await;
             // The client may have left meanwhile, so that the front end has dropped the request.
-            let Some(events) = making.take(id).filter(|events| !events.is_closed()) else { return };
+            let Some(events) = pending.take(id).filter(|events| !events.is_closed()) else {
+                return;
+            };
             match made {
                 // Its client has part of the answer: it must not fail because of momentary load.
-                Ok(request) if goes_on => frontends.enter_when_room(request, events).await,
-                Ok(request) => frontends.enter(request, events),
+                Ok(request) if goes_on => frontends.submit_when_room(request, events).await,
+                Ok(request) => frontends.submit_to_engine(request, events),
                 Err(error) => frontends.refuse(&EventSender::Remote(events), error),
             }
         });
@@ -97,9 +99,10 @@ impl Making {
 fn engine_error(id: RequestId, error: GrammarError) -> EngineError {
     match error {
         GrammarError::Refused(message) => EngineError::Guide { message },
-        GrammarError::Busy => {
-            EngineError::Overloaded { message: error.to_string(), retry_after_s: soon(id) }
-        }
+        GrammarError::Busy => EngineError::Overloaded {
+            message: error.to_string(),
+            retry_after_s: retry_after_seconds(id),
+        },
         GrammarError::Broke => EngineError::Broke { message: error.to_string() },
     }
 }
@@ -107,7 +110,7 @@ fn engine_error(id: RequestId, error: GrammarError) -> EngineError {
 impl Frontends {
     /// Returns the request with everything it needs. A resumed request waits while too many other
     /// grammars are being made, as long as it `is_wanted`.
-    pub(super) async fn made(
+    pub(super) async fn prepare(
         self: &Arc<Self>,
         mut request: Box<GenerateRequest>,
         resuming: &Semaphore,
@@ -118,7 +121,7 @@ impl Frontends {
         let guides = match request.guide_spec.clone() {
             Some(spec) => {
                 let grammar = loop {
-                    let made = self.text.grammars.make(&self.text, &spec).await;
+                    let made = self.text.grammars.compile(&self.text, &spec).await;
                     if !goes_on || !matches!(made, Err(GrammarError::Busy)) || !is_wanted() {
                         break made;
                     }

@@ -12,11 +12,11 @@ const FAILURES: u32 = 2;
 
 /// See the module's documentation.
 #[derive(Debug, Default)]
-pub(super) struct Vain {
+pub(super) struct FailedFormations {
     failures: BTreeMap<WorkerId, u32>,
 }
 
-impl Vain {
+impl FailedFormations {
     /// A formation of these ranks has come to nothing.
     pub(super) fn failed(&mut self, ranks: &[WorkerId]) {
         for rank in ranks {
@@ -31,15 +31,15 @@ impl Vain {
     }
 
     /// Whether it failed too often to be taken where there are others.
-    pub(super) fn is_often(&self, worker: WorkerId) -> bool {
+    pub(super) fn failed_often(&self, worker: WorkerId) -> bool {
         self.failures(worker) >= FAILURES
     }
 
     /// Which of a replica's ranks gives way: the one that failed most often, of equals the last,
     /// for rank 0's process has more to begin with.
-    pub(super) fn gives_way(&self, ranks: &[WorkerId]) -> Option<WorkerId> {
+    pub(super) fn to_replace(&self, ranks: &[WorkerId]) -> Option<WorkerId> {
         let worst = ranks.iter().copied().max_by_key(|worker| self.failures(*worker));
-        worst.filter(|worker| self.is_often(*worker))
+        worst.filter(|worker| self.failed_often(*worker))
     }
 
     /// It serves, or its process is gone: what was is forgotten.
