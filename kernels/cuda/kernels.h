@@ -438,13 +438,21 @@ __global__ void tutti_skinny_gate_up_int4_32(TUTTI_SKINNY_GATE_UP_INT4_ARGUMENTS
  * A slot is a pair of a row and one of its experts: slot r * top_k + j is row r's expert j.
  * At most TUTTI_EXPERTS_MAX experts, TUTTI_TOP_EXPERTS_MAX of them for each row. */
 
-/* The experts with the top_k largest logits, largest first, ties by lower index (NaN comes last),
- * and their weights: softmax over all logits, divided by the sum of the chosen weights if
- * `normalise` is not 0. logits f32 [rows, num_experts]; experts u32, weights f32 [rows, top_k].
- * grid (rows), block 32. */
-__global__ void tutti_route(const float* logits, uint32_t* experts, float* weights,
-                            uint32_t num_experts, uint32_t top_k, uint32_t normalise,
-                            const uint32_t* live);
+/* Flags of tutti_route. NORMALISE: divide the chosen experts' weights by their sum. SIGMOID: an
+ * expert's score is the sigmoid of its logit; otherwise, softmax over all logits. GATED: the shared
+ * experts' weight is the sigmoid of one more logit, the last; otherwise it is 1. */
+#define TUTTI_ROUTE_NORMALISE 1
+#define TUTTI_ROUTE_SIGMOID 2
+#define TUTTI_ROUTE_GATED 4
+
+/* The `chosen` experts with the largest logits, or with SIGMOID with the largest scores plus
+ * `bias` (null: none; not read otherwise), largest first, ties by lower index (NaN comes last). Then
+ * the `shared` experts num_experts, num_experts + 1, .. . The chosen experts' weights are their
+ * scores times `scale`. logits f32 [rows, num_experts + (GATED ? 1 : 0)]; bias f32 [num_experts];
+ * experts u32, weights f32 [rows, chosen + shared], at most 32 of them. grid (rows), block 32. */
+__global__ void tutti_route(const float* logits, const float* bias, uint32_t* experts,
+                            float* weights, uint32_t num_experts, uint32_t chosen, uint32_t shared,
+                            uint32_t flags, float scale, const uint32_t* live);
 
 /* Groups slots by expert, `chunk_rows` rows at a time. For the rows from c * chunk_rows on, block c
  * writes num_tiles[c] tiles to tiles[c * tiles_stride ..], ordered by expert, then by slot, and the

@@ -12,7 +12,7 @@ use kernels::reference::ReferenceBackend;
 
 use crate::support::{ACTIVATIONS, Random, Weight, backend_in, bits, buffer, poisoned, variants};
 
-const ROUTING: Routing = Routing { num_experts: 3, top_k: 1, normalise: false };
+const ROUTING: Routing = Routing::softmax(3, 1, false);
 
 #[test]
 fn a_row_is_multiplied_with_the_matrix_it_goes_to_or_none() {

@@ -305,7 +305,7 @@ fn gate_up_and_lm_head_match_the_naive_versions() {
 fn experts_are_what_their_matrices_are() {
     let mut random = Random(65);
     // One expert per row, with weight 1.
-    let routing = Routing { num_experts: 3, top_k: 1, normalise: true };
+    let routing = Routing::softmax(3, 1, true);
     let (hidden, inner) = (72, 40);
     let router = Weight::random(&mut random, 3, hidden);
     let mut four = |rows: usize, taken: (usize, usize, usize), group: usize| {

@@ -38,7 +38,7 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
     let kv = KvShape { num_layers: 1, num_kv_heads: 1, head_dim: 8, block_size: 4, num_blocks: 2 };
     let mut cache = backend.new_kv_cache(kv).unwrap();
     let mut host = backend.new_host_kv(kv).unwrap();
-    let routing = Routing { num_experts: 2, top_k: 1, normalise: true };
+    let routing = Routing::softmax(2, 1, true);
     let mut routes = backend.new_routes(2, routing).unwrap();
     // A new buffer's number of rows is up to the device.
     let mut buffer = |width, rows, is_input| {

@@ -44,6 +44,12 @@ pub(crate) fn bf16_pair(first: f32, second: f32) -> u32 {
     round_bf16(first) >> 16 | round_bf16(second)
 }
 
+/// `1 / (1 + e^-x)`.
+#[inline(always)]
+pub(crate) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
 /// `x * sigmoid(x)`.
 #[inline(always)]
 pub(crate) fn silu(x: f32) -> f32 {

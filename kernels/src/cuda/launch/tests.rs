@@ -158,8 +158,8 @@ fn all(sizes: Sizes) -> Vec<Call> {
         calls.extend(prefill_attention(&io, &shape, ptr, tiles, ptr));
         calls.extend(decode_attention(&io, &shape, &work(seqs), partials, 132).unwrap());
     }
-    let routing = Routing { num_experts: 128, top_k: 8, normalise: true };
-    let most = Routing { num_experts: 1024, top_k: 32, normalise: false };
+    let routing = Routing::softmax(128, 8, true);
+    let most = Routing::softmax(1024, 32, false);
     for (routing, tile_slots) in SKINNY.into_iter().flat_map(|n| [(routing, n), (most, n)]) {
         let slots = (number * routing.top_k).min(8192);
         let tiles_most = experts::tiles_most(slots, tile_slots, routing.num_experts);
@@ -167,7 +167,7 @@ fn all(sizes: Sizes) -> Vec<Call> {
             experts::Grouped { slots: ptr, tiles: ptr, num_tiles: ptr, tiles_most, tile_slots };
         let (top_k, silu) = (routing.top_k, ExpertActivation::Silu);
         calls.extend([
-            experts::route(ptr, (ptr, ptr), &routing, number, ptr),
+            experts::route((ptr, Some(ptr)), (ptr, ptr), &routing, number, ptr),
             experts::group(ptr, &grouped, &routing, (number, 256, tiles_most), ptr),
             experts::gate_up(rows, (rows, None), silu, rows, &grouped, (top_k, width, width)),
             experts::gate_up(rows, (int8, Some(ptr)), silu, rows, &grouped, (top_k, width, width)),
@@ -249,7 +249,7 @@ fn no_launch_is_beyond_what_hardware_takes() {
 
 #[test]
 fn tiles_hold_all_slots_of_every_expert_however_they_are_spread() {
-    let routing = Routing { num_experts: 6, top_k: 2, normalise: true };
+    let routing = Routing::softmax(6, 2, true);
     // Each expert has all its tiles full, except the last.
     for counts in [[8, 0, 0, 0, 0, 0], [9, 9, 9, 9, 9, 1], [1; 6], [64, 65, 1, 8, 7, 0]] {
         for tile_slots in SKINNY {
