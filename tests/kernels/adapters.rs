@@ -117,6 +117,7 @@ fn an_addend_comes_before_norms_and_rotation() {
         head_dim: 16,
         norm_eps: 1e-5,
         sliding_window: None,
+        softcap: None,
     };
     let (hidden, rows) = (24, 3);
     let width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim;

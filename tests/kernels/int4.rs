@@ -279,7 +279,7 @@ fn gate_up_and_lm_head_match_the_naive_versions() {
                 let mut out = poisoned(&mut backend, m, inner);
                 backend.gate_up(&input, &packed, None, None, Activation::Silu, &mut out).unwrap();
                 let mut logits = poisoned(&mut backend, 1, inner * 2);
-                backend.lm_head(&input, &[m as u32 - 1], &packed, &mut logits).unwrap();
+                backend.lm_head(&input, &[m as u32 - 1], &packed, None, &mut logits).unwrap();
                 for (row, (x, out)) in x.chunks(cols).zip(out.values().chunks(inner)).enumerate() {
                     let both = weight.product(&as_taken(precision, x), None);
                     for (j, &got) in out.iter().enumerate() {

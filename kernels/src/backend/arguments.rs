@@ -83,6 +83,8 @@ pub struct AttentionShape {
     pub norm_eps: f32,
     /// Attend only to the last `n` tokens, including the current one; `None` attends to all.
     pub sliding_window: Option<u32>,
+    /// Replaces every score `s` by `cap * tanh(s / cap)`, before the softmax (Gemma 2).
+    pub softcap: Option<f32>,
 }
 
 /// The layer and the sequences that attention is computed for.

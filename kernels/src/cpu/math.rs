@@ -56,6 +56,13 @@ pub(crate) fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
+/// `cap * tanh(x / cap)`.
+#[inline(always)]
+pub(crate) fn soft_capped(x: f32, cap: f32) -> f32 {
+    // tanh(y) = 1 - 2 / (1 + e^2y)
+    cap * (1.0 - 2.0 / (1.0 + exp(2.0 * x / cap)))
+}
+
 /// GELU in its tanh approximation, computed as `x * sigmoid(2 y)`, which equals `x / 2 * (1 +
 /// tanh(y))`.
 #[inline(always)]

@@ -49,7 +49,14 @@ fn size_of_parameter(text: &str) -> usize {
 }
 
 fn shape(head_dim: usize, num_heads: usize, num_kv_heads: usize) -> AttentionShape {
-    AttentionShape { num_heads, num_kv_heads, head_dim, norm_eps: 1e-5, sliding_window: None }
+    AttentionShape {
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        norm_eps: 1e-5,
+        sliding_window: None,
+        softcap: None,
+    }
 }
 
 /// Sizes of a call's operands.
@@ -127,6 +134,8 @@ fn all(sizes: Sizes) -> Vec<Call> {
         embed(ptr, (ptr, vocab), rows, width, 0, 1.0, number, ptr),
         add_rmsnorm((ptr, None), ptr, rows, width, 1e-5, number, ptr),
         add_normed_rmsnorm(ptr, (ptr, ptr), ptr, rows, width, 1e-6, number, ptr),
+        add_normed(ptr, Some((ptr, ptr)), rows, width, 1e-6, number, ptr),
+        cap(ptr, 30.0, width, number, ptr),
         activate_mul(ptr, None, rows, width, Activation::GeluTanh, number, ptr),
         add_bias(ptr, ptr, width, number, ptr),
         scale_add_bias(ptr, ptr, None, width, number, ptr),
