@@ -193,13 +193,13 @@ impl Shape {
             };
             layers.push(LayerWeights {
                 rope: 0,
-                input_norm: backend.load_vector(&ones)?,
+                input_norm: Some(backend.load_vector(&ones)?),
                 qkv: QkvWeights { weight: qkv, bias: None, q_norm: None, k_norm: None },
                 sinks: None,
                 output: vec![output],
                 output_bias: None,
                 output_norm: None,
-                post_norm: backend.load_vector(&ones)?,
+                post_norm: Some(backend.load_vector(&ones)?),
                 mlp,
                 down_norm: None,
             });
