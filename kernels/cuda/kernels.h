@@ -457,9 +457,9 @@ __global__ void tutti_skinny_gate_up_int4_32(TUTTI_SKINNY_GATE_UP_INT4_ARGUMENTS
 #define TUTTI_ROUTE_GATED 4
 
 /* The `chosen` experts with the largest logits, or with SIGMOID with the largest scores plus
- * `bias` (null: none; not read otherwise), largest first, ties by lower index (NaN comes last). Then
- * the `shared` experts num_experts, num_experts + 1, .. . The chosen experts' weights are their
- * scores times `scale`. logits f32 [rows, num_experts + (GATED ? 1 : 0)]; bias f32 [num_experts];
+ * `bias` (null: none; not read otherwise), largest first, ties by lower index (NaN comes last).
+ * Then the `shared` experts num_experts, num_experts + 1, .. . The chosen experts' weights are
+ * their scores times `scale`. logits f32 [rows, num_experts + (GATED ? 1 : 0)]; bias f32 [num_experts];
  * experts u32, weights f32 [rows, chosen + shared], at most 32 of them. grid (rows), block 32. */
 __global__ void tutti_route(const float* logits, const float* bias, uint32_t* experts,
                             float* weights, uint32_t num_experts, uint32_t chosen, uint32_t shared,

@@ -4,6 +4,7 @@
 //! - `architecture`: the differences between architectures
 //! - `rope`, `windows`, `experts`: the keys for rotary embeddings, sliding windows and experts
 //! - `gemma`, `gpt_oss`, `granite`: the keys that only these architectures have
+//! - `published`: tests with configurations as published
 use std::path::Path;
 
 use kernels::backend::{Activation, ExpertActivation};

@@ -36,8 +36,8 @@ pub(super) struct Pass<'a, B: Backend> {
 }
 
 impl<B: Backend> Pass<'_, B> {
-    /// Adds what is `pending`, summed over all ranks, to the residual stream; `normed` = its norm, or
-    /// the stream itself without a `weight`.
+    /// Adds what is `pending`, summed over all ranks, to the residual stream; `normed` = its norm,
+    /// or the stream itself without a `weight`.
     pub(super) fn norm(
         &mut self,
         pending: Pending<'_, B::Vector>,
