@@ -73,6 +73,18 @@ struct Splits {
     }
 };
 
+// Caps scores before they are scaled: `scale` times the result is cap * tanh(scale * score / cap).
+template <int N>
+__device__ __forceinline__ void cap_scores(float (&scores)[N], float scale, float cap) {
+    const float inner = 2.0f * LOG2_E * scale / cap;
+    const float outer = cap / scale;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        // tanh(x) = 1 - 2 / (1 + e^2x); e^2x may be infinite.
+        scores[i] = outer * (1.0f - 2.0f / (1.0f + exp2_fast(inner * scores[i])));
+    }
+}
+
 // The maximum, or sum, over the 4 lanes that hold a row's columns.
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));

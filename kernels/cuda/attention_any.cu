@@ -38,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(128)
                         const TuttiSeq* seqs, const uint32_t* num_seqs,
                         const uint32_t* block_tables, tutti_bf16* out, uint32_t num_heads,
                         uint32_t num_kv_heads, uint32_t head_dim, uint32_t block_shift,
-                        uint32_t window, float scale, const float* sinks, const uint32_t* live) {
+                        uint32_t window, float scale, float cap, const float* sinks,
+                        const uint32_t* live) {
     release_successors();
     wait_for_predecessors();
     const uint32_t row = blockIdx.x;
@@ -72,7 +73,11 @@ extern "C" __global__ void __launch_bounds__(128)
             const uint32_t dim = lane + 32 * i;
             dot += dim < head_dim ? query[i] * from_bf16(k_cache[token + dim]) : 0.0f;
         }
-        const float score = warp_sum(dot) * (scale * LOG2_E);
+        float sum[1] = {warp_sum(dot)};
+        if (cap != 0.0f) {
+            cap_scores(sum, scale, cap);
+        }
+        const float score = sum[0] * (scale * LOG2_E);
         const float factor = running.raise(score);
         const float weight = exp2_fast(score - running.base());
         running.sum += weight;

@@ -393,6 +393,10 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             if (Next::K) {
                 copy_k(next, next_start);
             }
+            if (cap != 0.0f) {
+                cap_scores(scores[0], scale, cap);
+                cap_scores(scores[1], scale, cap);
+            }
 #pragma unroll
             for (uint32_t part = 0; part < 2; part++) {
 #pragma unroll
@@ -551,19 +555,20 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
 }  // namespace
 }  // namespace tutti
 
-#define DECODE(head_dim)                                                                           \
-    extern "C" __global__ void __launch_bounds__(128)                                              \
+// `blocks` run at a time on a multiprocessor: the host launches as many.
+#define DECODE(head_dim, blocks)                                                                   \
+    extern "C" __global__ void __launch_bounds__(128, blocks)                                      \
         tutti_decode_attention_##head_dim(TUTTI_DECODE_ARGUMENTS) {                                \
         tutti::decode<head_dim>(q, k_cache, v_cache, seqs, parts, block_tables, partial_out,       \
                                 partial_ml, out, num_heads, num_kv_heads, block_shift, window,     \
-                                max_splits, least_split, scale, sinks, live);                      \
+                                max_splits, least_split, scale, cap, sinks, live);                 \
     }
-DECODE(16)
-DECODE(32)
-DECODE(64)
-DECODE(96)
-DECODE(128)
-DECODE(256)
+DECODE(16, 5)
+DECODE(32, 5)
+DECODE(64, 4)
+DECODE(96, 3)
+DECODE(128, 3)
+DECODE(256, 2)
 
 using namespace tutti;
 

@@ -183,6 +183,12 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
             }
         }
 
+        if (cap != 0.0f) {
+#pragma unroll
+            for (uint32_t j = 0; j < TOKENS / 8; j++) {
+                cap_scores(scores[j], scale, cap);
+            }
+        }
         uint32_t weights[TOKENS / 8][2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -251,7 +257,7 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
     extern "C" __global__ void __launch_bounds__(128, blocks)                                      \
         tutti_prefill_attention_##head_dim(TUTTI_PREFILL_ARGUMENTS) {                              \
         tutti::prefill<head_dim>(q, k_cache, v_cache, seqs, tiles, block_tables, out, num_heads,   \
-                                 num_kv_heads, block_shift, window, scale, sinks, live);           \
+                                 num_kv_heads, block_shift, window, scale, cap, sinks, live);      \
     }
 PREFILL(16, 2)
 PREFILL(32, 2)

@@ -167,6 +167,61 @@ extern "C" __global__ void __launch_bounds__(512)
     }
 }
 
+extern "C" __global__ void __launch_bounds__(NORM_THREADS)
+    tutti_add_normed(float* residual, const float* delta, const float* weight, tutti_bf16* out,
+                     uint32_t width, uint32_t out_stride, float eps, const uint32_t* live) {
+    SHARED_ARRAY(float, scratch, NORM_WARPS);
+    release_successors();
+    wait_for_predecessors();
+    const uint32_t row = blockIdx.x;
+    if (!is_live(live, row)) {
+        return;
+    }
+    float* r = residual + static_cast<size_t>(row) * width;
+    const float* d = delta == nullptr ? nullptr : delta + static_cast<size_t>(row) * width;
+    tutti_bf16* y = out + static_cast<size_t>(row) * out_stride;
+    float scale = 0.0f;
+    if (d != nullptr) {
+        float sum = 0.0f;
+        for (uint32_t at = threadIdx.x * 4; at < width; at += NORM_THREADS * 4) {
+            const Four v = load_up_to_4(d, at, width);
+            sum += squares(make_float4(v.v[0], v.v[1], v.v[2], v.v[3]));
+        }
+        scale = norm_scale(block_sum<NORM_WARPS>(sum, scratch), width, eps);
+    }
+    const bool whole = width % 4 == 0 && out_stride % 4 == 0;
+    for (uint32_t at = threadIdx.x * 4; at < width; at += NORM_THREADS * 4) {
+        Four v = load_up_to_4(r, at, width);
+        if (d != nullptr) {
+            const Four added = load_up_to_4(d, at, width);
+            const Four weights = load_up_to_4(weight, at, width);
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) {
+                v.v[i] += added.v[i] * scale * weights.v[i];
+            }
+            store_up_to_4(r, at, width, v);
+        }
+        store_bf16(y, at, width, whole, v);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_cap(float* data, float cap, uint32_t width, const uint32_t* live) {
+    release_successors();
+    wait_for_predecessors();
+    const uint32_t first = first_of_tile();
+    if (!is_live(live, blockIdx.x) || first >= width) {
+        return;
+    }
+    float* row = data + static_cast<size_t>(blockIdx.x) * width;
+    Four v = load_up_to_4(row, first, width);
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+        v.v[i] = cap * tanhf(v.v[i] / cap);
+    }
+    store_up_to_4(row, first, width, v);
+}
+
 extern "C" __global__ void __launch_bounds__(256)
     tutti_activate_mul_f32(const float* input, const float* bias, tutti_bf16* out, uint32_t inner,
                            uint32_t out_stride, uint32_t gelu, const uint32_t* live) {

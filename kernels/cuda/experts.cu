@@ -30,6 +30,8 @@ constexpr uint32_t NO_EXPERT = 0xffffffffu;
 
 __device__ __forceinline__ float ordered(float logit) { return logit == logit ? logit : -INFINITY; }
 
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
 __device__ __forceinline__ Pick first_of_warp(Pick best) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
@@ -197,8 +199,9 @@ __device__ __forceinline__ void experts_down(const tutti_bf16* x, const typename
 }  // namespace tutti
 
 extern "C" __global__ void __launch_bounds__(32)
-    tutti_route(const float* logits, uint32_t* experts, float* weights, uint32_t num_experts,
-                uint32_t top_k, uint32_t normalise, const uint32_t* live) {
+    tutti_route(const float* logits, const float* bias, uint32_t* experts, float* weights,
+                uint32_t num_experts, uint32_t chosen, uint32_t shared, uint32_t flags, float scale,
+                const uint32_t* live) {
     using namespace tutti;
     release_successors();
     wait_for_predecessors();
@@ -206,37 +209,53 @@ extern "C" __global__ void __launch_bounds__(32)
         return;
     }
     const uint32_t lane = threadIdx.x;
-    const float* own = logits + static_cast<size_t>(blockIdx.x) * num_experts;
+    const bool is_sigmoid = (flags & TUTTI_ROUTE_SIGMOID) != 0;
+    const bool is_gated = (flags & TUTTI_ROUTE_GATED) != 0;
+    const float* own = logits + static_cast<size_t>(blockIdx.x) * (num_experts + is_gated);
+    const size_t out = static_cast<size_t>(blockIdx.x) * (chosen + shared);
     Pick last = {};
-    float most = 0.0f;
     // Lane i keeps the i-th choice.
-    float mine = -INFINITY;
-    for (uint32_t i = 0; i < top_k; i++) {
+    uint32_t mine = NO_EXPERT;
+    for (uint32_t i = 0; i < chosen; i++) {
         Pick best = {-INFINITY, NO_EXPERT};
         for (uint32_t expert = lane; expert < num_experts; expert += 32) {
-            const Pick pick = {ordered(own[expert]), expert};
+            float key = own[expert];
+            if (is_sigmoid) {
+                key = sigmoid(key) + (bias == nullptr ? 0.0f : bias[expert]);
+            }
+            const Pick pick = {ordered(key), expert};
             if (pick.before(best) && (i == 0 || last.before(pick))) {
                 best = pick;
             }
         }
         last = first_of_warp(best);
-        most = i == 0 ? last.logit : most;
-        if (lane == i) {
-            mine = last.logit;
-            experts[static_cast<size_t>(blockIdx.x) * top_k + i] = last.expert;
-        }
+        mine = lane == i ? last.expert : mine;
     }
-    const float weight = lane < top_k ? expf(mine - most) : 0.0f;
-    float sum = weight;
-    if (normalise == 0) {
-        sum = 0.0f;
-        for (uint32_t expert = lane; expert < num_experts; expert += 32) {
-            sum += expf(own[expert] - most);
+    float weight = 0.0f;
+    float sum = 0.0f;
+    if (is_sigmoid) {
+        weight = lane < chosen ? sigmoid(own[mine]) : 0.0f;
+        // Added to the sum, which could be 0.
+        sum = (flags & TUTTI_ROUTE_NORMALISE) != 0 ? warp_sum(weight) + 1e-20f : 1.0f;
+    } else {
+        const float logit = lane < chosen ? ordered(own[mine]) : -INFINITY;
+        const float most = __shfl_sync(ALL_LANES, logit, 0);
+        weight = lane < chosen ? expf(logit - most) : 0.0f;
+        sum = weight;
+        if ((flags & TUTTI_ROUTE_NORMALISE) == 0) {
+            sum = 0.0f;
+            for (uint32_t expert = lane; expert < num_experts; expert += 32) {
+                sum += expf(own[expert] - most);
+            }
         }
+        sum = warp_sum(sum);
     }
-    sum = warp_sum(sum);
-    if (lane < top_k) {
-        weights[static_cast<size_t>(blockIdx.x) * top_k + lane] = weight / sum;
+    if (lane < chosen) {
+        experts[out + lane] = mine;
+        weights[out + lane] = weight / sum * scale;
+    } else if (lane < chosen + shared) {
+        experts[out + lane] = num_experts + lane - chosen;
+        weights[out + lane] = is_gated ? sigmoid(own[num_experts]) : 1.0f;
     }
 }
 

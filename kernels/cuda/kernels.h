@@ -174,6 +174,12 @@ __global__ void tutti_add_normed_rmsnorm(float* residual, const float* delta,
                                          tutti_bf16* out, uint32_t width, uint32_t out_stride,
                                          float eps, const uint32_t* live);
 
+/* residual += delta / rms(delta) * weight (if delta is not null); out = residual. As above; weight
+ * f32 [width], or null without delta. grid (rows), block 512. */
+__global__ void tutti_add_normed(float* residual, const float* delta, const float* weight,
+                                 tutti_bf16* out, uint32_t width, uint32_t out_stride, float eps,
+                                 const uint32_t* live);
+
 /* out = a(gate) * up, where input row = gate ++ up, each `inner` wide, plus `bias` (f32
  * [2 * inner], or null), and a is SiLU, or the tanh approximation of GELU if `gelu` is not 0.
  * input f32 [rows, 2 * inner] contiguous; out bf16 [rows, out_stride].
@@ -185,6 +191,10 @@ __global__ void tutti_activate_mul_f32(const float* input, const float* bias, tu
 /* data += bias, per row. data f32 [rows, width] contiguous; bias f32 [width].
  * grid (rows, ceil(width / 1024)), block 256; `live` counts rows. */
 __global__ void tutti_add_bias(float* data, const float* bias, uint32_t width, const uint32_t* live);
+
+/* data = cap * tanh(data / cap). data f32 [rows, width] contiguous.
+ * grid (rows, ceil(width / 1024)), block 256; `live` counts rows. */
+__global__ void tutti_cap(float* data, float cap, uint32_t width, const uint32_t* live);
 
 /* data = data * scales + bias, per row: the end of a product with int8 weights.
  * data f32 [rows, width] contiguous; scales f32 [width]; bias f32 [width] or null.
@@ -302,7 +312,7 @@ __global__ void tutti_qkv_finish(const float* qkv, const float* bias, const floa
     const tutti_bf16 *q, const tutti_bf16 *k_cache, const tutti_bf16 *v_cache,                     \
         const TuttiSeq *seqs, const TuttiTile *tiles, const uint32_t *block_tables,                \
         tutti_bf16 *out, uint32_t num_heads, uint32_t num_kv_heads, uint32_t block_shift,          \
-        uint32_t window, float scale, const float *sinks, const uint32_t *live
+        uint32_t window, float scale, float cap, const float *sinks, const uint32_t *live
 __global__ void tutti_prefill_attention_16(TUTTI_PREFILL_ARGUMENTS);
 __global__ void tutti_prefill_attention_32(TUTTI_PREFILL_ARGUMENTS);
 __global__ void tutti_prefill_attention_64(TUTTI_PREFILL_ARGUMENTS);
@@ -336,7 +346,7 @@ __global__ void tutti_prefill_attention_256(TUTTI_PREFILL_ARGUMENTS);
         const TuttiSeq *seqs, const uint32_t *parts, const uint32_t *block_tables,                 \
         float *partial_out, float *partial_ml, tutti_bf16 *out, uint32_t num_heads,                \
         uint32_t num_kv_heads, uint32_t block_shift, uint32_t window, uint32_t max_splits,         \
-        uint32_t least_split, float scale, const float *sinks, const uint32_t *live
+        uint32_t least_split, float scale, float cap, const float *sinks, const uint32_t *live
 __global__ void tutti_decode_attention_16(TUTTI_DECODE_ARGUMENTS);
 __global__ void tutti_decode_attention_32(TUTTI_DECODE_ARGUMENTS);
 __global__ void tutti_decode_attention_64(TUTTI_DECODE_ARGUMENTS);
@@ -358,7 +368,8 @@ __global__ void tutti_attention_any(const tutti_bf16* q, const tutti_bf16* k_cac
                                     const uint32_t* num_seqs, const uint32_t* block_tables,
                                     tutti_bf16* out, uint32_t num_heads, uint32_t num_kv_heads,
                                     uint32_t head_dim, uint32_t block_shift, uint32_t window,
-                                    float scale, const float* sinks, const uint32_t* live);
+                                    float scale, float cap, const float* sinks,
+                                    const uint32_t* live);
 
 /* ---- skinny.cu ------------------------------------------------------------------------------
  * out = x W^T + bias for few rows of x: streams the weights once per 64 rows. The name's number is
@@ -438,13 +449,21 @@ __global__ void tutti_skinny_gate_up_int4_32(TUTTI_SKINNY_GATE_UP_INT4_ARGUMENTS
  * A slot is a pair of a row and one of its experts: slot r * top_k + j is row r's expert j.
  * At most TUTTI_EXPERTS_MAX experts, TUTTI_TOP_EXPERTS_MAX of them for each row. */
 
-/* The experts with the top_k largest logits, largest first, ties by lower index (NaN comes last),
- * and their weights: softmax over all logits, divided by the sum of the chosen weights if
- * `normalise` is not 0. logits f32 [rows, num_experts]; experts u32, weights f32 [rows, top_k].
- * grid (rows), block 32. */
-__global__ void tutti_route(const float* logits, uint32_t* experts, float* weights,
-                            uint32_t num_experts, uint32_t top_k, uint32_t normalise,
-                            const uint32_t* live);
+/* Flags of tutti_route. NORMALISE: divide the chosen experts' weights by their sum. SIGMOID: an
+ * expert's score is the sigmoid of its logit; otherwise, softmax over all logits. GATED: the shared
+ * experts' weight is the sigmoid of one more logit, the last; otherwise it is 1. */
+#define TUTTI_ROUTE_NORMALISE 1
+#define TUTTI_ROUTE_SIGMOID 2
+#define TUTTI_ROUTE_GATED 4
+
+/* The `chosen` experts with the largest logits, or with SIGMOID with the largest scores plus
+ * `bias` (null: none; not read otherwise), largest first, ties by lower index (NaN comes last).
+ * Then the `shared` experts num_experts, num_experts + 1, .. . The chosen experts' weights are
+ * their scores times `scale`. logits f32 [rows, num_experts + (GATED ? 1 : 0)]; bias f32 [num_experts];
+ * experts u32, weights f32 [rows, chosen + shared], at most 32 of them. grid (rows), block 32. */
+__global__ void tutti_route(const float* logits, const float* bias, uint32_t* experts,
+                            float* weights, uint32_t num_experts, uint32_t chosen, uint32_t shared,
+                            uint32_t flags, float scale, const uint32_t* live);
 
 /* Groups slots by expert, `chunk_rows` rows at a time. For the rows from c * chunk_rows on, block c
  * writes num_tiles[c] tiles to tiles[c * tiles_stride ..], ordered by expert, then by slot, and the

@@ -15,7 +15,7 @@ use kernels::error::KernelError;
 
 const HIDDEN: usize = 2048;
 const INNER: usize = 768;
-const ROUTING: Routing = Routing { num_experts: 128, top_k: 8, normalise: true };
+const ROUTING: Routing = Routing::softmax(128, 8, true);
 /// Number of MLPs: together they do not fit in the caches.
 const DENSE: usize = 6;
 

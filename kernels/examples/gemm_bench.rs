@@ -151,6 +151,7 @@ fn attention(isa: Isa, precision: Precision, threads: usize) -> Result<(), Kerne
         head_dim: 64,
         norm_eps: 1e-6,
         sliding_window: None,
+        softcap: None,
     };
     let context = 2048usize;
     let kv = KvShape {

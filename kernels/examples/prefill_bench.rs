@@ -27,6 +27,7 @@ const SHAPE: AttentionShape = AttentionShape {
     head_dim: 64,
     norm_eps: 1e-5,
     sliding_window: None,
+    softcap: None,
 };
 const QKV: usize = (SHAPE.num_heads + 2 * SHAPE.num_kv_heads) * SHAPE.head_dim;
 
@@ -154,7 +155,7 @@ fn main() -> Result<(), KernelError> {
             backend.add_rmsnorm(&mut residual, Some(&delta), &ones, 1e-5, &mut normed)?;
             took(1);
         }
-        backend.lm_head(&normed, &[count - 1], &head, &mut logits)?;
+        backend.lm_head(&normed, &[count - 1], &head, None, &mut logits)?;
         took(7);
         times.push(spent);
     }

@@ -126,6 +126,20 @@ pub(crate) fn norm<B: Buffer, V: Vector>(
     shape(op, "delta", delta, (rows, columns))
 }
 
+/// Checks `residual += norm(delta)`, with (delta, its weight); `out = residual`.
+pub(crate) fn add_normed<B: Buffer, V: Vector>(
+    op: &'static str,
+    residual: &B,
+    added: Option<(&B, &V)>,
+    out: &B,
+) -> Result<(), KernelError> {
+    let (delta, weight) = added.unzip();
+    let columns = residual.width();
+    vector(op, "weight", weight, columns)?;
+    width(op, "out", out, columns)?;
+    shape(op, "delta", delta, (residual.rows(), columns))
+}
+
 /// Checks `out = x weight^T + bias`; `out` has `out_width` columns.
 pub(crate) fn product<B: Buffer>(
     op: &'static str,

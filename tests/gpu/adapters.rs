@@ -70,7 +70,7 @@ impl Case for Adapters {
             adapter => adapter as u32,
         };
         let to: Vec<u32> = (0..rows).map(to).collect();
-        let routing = Routing { num_experts: adapters, top_k: 1, normalise: false };
+        let routing = Routing::softmax(adapters, 1, false);
         let mut routes = backend.new_routes(rows, routing)?;
         backend.assign(&to, &mut routes)?;
         let mut narrow = poisoned(backend, rows, rank, true)?;

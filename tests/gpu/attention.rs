@@ -114,6 +114,7 @@ pub(crate) fn cases(quick: bool) -> Vec<Attention> {
                 head_dim,
                 norm_eps: 1e-6,
                 sliding_window,
+                softcap: None,
             };
             cases.push(Attention { shape, extras, sinks: false });
         }
@@ -131,6 +132,7 @@ pub(crate) fn cases(quick: bool) -> Vec<Attention> {
                 head_dim,
                 norm_eps: 1e-5,
                 sliding_window,
+                softcap: None,
             };
             cases.push(Attention { shape, extras: false, sinks: true });
         }

@@ -21,18 +21,18 @@ impl Experts {
         rows: 1,
         hidden: 64,
         inner: 40,
-        routing: Routing { num_experts: 6, top_k: 2, normalise: true },
+        routing: Routing::softmax(6, 2, true),
         first: 0,
         is_clamped: false,
     };
 }
 
 pub(crate) fn cases(quick: bool) -> Vec<Experts> {
-    let few = Routing { num_experts: 6, top_k: 2, normalise: true };
-    let many = Routing { num_experts: 128, top_k: 8, normalise: false };
-    let most = Routing { num_experts: 40, top_k: 32, normalise: true };
+    let few = Routing::softmax(6, 2, true);
+    let many = Routing::softmax(128, 8, false);
+    let most = Routing::softmax(40, 32, true);
     // As in gpt-oss 20B, whose router takes a softmax over the chosen experts only.
-    let clamped = Routing { num_experts: 32, top_k: 4, normalise: true };
+    let clamped = Routing::softmax(32, 4, true);
     let plain = Experts::PLAIN;
     let mut cases = vec![
         // More rows than fit in a chunk: 8192 / 32 = 256.

@@ -28,7 +28,7 @@ pub(crate) const PLANNING: Duration = Duration::from_secs(10);
 /// Error caused by bf16 inputs of products in small random models; measured in emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
-pub(crate) const VARIANTS: [&str; 24] = [
+pub(crate) const VARIANTS: [&str; 31] = [
     "llama-gqa",
     "llama-gqa-sharded",
     "llama-tied",
@@ -44,8 +44,15 @@ pub(crate) const VARIANTS: [&str; 24] = [
     "granite",
     "seed-oss",
     "mistral3",
+    "glm4",
+    "ernie4_5",
+    "exaone4",
+    "gemma2",
     "gemma3",
     "mixtral",
+    "granite-moe",
+    "qwen2-moe",
+    "glm4-moe",
     "qwen3-moe",
     "qwen3-moe-stacked",
     "llama-gptq",

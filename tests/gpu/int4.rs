@@ -123,7 +123,7 @@ impl Case for Int4 {
             Product::Head => {
                 let chosen: Vec<u32> = (0..rows as u32).rev().step_by(2).collect();
                 let mut out = poisoned(backend, chosen.len(), n, false)?;
-                backend.lm_head(&x, &chosen, &weight, &mut out)?;
+                backend.lm_head(&x, &chosen, &weight, None, &mut out)?;
                 backend.read_buffer(&out)
             }
         }

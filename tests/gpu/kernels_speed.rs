@@ -69,6 +69,7 @@ pub(crate) fn attention(options: &Options, ordinal: u32, shape: &Shape, table: &
         head_dim: shape.head_dim,
         norm_eps: 1e-5,
         sliding_window: None,
+        softcap: None,
     };
     for case in cases {
         let contexts: Vec<usize> =

@@ -415,7 +415,7 @@ impl Case for Head {
         let x = input(backend, &random.vec(200 * 128), 128)?;
         let weight = matrix(backend, &random.vec(777 * 128), 128)?;
         let mut out = poisoned(backend, self.rows.len(), 777, false)?;
-        backend.lm_head(&x, &self.rows, &weight, &mut out)?;
+        backend.lm_head(&x, &self.rows, &weight, None, &mut out)?;
         backend.read_buffer(&out)
     }
 }

@@ -121,6 +121,7 @@ fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
         head_dim: 64,
         norm_eps: 1e-5,
         sliding_window: None,
+        softcap: None,
     };
     let sum = |i: usize| (0..ranks).map(|rank| value(rank, i)).sum::<f32>();
     let wrong = |message: String| KernelError::Shape { op: "exchange", message };

@@ -65,7 +65,7 @@ pub(crate) static SHAPES: [Shape; 4] = [
         name: "30B-A3B, 16 layers",
         hidden: 2048,
         inner: 768,
-        experts: Some(Routing { num_experts: 128, top_k: 8, normalise: true }),
+        experts: Some(Routing::softmax(128, 8, true)),
         layers: 16,
         heads: 32,
         kv_heads: 4,
@@ -81,7 +81,7 @@ pub(crate) static TINY: [Shape; 3] = [
     Shape {
         name: "tiny experts",
         inner: 24,
-        experts: Some(Routing { num_experts: 4, top_k: 2, normalise: true }),
+        experts: Some(Routing::softmax(4, 2, true)),
         ..TINY_DENSE
     },
     Shape { name: "tiny, int8", quantization: Quantization::Int8, ..TINY_DENSE },
@@ -109,7 +109,7 @@ impl Shape {
             "head_dim": self.head_dim, "vocab_size": self.vocab,
             "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
             "tie_word_embeddings": self.tied, "dtype": "bfloat16"});
-        if let Some(Routing { num_experts, top_k, normalise }) = self.experts {
+        if let Some(Routing { num_experts, top_k, normalise, .. }) = self.experts {
             assert!(normalise, "Mixtral's are");
             config["architectures"] = json!(["MixtralForCausalLM"]);
             config["num_local_experts"] = json!(num_experts);
@@ -193,13 +193,13 @@ impl Shape {
             };
             layers.push(LayerWeights {
                 rope: 0,
-                input_norm: backend.load_vector(&ones)?,
+                input_norm: Some(backend.load_vector(&ones)?),
                 qkv: QkvWeights { weight: qkv, bias: None, q_norm: None, k_norm: None },
                 sinks: None,
                 output: vec![output],
                 output_bias: None,
                 output_norm: None,
-                post_norm: backend.load_vector(&ones)?,
+                post_norm: Some(backend.load_vector(&ones)?),
                 mlp,
                 down_norm: None,
             });

@@ -12,7 +12,7 @@ use kernels::reference::ReferenceBackend;
 
 use crate::support::{ACTIVATIONS, Random, Weight, backend_in, bits, buffer, poisoned, variants};
 
-const ROUTING: Routing = Routing { num_experts: 3, top_k: 1, normalise: false };
+const ROUTING: Routing = Routing::softmax(3, 1, false);
 
 #[test]
 fn a_row_is_multiplied_with_the_matrix_it_goes_to_or_none() {
@@ -117,6 +117,7 @@ fn an_addend_comes_before_norms_and_rotation() {
         head_dim: 16,
         norm_eps: 1e-5,
         sliding_window: None,
+        softcap: None,
     };
     let (hidden, rows) = (24, 3);
     let width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim;

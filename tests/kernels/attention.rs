@@ -172,7 +172,8 @@ impl Case {
             let values: Vec<f32> = values.iter().map(|&x| x as f32).collect();
             as_taken(precision, &values).into_iter().map(f64::from).collect()
         };
-        let AttentionShape { num_heads, num_kv_heads, head_dim, sliding_window, .. } = self.shape;
+        let AttentionShape { num_heads, num_kv_heads, head_dim, sliding_window, softcap, .. } =
+            self.shape;
         let rows = x.len() / self.hidden;
         let (mut q, mut k, mut v) = (vec![], vec![], vec![]);
         let q_norm = self.norms.as_ref().map(|norms| &norms.0[..]);
@@ -203,7 +204,9 @@ impl Case {
                 let weights: Vec<f64> = (first..=row)
                     .map(|position| {
                         let dot: f64 = query.iter().zip(of(&k, position)).map(|(q, k)| q * k).sum();
-                        (dot / (head_dim as f64).sqrt()).exp()
+                        let score = dot / (head_dim as f64).sqrt();
+                        let cap = softcap.map(f64::from);
+                        cap.map_or(score, |cap| cap * (score / cap).tanh()).exp()
                     })
                     .collect();
                 let sink = self.sinks.as_ref().map_or(0.0, |sinks| f64::from(sinks[head]).exp());
@@ -224,7 +227,14 @@ pub(crate) fn shape(
     head_dim: usize,
     window: Option<u32>,
 ) -> AttentionShape {
-    AttentionShape { num_heads, num_kv_heads, head_dim, norm_eps: 1e-6, sliding_window: window }
+    AttentionShape {
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        norm_eps: 1e-6,
+        sliding_window: window,
+        softcap: None,
+    }
 }
 
 /// Blocks in random order.
@@ -264,6 +274,19 @@ fn attention_over_several_vectors_of_tokens_matches_the_naive_version() {
     ];
     let chunks = [&[117][..], &[1; 117], &[96, 1, 20], &[40, 37, 40]];
     matches_however_chunked(&mut Random(35), &shapes, &chunks);
+}
+
+#[test]
+fn capped_scores_match_the_naive_version() {
+    let capped = |shape, cap| AttentionShape { softcap: Some(cap), ..shape };
+    let shapes = [
+        (capped(shape(4, 2, 32, None), 1.0), 16, false),
+        (capped(shape(6, 2, 64, Some(40)), 0.5), 16, true),
+        (capped(shape(3, 3, 20, Some(9)), 2.0), 5, true),
+        (capped(shape(16, 2, 128, None), 30.0), 32, false),
+    ];
+    let chunks = [&[61][..], &[1, 60], &[20, 1, 40]];
+    matches_however_chunked(&mut Random(37), &shapes, &chunks);
 }
 
 /// Checks shapes, each with a block size in tokens and whether it has biases, norms and sinks.

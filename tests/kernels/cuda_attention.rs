@@ -15,11 +15,17 @@ struct Shape {
     /// 0: none.
     window: usize,
     has_sinks: bool,
+    /// 0: none.
+    cap: f32,
 }
 
 impl Shape {
     fn with_sinks(self) -> Self {
         Self { has_sinks: true, ..self }
+    }
+
+    fn capped(self, cap: f32) -> Self {
+        Self { cap, ..self }
     }
 
     /// The sink of a head: weights from below that of any token to above all tokens' together.
@@ -91,7 +97,11 @@ impl Seq {
                 let key = &self.keys[at(position)..][..dim];
                 let dot: f64 =
                     query.iter().zip(key).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum();
-                dot / (dim as f64).sqrt()
+                let score = dot / (dim as f64).sqrt();
+                match f64::from(shape.cap) {
+                    0.0 => score,
+                    cap => cap * (score / cap).tanh(),
+                }
             })
             .collect();
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -207,6 +217,7 @@ impl Device {
             Arg::U32(shift),
             Arg::U32(window as u32),
             Arg::F32(self.shape.scale()),
+            Arg::F32(self.shape.cap),
             self.shape.sinks(),
             live,
         ];
@@ -250,6 +261,7 @@ impl Device {
             Arg::U32(rule.max_splits as u32),
             Arg::U32(rule.least as u32),
             Arg::F32(self.shape.scale()),
+            Arg::F32(self.shape.cap),
             self.shape.sinks(),
             u32s(&[parts.len() as u32]),
         ]
@@ -309,6 +321,7 @@ impl Device {
             Arg::U32(shift),
             Arg::U32(window as u32),
             Arg::F32(self.shape.scale()),
+            Arg::F32(self.shape.cap),
             self.shape.sinks(),
             Arg::Null,
         ];
@@ -360,7 +373,7 @@ fn rule(max_splits: usize) -> Rule {
 const ROUNDED: f64 = 1.0 / 256.0;
 
 fn shape(heads: usize, kv_heads: usize, head_dim: usize, shift: u32, window: usize) -> Shape {
-    Shape { heads, kv_heads, head_dim, shift, window, has_sinks: false }
+    Shape { heads, kv_heads, head_dim, shift, window, has_sinks: false, cap: 0.0 }
 }
 
 fn seqs(random: &mut Random, shape: &Shape, sizes: &[(usize, usize)]) -> Vec<Seq> {
@@ -384,6 +397,8 @@ fn prefill_attention_matches_softmax_in_f64() {
         (shape(8, 1, 64, 4, 16).with_sinks(), vec![(17, 17), (1, 1), (40, 100)]),
         (shape(6, 2, 96, 3, 0).with_sinks(), vec![(25, 90)]),
         (shape(4, 2, 256, 4, 0).with_sinks(), vec![(19, 140)]),
+        (shape(4, 2, 256, 4, 40).capped(2.0), vec![(19, 90), (1, 1)]),
+        (shape(4, 1, 64, 4, 0).with_sinks().capped(0.5), vec![(17, 40)]),
     ] {
         let seqs = seqs(&mut random, &shape, &sizes);
         let device = Device::new(&mut random, shape, &seqs);
@@ -444,6 +459,8 @@ fn decode_attention_matches_softmax_in_f64() {
         (shape(20, 1, 32, 2, 16).with_sinks(), vec![40, 7, 17], 8),
         (shape(6, 2, 96, 3, 0).with_sinks(), vec![130, 2], 3),
         (shape(40, 2, 256, 3, 100).with_sinks(), vec![230, 17], 2),
+        (shape(4, 2, 256, 4, 0).capped(2.0), vec![1, 150], 64),
+        (shape(8, 2, 64, 4, 16).with_sinks().capped(0.5), vec![15, 99], 2),
     ] {
         let sizes: Vec<(usize, usize)> = contexts.iter().map(|&context| (1, context)).collect();
         let seqs = seqs(&mut random, &shape, &sizes);
@@ -539,6 +556,7 @@ fn attention_for_any_head_dimension_matches_softmax_in_f64() {
         (shape(4, 4, 256, 4, 5), vec![(2, 30)]),
         (shape(4, 2, 6, 3, 0), vec![(1, 17), (9, 20)]),
         (shape(5, 1, 24, 1, 4).with_sinks(), vec![(3, 9), (1, 1), (4, 4)]),
+        (shape(4, 2, 6, 3, 0).capped(1.5), vec![(1, 17), (9, 20)]),
     ] {
         let seqs = seqs(&mut random, &shape, &sizes);
         let device = Device::new(&mut random, shape, &seqs);

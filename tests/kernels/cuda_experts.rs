@@ -12,19 +12,41 @@ use crate::support::{Random, assert_close, bits, expert_activated};
 
 /// Runs `tutti_route`.
 fn route(logits: &[f32], experts: usize, top_k: usize, normalise: bool, live: Arg) -> Chosen {
-    let rows = logits.len() / experts;
+    route_with(logits, Arg::Null, (experts, top_k, 0), (u32::from(normalise), 1.0), live)
+}
+
+/// The same with all arguments: a bias, how many experts can be chosen, are, and are shared, flags
+/// and a factor.
+fn route_with(
+    logits: &[f32],
+    bias: Arg,
+    (experts, chosen, shared): (usize, usize, usize),
+    (flags, scale): (u32, f32),
+    live: Arg,
+) -> Chosen {
+    let rows = logits.len() / (experts + usize::from(flags & GATED != 0));
     let args = [
         f32s(logits),
-        poison_f32(rows * top_k),
-        poison_f32(rows * top_k),
+        bias,
+        poison_f32(rows * (chosen + shared)),
+        poison_f32(rows * (chosen + shared)),
         Arg::U32(experts as u32),
-        Arg::U32(top_k as u32),
-        Arg::U32(u32::from(normalise)),
+        Arg::U32(chosen as u32),
+        Arg::U32(shared as u32),
+        Arg::U32(flags),
+        Arg::F32(scale),
         live,
     ];
     let results = launch("tutti_route", [rows, 1, 1], 32).run(&args);
-    (read_u32(&results[1]), read_f32(&results[2]))
+    // There are results of buffers only.
+    let first = if matches!(args[1], Arg::Null) { 1 } else { 2 };
+    (read_u32(&results[first]), read_f32(&results[first + 1]))
 }
+
+/// Flags, as in kernels.h.
+const NORMALISE: u32 = 1;
+const SIGMOID: u32 = 2;
+const GATED: u32 = 4;
 
 type Chosen = (Vec<u32>, Vec<f32>);
 
@@ -69,6 +91,55 @@ fn what_is_not_a_number_is_chosen_last() {
     assert_eq!(chosen, [4, 1, 0, 2, 3]);
     let e = std::f64::consts::E;
     assert_close(weights[0], e / (e + 1.0), 1e-6, "the larger one");
+}
+
+#[test]
+fn shared_experts_follow_the_chosen_ones() {
+    let mut random = Random(72);
+    let sigmoid = |x: f32| 1.0 / (1.0 + (-f64::from(x)).exp());
+    for (experts, chosen, shared, flags, scale) in [
+        (60, 4, 4, GATED, 1.0),
+        (5, 2, 1, GATED | NORMALISE, 1.0),
+        (128, 8, 1, SIGMOID | NORMALISE, 2.5),
+        (40, 30, 2, SIGMOID, 0.5),
+    ] {
+        let (rows, top_k) = (3, chosen + shared);
+        let width = experts + usize::from(flags & GATED != 0);
+        let logits = random.vec(rows * width);
+        let bias = random.vec(experts);
+        let of = if flags & SIGMOID == 0 { Arg::Null } else { f32s(&bias) };
+        let sizes = (experts, chosen, shared);
+        let (found, weights) = route_with(&logits, of, sizes, (flags, scale), u32s(&[2]));
+        assert!(found[2 * top_k..].iter().all(|expert| *expert == u32::MAX), "not live");
+        for row in 0..2 {
+            let logits = &logits[row * width..][..width];
+            let (found, weights) = (&found[row * top_k..], &weights[row * top_k..]);
+            let (score, key): (Vec<f64>, Vec<f64>) = (0..experts)
+                .map(|i| match flags & SIGMOID {
+                    0 => (f64::from(logits[i]).exp(), f64::from(logits[i])),
+                    _ => (sigmoid(logits[i]), sigmoid(logits[i]) + f64::from(bias[i])),
+                })
+                .unzip();
+            let mut want: Vec<usize> = (0..experts).collect();
+            want.sort_by(|a, b| key[*b].total_cmp(&key[*a]));
+            want.truncate(chosen);
+            let sum: f64 = match flags & (SIGMOID | NORMALISE) {
+                0 => score.iter().sum(),
+                SIGMOID => 1.0,
+                _ => want.iter().map(|expert| score[*expert]).sum(),
+            };
+            for (i, expert) in want.into_iter().enumerate() {
+                assert_eq!(found[i] as usize, expert, "{experts} {chosen}");
+                let weight = score[expert] / sum * f64::from(scale);
+                assert_close(weights[i], weight, 1e-5, "weight");
+            }
+            let gate = if flags & GATED == 0 { 1.0 } else { sigmoid(logits[experts]) };
+            for i in 0..shared {
+                assert_eq!(found[chosen + i] as usize, experts + i);
+                assert_close(weights[chosen + i], gate, 1e-6, "gate");
+            }
+        }
+    }
 }
 
 /// The tiles that `tutti_group_experts` builds for one chunk: (expert, slots) each.

@@ -148,6 +148,66 @@ fn add_normed_rmsnorm_is_its_definition() {
 }
 
 #[test]
+fn add_normed_is_its_definition() {
+    let mut random = Random(14);
+    for (width, adds) in
+        [(4, true), (64, false), (100, true), (63, true), (1, false), (2560, true), (8196, true)]
+    {
+        let (rows, stride) = (3, width + 4);
+        let (x, delta) = (random.vec(rows * width), random.vec(rows * width));
+        let weight = random.vec(width);
+        let args = [
+            f32s(&x),
+            some_f32s(adds.then_some(&delta)),
+            some_f32s(adds.then_some(&weight)),
+            poison_bf16(rows * stride),
+            Arg::U32(width as u32),
+            Arg::U32(stride as u32),
+            Arg::F32(1e-6),
+            u32s(&[2]),
+        ];
+        let results = launch("tutti_add_normed", [rows, 1, 1], 512).run(&args);
+        let (residual, out) =
+            (read_f32(&results[0]), read_bf16(&results[if adds { 3 } else { 1 }]));
+        for row in 0..rows {
+            let at = row * width..(row + 1) * width;
+            let (x, sums) = (&x[at.clone()], &residual[at.clone()]);
+            let out = &out[row * stride..(row + 1) * stride];
+            assert!(out[width..].iter().all(|x| x.is_nan()), "padding is written");
+            if row == 2 {
+                assert_eq!(bits(sums), bits(x), "not live");
+                assert!(out.iter().all(|x| x.is_nan()), "not live");
+                continue;
+            }
+            let want = match adds {
+                true => normed_twice(x, &delta[at], &weight, &weight, 1e-6).0,
+                false => x.iter().map(|x| f64::from(*x)).collect(),
+            };
+            for i in 0..width {
+                assert_close(sums[i], want[i], want[i].abs() * 2e-6 + 2e-6, (width, row, i).0);
+                assert_close(out[i], want[i], want[i].abs() * BF16 + 1e-5, (width, row, i).0);
+            }
+        }
+    }
+}
+
+#[test]
+fn capped_logits_are_their_definition() {
+    let mut random = Random(15);
+    for (width, cap) in [(1, 30.0f32), (7, 0.5), (1024, 3.0), (1030, 30.0)] {
+        let rows = 3;
+        let values: Vec<f32> = random.vec(rows * width).iter().map(|x| x * 50.0).collect();
+        let args = [f32s(&values), Arg::F32(cap), Arg::U32(width as u32), u32s(&[2])];
+        let made = read_f32(&launch("tutti_cap", [rows, tiles(width), 1], 256).run(&args)[0]);
+        for (i, (made, value)) in made.iter().zip(&values).enumerate() {
+            let capped = f64::from(cap) * f64::from(value / cap).tanh();
+            let want = if i < 2 * width { capped } else { f64::from(*value) };
+            assert_close(*made, want, want.abs() * 1e-5 + 1e-6, width);
+        }
+    }
+}
+
+#[test]
 fn activated_times_up_is_its_definition() {
     let mut random = Random(3);
     let shapes = [(4, false), (7, true), (128, true), (1026, false), (2052, true)].into_iter();

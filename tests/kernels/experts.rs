@@ -2,7 +2,7 @@
 //! backend. Law 7: a row's bits depend neither on other rows nor on the threads.
 use kernels::KernelError;
 use kernels::backend::prelude::*;
-use kernels::backend::{Backend, Buffer, DType, ExpertActivation, HostMatrix, Routing};
+use kernels::backend::{Backend, Buffer, DType, ExpertActivation, HostMatrix, Routing, Scores};
 use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, CpuRoutes, CpuStack, CpuVector, Isa, Precision};
 use kernels::reference::ReferenceBackend;
@@ -65,7 +65,7 @@ impl Layer {
         let mut many = |count: usize, rows: usize, cols: usize| {
             (0..count).map(|_| Weight::random(random, rows, cols)).collect::<Vec<_>>()
         };
-        let router = many(1, experts, hidden).remove(0);
+        let router = many(1, routing.num_logits(), hidden).remove(0);
         let (gate_up, down) = (many(2 * experts, inner, hidden), many(experts, hidden, inner));
         let activation = ExpertActivation::Silu;
         Self { routing, hidden, inner, router, gate_up, down, biases: None, activation }
@@ -74,7 +74,8 @@ impl Layer {
     /// The same with biases, and with activations that often reach their limit.
     fn clamped(self, random: &mut Random) -> Self {
         let (experts, hidden, inner) = (self.routing.num_experts, self.hidden, self.inner);
-        let biases = [experts, 2 * experts * inner, experts * hidden].map(|len| random.vec(len));
+        let routed = experts - self.routing.shared;
+        let biases = [routed, 2 * experts * inner, experts * hidden].map(|len| random.vec(len));
         let activation = ExpertActivation::Clamped { alpha: 1.702, limit: 0.75 };
         Self { biases: Some(biases), activation, ..self }
     }
@@ -127,23 +128,30 @@ impl Layer {
 
     /// The experts of one row and their weights, in f64.
     pub(crate) fn choose(&self, x: &[f32]) -> Vec<(usize, f64)> {
-        let logits: Vec<f64> = self
-            .router
-            .product(x, self.bias(0, 0, self.routing.num_experts))
-            .into_iter()
-            .map(|(x, _)| x)
-            .collect();
-        let mut order: Vec<usize> = (0..logits.len()).collect();
-        order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
-        order.truncate(self.routing.top_k);
-        let sum = |experts: &mut dyn Iterator<Item = usize>| {
-            experts.map(|expert| logits[expert].exp()).sum::<f64>()
+        let Routing { num_experts, top_k, normalise, scores, scale, shared, gated } = self.routing;
+        let routed = num_experts - shared;
+        let logits: Vec<f64> = self.router.product(x, None).into_iter().map(|(x, _)| x).collect();
+        let bias = |i: usize| self.bias(0, 0, routed).map_or(0.0, |bias| f64::from(bias[i]));
+        let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+        // Before any division, and what the choice goes by.
+        let (score, key): (Vec<f64>, Vec<f64>) = (0..routed)
+            .map(|i| match scores {
+                Scores::Softmax => ((logits[i] + bias(i)).exp(), logits[i] + bias(i)),
+                Scores::Sigmoid => (sigmoid(logits[i]), sigmoid(logits[i]) + bias(i)),
+            })
+            .unzip();
+        let mut order: Vec<usize> = (0..routed).collect();
+        order.sort_by(|a, b| key[*b].total_cmp(&key[*a]));
+        order.truncate(top_k - shared);
+        let all = match (normalise, scores) {
+            (true, _) => order.iter().map(|expert| score[*expert]).sum(),
+            (false, Scores::Softmax) => score.iter().sum(),
+            (false, Scores::Sigmoid) => 1.0,
         };
-        let all = match self.routing.normalise {
-            true => sum(&mut order.iter().copied()),
-            false => sum(&mut (0..logits.len())),
-        };
-        order.into_iter().map(|expert| (expert, logits[expert].exp() / all)).collect()
+        let gate = if gated { sigmoid(logits[routed]) } else { 1.0 };
+        let chosen =
+            order.into_iter().map(|expert| (expert, score[expert] / all * f64::from(scale)));
+        chosen.chain((routed..num_experts).map(|expert| (expert, gate))).collect()
     }
 
     /// The inner activations of a row at an expert, with the sums of absolute terms.
@@ -160,8 +168,14 @@ impl Layer {
 }
 
 const fn routing(num_experts: usize, top_k: usize, normalise: bool) -> Routing {
-    Routing { num_experts, top_k, normalise }
+    Routing::softmax(num_experts, top_k, normalise)
 }
+
+/// Shared experts with a gate, as in Qwen2-MoE.
+const GATED: Routing = Routing { shared: 4, gated: true, ..routing(10, 6, false) };
+/// Sigmoids and a shared expert, as in GLM-4.5.
+const SIGMOID: Routing =
+    Routing { shared: 1, scores: Scores::Sigmoid, scale: 2.5, ..routing(17, 5, true) };
 
 #[test]
 fn experts_match_the_naive_version() {
@@ -174,6 +188,9 @@ fn experts_match_the_naive_version() {
             (routing(9, 3, false), 40, 20, true),
             (routing(70, 8, true), 66, 130, false),
             (routing(20, 8, true), 66, 130, true),
+            (GATED, 33, 20, false),
+            (SIGMOID, 34, 24, false),
+            (Routing { normalise: false, ..SIGMOID }, 34, 24, true),
         ] {
             let layer = Layer::random(&mut random, routing, hidden, inner);
             let layer = if is_int8 { layer.quantised() } else { layer };
@@ -218,7 +235,8 @@ fn experts_match_the_naive_version() {
 #[test]
 fn the_reference_makes_the_same() {
     let mut random = Random(62);
-    let routings = [routing(6, 2, true), routing(11, 4, false)].into_iter();
+    let plain = [routing(6, 2, true), routing(11, 4, false)];
+    let routings = plain.into_iter().chain([GATED, SIGMOID]);
     for (routing, is_int8) in routings.flat_map(|it| [(it, false), (it, true)]) {
         let layer = Layer::random(&mut random, routing, 24, 20);
         let layer = if is_int8 { layer.quantised() } else { layer };
@@ -261,9 +279,13 @@ fn the_reference_makes_the_same() {
 #[test]
 fn choices_have_the_same_bits_with_every_instruction_set() {
     let mut random = Random(67);
-    for (normalise, hidden, rows) in [(true, 129, 10_000), (false, 1024, 100)] {
-        let routing = routing(128, 8, normalise);
-        let router = Weight::random(&mut random, routing.num_experts, hidden);
+    for (routing, hidden, rows) in [
+        (routing(128, 8, true), 129, 10_000),
+        (routing(128, 8, false), 1024, 100),
+        (GATED, 129, 1000),
+        (SIGMOID, 129, 1000),
+    ] {
+        let router = Weight::random(&mut random, routing.num_logits(), hidden);
         let x = random.vec(rows * hidden);
         let mut first: Option<(Vec<u32>, Vec<u32>)> = None;
         for (isa, precision) in variants() {

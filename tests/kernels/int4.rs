@@ -279,7 +279,7 @@ fn gate_up_and_lm_head_match_the_naive_versions() {
                 let mut out = poisoned(&mut backend, m, inner);
                 backend.gate_up(&input, &packed, None, None, Activation::Silu, &mut out).unwrap();
                 let mut logits = poisoned(&mut backend, 1, inner * 2);
-                backend.lm_head(&input, &[m as u32 - 1], &packed, &mut logits).unwrap();
+                backend.lm_head(&input, &[m as u32 - 1], &packed, None, &mut logits).unwrap();
                 for (row, (x, out)) in x.chunks(cols).zip(out.values().chunks(inner)).enumerate() {
                     let both = weight.product(&as_taken(precision, x), None);
                     for (j, &got) in out.iter().enumerate() {
@@ -305,7 +305,7 @@ fn gate_up_and_lm_head_match_the_naive_versions() {
 fn experts_are_what_their_matrices_are() {
     let mut random = Random(65);
     // One expert per row, with weight 1.
-    let routing = Routing { num_experts: 3, top_k: 1, normalise: true };
+    let routing = Routing::softmax(3, 1, true);
     let (hidden, inner) = (72, 40);
     let router = Weight::random(&mut random, 3, hidden);
     let mut four = |rows: usize, taken: (usize, usize, usize), group: usize| {

@@ -169,7 +169,7 @@ fn products_do_not_depend_on_the_batch_the_threads_or_the_panels_beside() {
 fn experts_are_what_their_tensors_mean() {
     let mut random = Random(94);
     let (experts, hidden, inner, own) = (3, 64, 96, 24..72);
-    let routing = Routing { num_experts: experts, top_k: 2, normalise: true };
+    let routing = Routing::softmax(experts, 2, true);
     let router = Weight::random(&mut random, experts, hidden);
     let both = Tensor::random(&mut random, experts * 2 * inner, hidden);
     let activation = ExpertActivation::Clamped { alpha: 1.702, limit: 1.25 };

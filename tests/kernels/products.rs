@@ -153,8 +153,14 @@ fn lm_head_takes_the_rows_named() {
         let input = buffer(&mut backend, &x, cols);
         for rows in [&[][..], &[8], &[3, 0, 3], &[0, 1, 2, 3, 4, 5, 6, 7, 8]] {
             let mut out = poisoned(&mut backend, 12, vocab);
-            backend.lm_head(&input, rows, &packed, &mut out).unwrap();
+            backend.lm_head(&input, rows, &packed, None, &mut out).unwrap();
             assert_eq!(out.rows(), rows.len());
+            let mut capped = poisoned(&mut backend, 12, vocab);
+            backend.lm_head(&input, rows, &packed, Some(0.75), &mut capped).unwrap();
+            assert_eq!(capped.rows(), rows.len());
+            for (&got, &logit) in capped.values().iter().zip(out.values()) {
+                assert_close(got, 0.75 * f64::from(logit / 0.75).tanh(), 1e-6, isa);
+            }
             for (&row, out) in rows.iter().zip(out.values().chunks(vocab)) {
                 let x = as_taken(precision, &x[row as usize * cols..][..cols]);
                 for (&got, (want, size)) in out.iter().zip(weight.product(&x, None)) {
@@ -208,8 +214,8 @@ fn shapes_that_do_not_fit_are_errors() {
         backend.linear(&x, &matrix, None, &mut few_rows),
         backend.gate_up(&x, &matrix, None, None, Activation::Silu, &mut out),
         backend.gate_up(&x, &odd, None, None, Activation::Silu, &mut half),
-        backend.lm_head(&x, &[2], &matrix, &mut out),
-        backend.lm_head(&x, &[0, 1, 0], &matrix, &mut out),
+        backend.lm_head(&x, &[2], &matrix, None, &mut out),
+        backend.lm_head(&x, &[0, 1, 0], &matrix, None, &mut out),
         backend.embed(&matrix, &[1], 0, 1.0, &mut out),
         out.set_rows(3),
     ];

@@ -97,6 +97,37 @@ fn add_normed_rmsnorm_matches_the_naive_version() {
 }
 
 #[test]
+fn add_normed_matches_the_naive_version() {
+    let mut random = Random(14);
+    for isa in isas() {
+        let mut backend = backend(isa, 2);
+        for (width, rows, adds) in [(1, 1, true), (5, 9, true), (200, 2, false), (5000, 3, true)] {
+            let (x, delta) = (random.vec(rows * width), random.vec(rows * width));
+            let weight = random.vec(width);
+            let mut residual = buffer(&mut backend, &x, width);
+            let delta_buffer = buffer(&mut backend, &delta, width);
+            let weight_vector = backend.load_vector(&weight).unwrap();
+            let mut out = poisoned(&mut backend, rows + 1, width);
+            let added = adds.then_some((&delta_buffer, &weight_vector));
+            backend.add_normed(&mut residual, added, 1e-6, &mut out).unwrap();
+            assert_eq!(bits(residual.values()), bits(out.values()));
+            for row in 0..rows {
+                let at = row * width..(row + 1) * width;
+                let want = match adds {
+                    true => {
+                        normed_twice(&x[at.clone()], &delta[at.clone()], &weight, &weight, 1e-6).0
+                    }
+                    false => x[at.clone()].iter().map(|x| f64::from(*x)).collect(),
+                };
+                for (&got, want) in out.values()[at].iter().zip(want) {
+                    assert_close(got, want, want.abs() * 4e-6 + 4e-6, isa);
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn sums_are_the_same_bits_however_many_threads_make_them() {
     let mut random = Random(13);
     for isa in isas() {

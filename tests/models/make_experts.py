@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Makes the variants with experts (mixtral, qwen3-moe, qwen3-moe-stacked) and their golden.json.
+"""Makes the variants with experts (mixtral, qwen2-moe, qwen3-moe, qwen3-moe-stacked, glm4-moe,
+granite-moe) and their golden.json.
 
 Random weights, but for the routers: an expert is chosen by the direction that it has in the embedding,
 and every token has the directions of as many experts as it is sent to. So no choice hangs on rounding:
 golden.json says how small the gap between the last chosen and the first not chosen expert gets.
+glm4-moe has an expert that is chosen because of its bias, whatever the token.
 Needs torch and transformers 5; tokenizer and templates are those of the variant qwen3.
-usage: make_experts.py OUT_DIR        (SEEDS=12 seeds are tried for each)
+usage: make_experts.py OUT_DIR [NAME ..]        (SEEDS=12 seeds are tried for each)
 """
 import json
 import os
@@ -14,14 +16,17 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig, GraniteMoeConfig, MixtralConfig,
+    Qwen2MoeConfig, Qwen3MoeConfig,
+)
 
 import routing
 
 HERE = Path(__file__).resolve().parent
 # How much of what layers add in the routers' directions stays.
 KEPT = 0.01
-ROUTER = "mlp.gate"
+ROUTERS = ("mlp.gate", "block_sparse_moe.router")
 torch.set_num_threads(1)
 
 BASE = dict(
@@ -53,6 +58,37 @@ VARIANTS = {
         ),
         {"old": True},
     ),
+    # A shared expert with a gate, twice as wide as the others; weights do not add up to one.
+    "qwen2-moe": (
+        Qwen2MoeConfig(
+            **BASE, num_hidden_layers=2, intermediate_size=64, moe_intermediate_size=24,
+            shared_expert_intermediate_size=48, rms_norm_eps=1e-6, num_experts=8,
+            num_experts_per_tok=3, norm_topk_prob=False, tie_word_embeddings=False,
+            rope_parameters=rope(1000000.0),
+        ),
+        {"old": True},
+    ),
+    # Sigmoids, a bias that changes choices, a shared expert without a gate, half of each head rotated.
+    "glm4-moe": (
+        Glm4MoeConfig(
+            **BASE, num_hidden_layers=3, intermediate_size=96, moe_intermediate_size=32, head_dim=32,
+            rms_norm_eps=1e-5, n_routed_experts=7, num_experts_per_tok=3, n_shared_experts=1,
+            routed_scaling_factor=1.5, first_k_dense_replace=1, norm_topk_prob=True,
+            use_qk_norm=True, attention_bias=True, tie_word_embeddings=False, num_mtp_layers=0,
+            rope_parameters={**rope(10000.0), "partial_rotary_factor": 0.5},
+        ),
+        {"old": True},
+    ),
+    # Granite's factors; all experts of a layer in two tensors under names of their own.
+    "granite-moe": (
+        GraniteMoeConfig(
+            **BASE, num_hidden_layers=2, intermediate_size=32, rms_norm_eps=1e-6,
+            num_local_experts=6, num_experts_per_tok=2, embedding_multiplier=1.7,
+            attention_multiplier=0.11, residual_multiplier=0.7, logits_scaling=1.3,
+            tie_word_embeddings=False, rope_parameters=rope(10000.0),
+        ),
+        {"old": True},
+    ),
     # Every second layer has experts, whose weights do not add up to one; saved as transformers 5
     # holds them, all experts in one tensor.
     "qwen3-moe-stacked": (
@@ -78,20 +114,23 @@ PROMPTS = [
 def initialised(config, seed):
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    experts, chosen = config.num_local_experts, config.num_experts_per_tok
+    experts = getattr(config, "num_local_experts", None) or config.num_experts
+    # The first is chosen by its bias, not by tokens.
+    biased = int(config.model_type == "glm4_moe")
+    chosen = config.num_experts_per_tok - biased
     directions = torch.linalg.qr(torch.randn(config.hidden_size, experts))[0].T
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("norm.weight"):
                 p.copy_(1 + 0.04 * torch.randn_like(p))
             elif "embed" in name:
-                sent = torch.rand(p.shape[0], experts).argsort(1)[:, :chosen]
+                sent = biased + torch.rand(p.shape[0], experts - biased).argsort(1)[:, :chosen]
                 strength = torch.zeros(p.shape[0], experts)
                 strength.scatter_(1, sent, 1.6 + 0.8 * torch.rand(p.shape[0], chosen))
                 p.copy_(0.2 * torch.randn_like(p) + strength @ directions)
             elif "lm_head" in name:
                 p.copy_(0.35 * torch.randn_like(p))
-            elif name.endswith("mlp.gate.weight"):
+            elif name.removesuffix(".weight").endswith(ROUTERS):
                 p.copy_(0.8 * directions + 0.01 * torch.randn_like(p))
             elif "o_proj" in name or "down_proj" in name:
                 # Little of what layers add to the residual stream lies in the routers' directions.
@@ -99,6 +138,9 @@ def initialised(config, seed):
                 p.copy_(made - (1 - KEPT) * directions.T @ (directions @ made))
             else:
                 p.copy_(1.1 * torch.randn_like(p) / p.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer[0] = 0.6
     return model.to(torch.bfloat16)
 
 
@@ -110,7 +152,7 @@ def goldens(folder):
         return model.eval()
 
     routing.write(
-        folder / "golden.json", PROMPTS, tokenizer, load(torch.float32), load(torch.bfloat16), ROUTER
+        folder / "golden.json", PROMPTS, tokenizer, load(torch.float32), load(torch.bfloat16), ROUTERS
     )
 
 
@@ -118,6 +160,8 @@ def rename_for_transformers_4(path):
     """Key names as in most published checkpoints."""
     config = json.loads(path.read_text())
     parameters = config.pop("rope_parameters")
+    if "partial_rotary_factor" in parameters:
+        config["partial_rotary_factor"] = parameters["partial_rotary_factor"]
     config["rope_theta"] = parameters["rope_theta"]
     config["rope_scaling"] = None
     config["torch_dtype"] = config.pop("dtype")
@@ -138,7 +182,7 @@ def main():
         folder.mkdir(parents=True, exist_ok=True)
         seeds = range(int(os.environ.get("SEEDS", "12")))
         best, seed = max(
-            (routing.quality(PROMPTS, tokenizer, initialised(config, seed).float().eval(), ROUTER), seed)
+            (routing.quality(PROMPTS, tokenizer, initialised(config, seed).float().eval(), ROUTERS), seed)
             for seed in seeds
         )
         model = initialised(config, seed)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Makes the variants phi3, phi4-mini, qwen3-yarn, smollm3, mistral3, granite and seed-oss with their
-golden.json, and tests/parity/rope.json: what transformers makes of scaled rotary embeddings.
+"""Makes the variants phi3, phi4-mini, qwen3-yarn, smollm3, mistral3, granite, seed-oss, glm4, exaone4
+and ernie4_5 with their golden.json, and tests/parity/rope.json: what transformers makes of scaled rotary embeddings.
 
 Random weights, in bf16; of some seeds the one whose greedy choices are the clearest. Sets of LongRoPE's
 divisors are chosen by the served length here, not by how long a sequence has become: golden.json is of
@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    AutoTokenizer, GraniteConfig, GraniteForCausalLM, LlamaConfig, Mistral3Config,
+    AutoTokenizer, Ernie4_5Config, Ernie4_5ForCausalLM, Exaone4Config, Exaone4ForCausalLM, Glm4Config,
+    Glm4ForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaConfig, Mistral3Config,
     Mistral3ForConditionalGeneration, MistralConfig, Phi3Config, Phi3ForCausalLM, PixtralVisionConfig,
     Qwen3Config, Qwen3ForCausalLM, SeedOssConfig, SeedOssForCausalLM, SmolLM3Config, SmolLM3ForCausalLM,
 )
@@ -73,6 +74,23 @@ VARIANTS = {
         **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
         rms_norm_eps=1e-6, max_position_embeddings=512, attention_bias=True, attention_out_bias=False,
         mlp_bias=True, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0})),
+    # Pairs next to each other on half of each head, norms before and after, gate and up in one tensor.
+    "glm4": (Glm4ForCausalLM, lambda: Glm4Config(
+        **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        rms_norm_eps=1e-5, max_position_embeddings=512, attention_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5})),
+    # Norms only after attention and MLP; the second layer neither slides nor tells positions.
+    "exaone4": (Exaone4ForCausalLM, lambda: Exaone4Config(
+        **BASE, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5,
+        max_position_embeddings=512, sliding_window=24, sliding_window_pattern=2,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0})),
+    # Pairs next to each other on whole heads, biases everywhere.
+    "ernie4_5": (Ernie4_5ForCausalLM, lambda: Ernie4_5Config(
+        **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        rms_norm_eps=1e-5, max_position_embeddings=512, use_bias=True, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0})),
     # A text model beside a (tiny) vision tower.
     "mistral3": (Mistral3ForConditionalGeneration, lambda: Mistral3Config(
@@ -167,7 +185,8 @@ def rename_for_transformers_4(path, version):
         parameters = part.pop("rope_parameters", None)
         if parameters is not None:
             part["rope_theta"] = parameters.pop("rope_theta")
-            parameters.pop("partial_rotary_factor", None)
+            if "partial_rotary_factor" in parameters:
+                part["partial_rotary_factor"] = parameters.pop("partial_rotary_factor")
             parameters.pop("original_max_position_embeddings", None)
             kind = parameters.pop("rope_type")
             part["rope_scaling"] = {"type": kind, **parameters} if kind != "default" else None
@@ -238,7 +257,7 @@ def main():
         goldens(folder, kind, True, "golden.json")
         if name == "phi3":
             goldens(folder, kind, False, "golden-short.json")
-        if name in ("phi4-mini", "mistral3", "granite"):
+        if name in ("phi4-mini", "mistral3", "granite", "glm4", "ernie4_5"):
             rename_for_transformers_4(folder / "config.json", "4.51.0")
 
 

@@ -12,8 +12,11 @@ def logits_and_gaps(model, ids, router):
     top = model.config.num_experts_per_tok
     gaps, hooks = [], []
 
-    def look(_module, _inputs, outputs):
-        ordered = outputs[0].float().sort(-1, descending=True).values
+    def look(module, _inputs, outputs):
+        keys = outputs[0].float()
+        if hasattr(module, "e_score_correction_bias"):
+            keys = keys.sigmoid() + module.e_score_correction_bias
+        ordered = keys.sort(-1, descending=True).values
         gaps.append((ordered[:, top - 1] - ordered[:, top]) / ordered.std(-1))
 
     for name, module in model.named_modules():

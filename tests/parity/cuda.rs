@@ -66,10 +66,15 @@ variants! {
     granite_tp2: "granite", 2;
     seed_oss: "seed-oss", 1;
     mistral3_tp2: "mistral3", 2;
+    glm4: "glm4", 1;
+    exaone4_tp2: "exaone4", 2;
+    gemma2_tp2: "gemma2", 2;
     gemma3: "gemma3", 1;
     gemma3_tp2: "gemma3", 2;
     mixtral: "mixtral", 1;
     mixtral_tp2: "mixtral", 2;
+    qwen2_moe_tp2: "qwen2-moe", 2;
+    glm4_moe: "glm4-moe", 1;
     qwen3_moe: "qwen3-moe", 1;
     qwen3_moe_stacked_tp2: "qwen3-moe-stacked", 2;
     gpt_oss: "gpt-oss", 1;

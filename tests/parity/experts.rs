@@ -112,7 +112,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 
 #[test]
 fn many_chunks_of_slots_make_what_one_does() {
-    let routing = |num_experts, top_k, normalise| Routing { num_experts, top_k, normalise };
+    let routing = Routing::softmax;
     for (rows, hidden, inner, routing, first) in [
         // The last chunk has fewer rows; columns that begin at an odd index are copied first.
         (21, 40, 24, routing(6, 2, true), 0),
@@ -154,7 +154,7 @@ fn many_chunks_of_slots_make_what_one_does() {
 #[test]
 fn a_rows_choice_depends_on_no_other_row() {
     let (rows, hidden) = (200, 328);
-    let routing = Routing { num_experts: 24, top_k: 4, normalise: true };
+    let routing = Routing::softmax(24, 4, true);
     let mut backend = fake_cuda_with(CudaOptions::default(), single_rank());
     let router = bytes(&numbers(5, routing.num_experts * hidden));
     let router = backend.load_matrix(&[host(&router, routing.num_experts, hidden)]).unwrap();
@@ -183,7 +183,7 @@ fn a_rows_choice_depends_on_no_other_row() {
 #[test]
 fn rows_that_are_not_there_are_not_written_in_later_chunks() {
     let (there, launched, hidden, inner) = (9, 12, 24, 16);
-    let routing = Routing { num_experts: 6, top_k: 2, normalise: true };
+    let routing = Routing::softmax(6, 2, true);
     let options = CudaOptions { expert_slots: SLOTS, ..CudaOptions::default() };
     let mut backend = fake_cuda_with(options, single_rank());
     let router = bytes(&numbers(1, routing.num_experts * hidden));

@@ -158,7 +158,7 @@ fn fused(name: &str) -> Folder {
 fn projections_that_are_one_tensor_make_what_separate_ones_make() {
     for name in ["llama-gqa", "llama-gptq"] {
         let (apart, folder) = (variant(name), fused(name));
-        assert!(ModelConfig::load(folder.path()).unwrap().is_fused);
+        assert!(ModelConfig::load(folder.path()).unwrap().fused.qkv);
         let prompt = &goldens(&apart)[2].prompt_ids;
         for (on, degree) in
             [(On::Cpu, 1), (On::Cpu, 2), (On::Cpu, 4), (On::CpuInt8, 2), (On::FakeCuda, 2)]

@@ -40,6 +40,7 @@ fn same(a: &Seq, b: &Seq, what: &str) {
 fn chunked_prefill_gives_the_same_bits() {
     let models = [
         "mistral-swa",
+        "gemma2",
         "gemma3",
         "smollm3",
         "granite",
@@ -149,6 +150,8 @@ fn every_degree_gives_the_bits_of_the_wanted_one() {
         variant("qwen3"),
         variant("mistral-swa"),
         variant("gemma3"),
+        variant("exaone4"),
+        variant("qwen2-moe"),
         variant("qwen2"),
         variant("phi4-mini"),
         variant("smollm3"),

@@ -96,6 +96,7 @@ pub(crate) fn begin(backend: &mut CudaBackend, sampling: &[SampleRow<'_>], feed:
         head_dim: 16,
         norm_eps: 1e-6,
         sliding_window: None,
+        softcap: None,
     };
     let inputs = StepInputs {
         ids: &all,

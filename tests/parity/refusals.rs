@@ -38,7 +38,7 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
     let kv = KvShape { num_layers: 1, num_kv_heads: 1, head_dim: 8, block_size: 4, num_blocks: 2 };
     let mut cache = backend.new_kv_cache(kv).unwrap();
     let mut host = backend.new_host_kv(kv).unwrap();
-    let routing = Routing { num_experts: 2, top_k: 1, normalise: true };
+    let routing = Routing::softmax(2, 1, true);
     let mut routes = backend.new_routes(2, routing).unwrap();
     // A new buffer's number of rows is up to the device.
     let mut buffer = |width, rows, is_input| {
@@ -62,6 +62,8 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
     says(backend.add_rmsnorm(&mut sum, None, &long, 0.0, &mut x));
     says(backend.add_rmsnorm(&mut sum, None, &ones, 0.0, &mut wide_input));
     says(backend.add_normed_rmsnorm(&mut sum, &fewer, &long, &ones, 0.0, &mut x));
+    says(backend.add_normed(&mut sum, Some((&fewer, &ones)), 0.0, &mut x));
+    says(backend.add_normed(&mut sum, None, 0.0, &mut wide_input));
     says(backend.add(&mut sum, &fewer));
     says(backend.linear(&wide_input, &square, None, &mut sum));
     says(backend.linear(&x, &square, None, &mut wide));
@@ -69,7 +71,8 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
     says(backend.linear_columns(&x, 1, &square, None, &mut sum));
     says(backend.gate_up(&x, &odd, None, None, Activation::Silu, &mut wide_input));
     says(backend.gate_up(&x, &square, None, Some(&sum), Activation::Silu, &mut wide_input));
-    says(backend.lm_head(&x, &[0, 2], &square, &mut sum));
+    says(backend.lm_head(&x, &[0, 2], &square, None, &mut sum));
+    says(backend.lm_head(&x, &[0], &square, Some(0.0), &mut sum));
     says(backend.route(&x, &square, None, &mut routes));
     says(backend.assign(&[0, 2], &mut routes));
     says(backend.assign(&[0, 1, 0], &mut routes));
@@ -84,6 +87,7 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
         head_dim: 8,
         norm_eps: 0.0,
         sliding_window: None,
+        softcap: None,
     };
     let seq = SeqRows { row_start: 0, num_rows: 2, context_len: 2, table_start: 0, table_len: 1 };
     let (seqs, far) = ([seq], [SeqRows { context_len: 9, ..seq }]);
@@ -110,6 +114,7 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
         AttentionShape { num_kv_heads: 0, ..shape },
         AttentionShape { head_dim: 6, ..shape },
         AttentionShape { sliding_window: Some(0), ..shape },
+        AttentionShape { softcap: Some(f32::NAN), ..shape },
     ] {
         says(backend.qkv_rope_write(qkv(&weights, None), at(&shape, &good), cache, q));
     }

@@ -62,8 +62,10 @@ pub fn model(
     let tensors = Tensors { files: &weights, quantised: config.quantised };
     tensors.weight("model.embed_tokens.weight", &[config.vocab_size, config.hidden_size])?;
     for layer in [0, config.num_layers.saturating_sub(1)] {
-        let norm = format!("model.layers.{layer}.input_layernorm.weight");
-        weights.tensor(&norm, &[config.hidden_size])?;
+        for name in [config.norms.input, config.norms.output].into_iter().flatten() {
+            let norm = format!("model.layers.{layer}.{name}.weight");
+            weights.tensor(&norm, &[config.hidden_size])?;
+        }
         if let Some(experts) = config.experts.as_ref().filter(|experts| experts.layers[layer]) {
             let name = format!("model.layers.{layer}");
             ExpertParts::find(tensors, experts, &name, config.hidden_size, &whole)?;

@@ -83,6 +83,8 @@ pub struct AttentionShape {
     pub norm_eps: f32,
     /// Attend only to the last `n` tokens, including the current one; `None` attends to all.
     pub sliding_window: Option<u32>,
+    /// Replaces every score `s` by `cap * tanh(s / cap)`, before the softmax (Gemma 2).
+    pub softcap: Option<f32>,
 }
 
 /// The layer and the sequences that attention is computed for.
@@ -146,36 +148,87 @@ pub enum ExpertActivation {
 /// time. It bounds the intermediate results between two products.
 pub const EXPERT_SLOTS: usize = 8192;
 
+/// How a router's logits become the weights of experts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Scores {
+    /// Softmax over all logits. A bias is added to the logits.
+    #[default]
+    Softmax,
+    /// Sigmoid of each logit. A bias is added to the scores, but only to choose (GLM-4.5).
+    Sigmoid,
+}
+
 /// How the rows of a layer are routed to its experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+///
+/// Shared experts, which every row has, are ordinary matrices of the layer's stacks: the last ones.
+/// A row has them after those that it chose.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Routing {
-    /// Number of experts in the layer.
+    /// Number of experts in the layer, shared ones included.
     pub num_experts: usize,
-    /// Number of experts per row, in `1..=num_experts`.
+    /// Number of experts per row, in `1..=num_experts`, shared ones included.
     pub top_k: usize,
-    /// Whether the weights of a row's experts are divided by their sum.
+    /// Whether the weights of a row's chosen experts are divided by their sum.
     pub normalise: bool,
+    /// How logits become weights.
+    pub scores: Scores,
+    /// Factor of the chosen experts' weights.
+    pub scale: f32,
+    /// Number of shared experts, below `top_k`.
+    pub shared: usize,
+    /// Whether the shared experts' weight is the sigmoid of one more output of the router, its
+    /// last (Qwen2-MoE); otherwise it is 1.
+    pub gated: bool,
 }
 
 impl Routing {
     /// Upper limits of `num_experts` and `top_k`.
     pub const MOST: (usize, usize) = (1024, 32);
 
+    /// A softmax over `num_experts` experts, of which none is shared.
+    #[must_use]
+    pub const fn softmax(num_experts: usize, top_k: usize, normalise: bool) -> Self {
+        let scores = Scores::Softmax;
+        Self { num_experts, top_k, normalise, scores, scale: 1.0, shared: 0, gated: false }
+    }
+
+    /// Returns the number of experts to choose from, and the number that a row chooses.
+    #[must_use]
+    pub const fn chosen(&self) -> (usize, usize) {
+        (self.num_experts.saturating_sub(self.shared), self.top_k.saturating_sub(self.shared))
+    }
+
+    /// Returns the number of outputs of the router.
+    #[must_use]
+    pub const fn num_logits(&self) -> usize {
+        self.chosen().0 + self.gated as usize
+    }
+
     /// Checks that the numbers are consistent and within [`Self::MOST`].
     ///
     /// # Errors
     /// [`KernelError::Shape`].
     pub fn check(&self) -> Result<(), KernelError> {
-        let Self { num_experts, top_k, .. } = *self;
+        let Self { num_experts, top_k, shared, scale, .. } = *self;
         let (experts_most, top_most) = Self::MOST;
-        if num_experts <= experts_most && (1..=num_experts.min(top_most)).contains(&top_k) {
-            return Ok(());
+        let op = "new_routes";
+        if num_experts > experts_most || !(1..=num_experts.min(top_most)).contains(&top_k) {
+            let message = format!(
+                "{top_k} of {num_experts} experts cannot be chosen: at least 1, at most all and \
+                 {top_most}, of at most {experts_most}"
+            );
+            return Err(KernelError::Shape { op, message });
         }
-        let message = format!(
-            "{top_k} of {num_experts} experts cannot be chosen: at least 1, at most all and \
-             {top_most}, of at most {experts_most}"
-        );
-        Err(KernelError::Shape { op: "new_routes", message })
+        if shared >= top_k || (self.gated && shared == 0) {
+            let message =
+                format!("{shared} of the {top_k} experts of a row are shared: one must be chosen");
+            return Err(KernelError::Shape { op, message });
+        }
+        if !(scale.is_finite() && scale > 0.0) {
+            let message = format!("the weights' factor is {scale}, not finite and above 0");
+            return Err(KernelError::Shape { op, message });
+        }
+        Ok(())
     }
 }
 

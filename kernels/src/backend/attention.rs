@@ -1,4 +1,6 @@
 //! Attention and its KV cache.
+#[cfg(doc)]
+use super::AttentionShape;
 use super::{AttentionAt, QkvInput, Tensors};
 use crate::error::KernelError;
 
@@ -19,9 +21,9 @@ pub trait AttentionOps: Tensors {
     ) -> Result<(), KernelError>;
 
     /// Causal attention of every row over its sequence's cached K and V, scaled by
-    /// `1 / sqrt(head_dim)`. `q, out: [rows, num_heads * head_dim]`. `sinks: [num_heads]`:
-    /// attention sinks, one unscaled logit per head that joins the softmax's denominator and has no
-    /// V (gpt-oss).
+    /// `1 / sqrt(head_dim)`, then capped ([`AttentionShape::softcap`]).
+    /// `q, out: [rows, num_heads * head_dim]`. `sinks: [num_heads]`: attention sinks, one unscaled
+    /// logit per head that joins the softmax's denominator and has no V (gpt-oss).
     ///
     /// # Errors
     /// [`KernelError::Shape`].

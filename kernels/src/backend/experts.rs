@@ -1,7 +1,7 @@
 //! Mixtures of experts, and per-row choice of a matrix (LoRA adapters).
 use super::{ExpertActivation, Routing, Tensors};
 #[cfg(doc)]
-use super::{NOT_ASSIGNED, ProductOps};
+use super::{NOT_ASSIGNED, ProductOps, Scores};
 use crate::error::KernelError;
 
 /// Mixtures of experts (MoE).
@@ -17,13 +17,15 @@ pub trait ExpertOps: Tensors {
         routing: Routing,
     ) -> Result<Self::Routes, KernelError>;
 
-    /// Chooses the experts of every row: `p = softmax(x W^T + bias)` over all experts, in f32. The
-    /// row gets the `top_k` experts with the largest p, largest first, ties by lowest number; their
-    /// weights are their p, divided by their sum if [`Routing::normalise`]. `x: [rows, in]`,
-    /// `router: [num_experts, in]`, `bias: [num_experts]`; sets the rows of `routes`. Every rank
-    /// chooses for itself and all have to agree: the same bits give the same choices and weights on
-    /// every CPU, whatever its instruction set, and on every GPU of one compute capability,
-    /// whatever else is in the batch.
+    /// Chooses the experts of every row: `p = softmax(x W^T + bias)` over all experts that can be
+    /// chosen, or `p = sigmoid(x W^T)` ([`Scores`]), in f32. The row gets the experts with the
+    /// largest p (sigmoid: the largest `p + bias`), largest first, ties by lowest number; their
+    /// weights are their p, divided by their sum if [`Routing::normalise`], times
+    /// [`Routing::scale`]. After them come the shared experts. `x: [rows, in]`,
+    /// `router: [num_logits, in]`, `bias: [experts that can be chosen]`; sets the rows of `routes`.
+    /// Every rank chooses for itself and all have to agree: the same bits give the same choices and
+    /// weights on every CPU, whatever its instruction set, and on every GPU of one compute
+    /// capability, whatever else is in the batch.
     ///
     /// # Errors
     /// [`KernelError::Shape`].

@@ -46,7 +46,8 @@ pub trait ProductOps: Tensors {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
-    /// Logits of the given rows: `out[i] = x[rows[i]] W^T`. `out: [rows.len(), vocab_local]`.
+    /// Logits of the given rows: `out[i] = x[rows[i]] W^T`, or `cap * tanh(of that / cap)` if there
+    /// is a cap (Gemma 2). `out: [rows.len(), vocab_local]`.
     ///
     /// # Errors
     /// [`KernelError::Shape`].
@@ -55,6 +56,7 @@ pub trait ProductOps: Tensors {
         x: &Self::Buffer,
         rows: &[u32],
         weight: &Self::Matrix,
+        cap: Option<f32>,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 }

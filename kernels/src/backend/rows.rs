@@ -47,6 +47,19 @@ pub trait RowOps: Tensors {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
+    /// `residual += delta / rms(delta) * weight` (if given), then `out = residual`. All
+    /// `[rows, hidden]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn add_normed(
+        &mut self,
+        residual: &mut Self::Buffer,
+        added: Option<(&Self::Buffer, &Self::Vector)>,
+        eps: f32,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
     /// `sum += other`. Both `[rows, width]`.
     ///
     /// # Errors

@@ -19,6 +19,7 @@ fn heads(
     let head_dim = shape.head_dim;
     ensure!(op, head_dim > 0 && head_dim.is_multiple_of(2), "head_dim is {head_dim}, not even");
     ensure!(op, shape.sliding_window != Some(0), "sliding_window is 0");
+    softcap(op, shape.softcap)?;
     ensure!(
         op,
         (kv.num_kv_heads, kv.head_dim) == (kv_heads, shape.head_dim),
@@ -29,6 +30,13 @@ fn heads(
     );
     ensure!(op, layer < kv.num_layers, "layer is {layer} of {}", kv.num_layers);
     ensure!(op, kv.block_size > 0, "block_size is 0");
+    Ok(())
+}
+
+/// Checks a cap of scores or logits.
+pub(crate) fn softcap(op: &'static str, cap: Option<f32>) -> Result<(), KernelError> {
+    let is_valid = cap.is_none_or(|cap| cap.is_finite() && cap > 0.0);
+    ensure!(op, is_valid, "softcap is {cap:?}, not finite and above 0");
     Ok(())
 }
 

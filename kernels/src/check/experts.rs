@@ -20,9 +20,9 @@ pub(crate) fn route(
     rows_max: usize,
 ) -> Result<(), KernelError> {
     let op = "route";
-    let (found, wanted) = ((router.rows(), router.cols()), (routing.num_experts, x.width()));
+    let (found, wanted) = ((router.rows(), router.cols()), (routing.num_logits(), x.width()));
     ensure!(op, found == wanted, "router is {found:?}, not {wanted:?}");
-    vector(op, "bias", bias, routing.num_experts)?;
+    vector(op, "bias", bias, routing.chosen().0)?;
     let rows = x.rows();
     ensure!(op, rows <= rows_max, "x has {rows} rows, room is for {rows_max}");
     Ok(())

@@ -15,7 +15,7 @@ mod float32;
 
 use super::isa::Isa;
 use super::kv::CpuKvCache;
-use super::math::{LANES, exp, sum_lanes};
+use super::math::{LANES, exp, soft_capped, sum_lanes};
 use super::memory::{Disjoint, Scratch};
 use super::simd::{Plain, Simd};
 use crate::backend::{AttentionShape, Batch, KvShape, SeqRows};
@@ -237,10 +237,13 @@ fn run_tile(
     }
 }
 
-/// Replaces the first `len` scores by `e^(score - max)`; returns 1 / (their sum plus the sink's).
-/// Elements after `len` may change.
+/// Replaces the first `len` scores by `e^(score - max)`, capped before if there is a cap; returns
+/// 1 / (their sum plus the sink's). Elements after `len` may change.
 #[inline(always)]
-fn softmax<S: Simd>(row: &mut [f32], len: usize, sink: f32) -> f32 {
+fn softmax<S: Simd>(row: &mut [f32], len: usize, sink: f32, cap: Option<f32>) -> f32 {
+    if let Some(cap) = cap {
+        row[..len].iter_mut().for_each(|score| *score = soft_capped(*score, cap));
+    }
     // Whole vectors where there is room: e^-inf is 0, and adding 0 changes no bit.
     let padded = Some(len.next_multiple_of(LANES)).filter(|&padded| padded <= row.len());
     let scores = &mut row[..padded.unwrap_or(len)];

@@ -1,7 +1,7 @@
 //! Operations on one row or head at a time: RMSNorm, RoPE, gated activations. Compiled for each
 //! instruction set; the order of every sum depends only on the row's length.
 use super::isa::{Isa, multiversion};
-use super::math::{exp, gelu_tanh, silu, sum_by};
+use super::math::{exp, gelu_tanh, silu, soft_capped, sum_by};
 use crate::backend::{Activation, ExpertActivation};
 
 multiversion! {
@@ -58,6 +58,43 @@ fn add_normed_rmsnorm_body<const FMA: bool>(
         *x += delta * scale * weight;
     }
     rmsnorm(residual, weight, eps, out);
+}
+
+multiversion! {
+    /// `residual += delta / rms(delta) * weight` (if given), then `out = residual`. All of length
+    /// `hidden`.
+    pub(crate) fn add_normed(
+        residual: &mut [f32],
+        added: Option<(&[f32], &[f32])>,
+        eps: f32,
+        out: &mut [f32],
+    ) = add_normed_body
+}
+
+#[inline(always)]
+fn add_normed_body<const FMA: bool>(
+    residual: &mut [f32],
+    added: Option<(&[f32], &[f32])>,
+    eps: f32,
+    out: &mut [f32],
+) {
+    if let Some((delta, weight)) = added {
+        let scale = rms_scale(delta, eps);
+        for ((x, &delta), &weight) in residual.iter_mut().zip(delta).zip(weight) {
+            *x += delta * scale * weight;
+        }
+    }
+    out.copy_from_slice(residual);
+}
+
+multiversion! {
+    /// Replaces every element by `cap * tanh(x / cap)`.
+    pub(crate) fn soft_cap(row: &mut [f32], cap: f32) = soft_cap_body
+}
+
+#[inline(always)]
+fn soft_cap_body<const FMA: bool>(row: &mut [f32], cap: f32) {
+    row.iter_mut().for_each(|x| *x = soft_capped(*x, cap));
 }
 
 #[inline(always)]

@@ -2,12 +2,12 @@
 //! weighted results of a row's experts. Products use `gemm`, except the router's (`router`).
 use super::elementwise;
 use super::gemm::{self, Group, Grouped, Task};
-use super::math::exp;
+use super::math::{exp, sigmoid};
 use super::memory::Disjoint;
 use super::pack::{CpuMatrix, CpuStack, PANEL};
 use super::{CpuBackend, CpuBuffer, CpuVector, GRAIN};
 use crate::backend::{
-    Buffer as _, Choices, EXPERT_SLOTS, ExpertActivation, ExpertOps, NOT_ASSIGNED, Routing,
+    Buffer as _, Choices, EXPERT_SLOTS, ExpertActivation, ExpertOps, NOT_ASSIGNED, Routing, Scores,
 };
 use crate::check::experts::{self as check, StackSizes};
 use crate::error::KernelError;
@@ -73,28 +73,70 @@ impl CpuRoutes {
     }
 }
 
-/// Chooses the experts with the largest logits, largest first, and computes their weights; NaN
-/// comes last. Gives the same bits on every host, as the logits do: see `router`.
-fn choose(logits: &[f32], normalise: bool, experts: &mut [u32], weights: &mut [f32]) {
-    for (i, weight) in weights.iter_mut().enumerate() {
-        let (chosen, rest) = experts.split_at_mut(i);
-        let mut best: Option<(usize, f32)> = None;
-        for (expert, &logit) in logits.iter().enumerate() {
-            let is_better =
-                best.is_none_or(|(_, most)| logit > most || (most.is_nan() && !logit.is_nan()));
-            if is_better && !chosen.contains(&(expert as u32)) {
-                best = Some((expert, logit));
+/// Chooses the experts of a row by its logits, largest first, and computes their weights; NaN comes
+/// last. The shared experts follow. Gives the same bits on every host, as the logits do: see
+/// `router`.
+fn choose(
+    routing: &Routing,
+    logits: &mut [f32],
+    bias: Option<&[f32]>,
+    experts: &mut [u32],
+    weights: &mut [f32],
+) {
+    let (num_experts, chosen) = routing.chosen();
+    let (scores, gate) = logits.split_at_mut(num_experts);
+    let (experts, shared_experts) = experts.split_at_mut(chosen);
+    let (weights, shared_weights) = weights.split_at_mut(chosen);
+    for (expert, shared) in (num_experts..).zip(shared_experts) {
+        *shared = expert as u32;
+    }
+    shared_weights.fill(gate.first().map_or(1.0, |logit| sigmoid(*logit)));
+    // In the end, weights are divided by this sum.
+    let sum: f32 = match routing.scores {
+        Scores::Softmax => {
+            if let Some(bias) = bias {
+                scores.iter_mut().zip(bias).for_each(|(score, bias)| *score += bias);
+            }
+            largest(scores, None, experts, weights);
+            let most = weights[0];
+            let all = if routing.normalise { &*weights } else { &*scores };
+            let sum = all.iter().map(|logit| exp(logit - most)).sum();
+            weights.iter_mut().for_each(|weight| *weight = exp(*weight - most));
+            sum
+        }
+        Scores::Sigmoid => {
+            scores.iter_mut().for_each(|score| *score = sigmoid(*score));
+            largest(scores, bias, experts, weights);
+            match routing.normalise {
+                true => weights.iter().sum::<f32>() + SUM_LEAST,
+                false => 1.0,
             }
         }
-        let (expert, logit) = best.unwrap_or_default();
-        rest[0] = expert as u32;
-        *weight = logit;
-    }
-    let most = weights[0];
-    let all = if normalise { &*weights } else { logits };
-    let sum: f32 = all.iter().map(|logit| exp(logit - most)).sum();
+    };
     for weight in weights {
-        *weight = exp(*weight - most) / sum;
+        *weight = *weight / sum * routing.scale;
+    }
+}
+
+/// Added to sums of sigmoids, which could be 0; as in transformers.
+const SUM_LEAST: f32 = 1e-20;
+
+/// Finds the experts with the largest `scores + bias`, ties by lowest number, and their scores.
+fn largest(scores: &[f32], bias: Option<&[f32]>, experts: &mut [u32], found: &mut [f32]) {
+    for (i, found) in found.iter_mut().enumerate() {
+        let (chosen, rest) = experts.split_at_mut(i);
+        let mut best: Option<(usize, f32)> = None;
+        for (expert, &score) in scores.iter().enumerate() {
+            let key = bias.map_or(score, |bias| score + bias[expert]);
+            let is_better =
+                best.is_none_or(|(_, most)| key > most || (most.is_nan() && !key.is_nan()));
+            if is_better && !chosen.contains(&(expert as u32)) {
+                best = Some((expert, key));
+            }
+        }
+        let (expert, _) = best.unwrap_or_default();
+        rest[0] = expert as u32;
+        *found = scores[expert];
     }
 }
 
@@ -147,27 +189,25 @@ impl ExpertOps for CpuBackend {
         routes: &mut CpuRoutes,
     ) -> Result<(), KernelError> {
         check::route(x, router, bias, &routes.routing, routes.rows_max)?;
-        let Routing { num_experts, top_k, normalise } = routes.routing;
+        let routing = routes.routing;
+        let (top_k, num_logits) = (routing.top_k, routing.num_logits());
         let rows = x.rows();
         routes.rows = rows;
         let Self { isa, pool, wide, .. } = self;
-        let logits = wide.get(rows * num_experts)?;
+        let logits = wide.get(rows * num_logits)?;
         router::multiply(*isa, pool, rows, &|i| x.row(i), router.panels(), logits)?;
         let logits = Disjoint::new(logits);
         let experts = Disjoint::new(&mut routes.experts);
         let weights = Disjoint::new(&mut routes.weights);
-        pool.run_ranges(rows, (GRAIN / (num_experts * top_k)).max(1), &|range, _| {
+        pool.run_ranges(rows, (GRAIN / (num_logits * top_k)).max(1), &|range, _| {
             for row in range {
                 // SAFETY: every row belongs to one task.
                 let experts = unsafe { experts.slice(row * top_k, top_k) };
                 // SAFETY: as above.
                 let weights = unsafe { weights.slice(row * top_k, top_k) };
                 // SAFETY: as above.
-                let logits = unsafe { logits.slice(row * num_experts, num_experts) };
-                if let Some(bias) = bias {
-                    logits.iter_mut().zip(&**bias).for_each(|(logit, bias)| *logit += bias);
-                }
-                choose(logits, normalise, experts, weights);
+                let logits = unsafe { logits.slice(row * num_logits, num_logits) };
+                choose(&routing, logits, bias.map(|bias| &**bias), experts, weights);
             }
         })
     }
@@ -277,7 +317,8 @@ mod tests {
         let check = |logits: &[f32], normalise, want: &[u32]| {
             let mut experts = vec![9; want.len()];
             let mut weights = vec![0.0; want.len()];
-            choose(logits, normalise, &mut experts, &mut weights);
+            let routing = Routing::softmax(logits.len(), want.len(), normalise);
+            choose(&routing, &mut logits.to_vec(), None, &mut experts, &mut weights);
             assert_eq!(experts, want, "{logits:?}");
             weights
         };

@@ -44,10 +44,23 @@ pub(crate) fn bf16_pair(first: f32, second: f32) -> u32 {
     round_bf16(first) >> 16 | round_bf16(second)
 }
 
+/// `1 / (1 + e^-x)`.
+#[inline(always)]
+pub(crate) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
 /// `x * sigmoid(x)`.
 #[inline(always)]
 pub(crate) fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
+}
+
+/// `cap * tanh(x / cap)`.
+#[inline(always)]
+pub(crate) fn soft_capped(x: f32, cap: f32) -> f32 {
+    // tanh(y) = 1 - 2 / (1 + e^2y)
+    cap * (1.0 - 2.0 / (1.0 + exp(2.0 * x / cap)))
 }
 
 /// GELU in its tanh approximation, computed as `x * sigmoid(2 y)`, which equals `x / 2 * (1 +

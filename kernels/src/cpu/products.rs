@@ -107,13 +107,22 @@ impl ProductOps for CpuBackend {
         x: &CpuBuffer,
         rows: &[u32],
         weight: &CpuMatrix,
+        cap: Option<f32>,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
         let op = "lm_head";
         check::product(op, x, weight, None::<&CpuVector>, weight.rows(), out)?;
         check::below_bound(op, "row", rows, x.rows())?;
+        check::attention::softcap(op, cap)?;
         out.set_rows(rows.len())?;
-        self.product(&|i| x.row(rows[i] as usize), weight, None, out)
+        self.product(&|i| x.row(rows[i] as usize), weight, None, out)?;
+        let Some(cap) = cap else { return Ok(()) };
+        let (isa, len) = (self.isa, out.values().len());
+        let out = Disjoint::new(out.values_mut());
+        self.pool.run_ranges(len, GRAIN / 16, &|range, _| {
+            // SAFETY: every element belongs to one task.
+            elementwise::soft_cap(isa, unsafe { out.slice(range.start, range.len()) }, cap);
+        })
     }
 }
 

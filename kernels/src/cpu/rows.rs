@@ -70,6 +70,22 @@ impl RowOps for CpuBackend {
         })
     }
 
+    fn add_normed(
+        &mut self,
+        residual: &mut CpuBuffer,
+        added: Option<(&CpuBuffer, &CpuVector)>,
+        eps: f32,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        check::add_normed("add_normed", residual, added, out)?;
+        out.set_rows(residual.rows())?;
+        let isa = self.isa;
+        self.each_normed(residual, out, &|row, residual, out| {
+            let added = added.map(|(delta, weight)| (delta.row(row), &**weight));
+            elementwise::add_normed(isa, residual, added, eps, out);
+        })
+    }
+
     fn add(&mut self, sum: &mut CpuBuffer, other: &CpuBuffer) -> Result<(), KernelError> {
         check::shape("add", "other", Some(other), (sum.rows(), sum.width()))?;
         let (isa, len, other) = (self.isa, sum.values().len(), other.values());

@@ -8,7 +8,7 @@ use super::memory::{DeviceMemory, DevicePtr};
 use super::step::LaunchRows;
 use super::stream::Stream;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
-use crate::backend::{Buffer as _, Choices, ExpertActivation, ExpertOps, Routing};
+use crate::backend::{Buffer as _, Choices, ExpertActivation, ExpertOps, Routing, Scores};
 use crate::check::ensure;
 use crate::check::experts::{self as check, StackSizes};
 use crate::error::KernelError;
@@ -131,7 +131,7 @@ impl ExpertOps for CudaBackend {
         routes: &mut CudaRoutes,
     ) -> Result<(), KernelError> {
         let op = "route";
-        let Routing { num_experts, .. } = routes.routing;
+        let num_logits = routes.routing.num_logits();
         check::route(x, router, bias, &routes.routing, routes.rows_max)?;
         ensure!(op, router.weight().is_bf16(), "the router is quantised: it must be bf16");
         let from = x.of(Element::Bf16, op, "x")?;
@@ -143,18 +143,23 @@ impl ExpertOps for CudaBackend {
         }
         let most = x.rows_max().min(routes.rows_max);
         let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
-        let logits = self.scratch(ScratchKind::Wide, count * num_experts * 4)?;
-        let out = Rows { ptr: logits, stride: num_experts };
+        let logits = self.scratch(ScratchKind::Wide, count * num_logits * 4)?;
+        let out = Rows { ptr: logits, stride: num_logits };
         // Always this project's own product, whose order of sums depends only on k: another
         // algorithm, on another rank or for another number of rows, could choose another expert
         // without any rank noticing.
-        let sizes = (count, num_experts, x.width());
+        let sizes = (count, num_logits, x.width());
         let bias = bias.map(CudaVector::ptr);
-        let call = launch::skinny((from, None), router.at(), bias, out, sizes, live);
+        // Either the logits have it, or what the choice goes by.
+        let (of_logits, of_scores) = match routes.routing.scores {
+            Scores::Softmax => (bias, None),
+            Scores::Sigmoid => (None, bias),
+        };
+        let call = launch::skinny((from, None), router.at(), of_logits, out, sizes, live);
         // SAFETY: operands and result have the rows and columns that were checked.
         unsafe { self.device.launch(call) }?;
         let chosen = (routes.experts.ptr(), routes.weights.ptr());
-        let call = experts::route(logits, chosen, &routes.routing, count, live);
+        let call = experts::route((logits, of_scores), chosen, &routes.routing, count, live);
         // SAFETY: there are as many logits, and room for as many choices.
         unsafe { self.device.launch(call) }?;
         let sizes = (count, routes.chunk_rows, routes.tiles_stride);

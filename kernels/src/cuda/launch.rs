@@ -31,9 +31,9 @@ pub use products::{Weight, skinny, skinny_gate_up, widen_int4, widen_int8};
 pub(super) use ranks::peer_sum_add_rmsnorm;
 pub use ranks::{PEER_BLOCKS, PEER_SLOT, peer_gather, peer_sum, tree_sum};
 pub use rows::{
-    READ_BLOCK, READ_RESULT, activate_mul, add, add_bias, add_normed_rmsnorm, add_rmsnorm,
-    blocks_in, blocks_out, copy_columns, embed, gather_rows, interleave_ranks, late, read,
-    scale_add_bias,
+    READ_BLOCK, READ_RESULT, activate_mul, add, add_bias, add_normed, add_normed_rmsnorm,
+    add_rmsnorm, blocks_in, blocks_out, cap, copy_columns, embed, gather_rows, interleave_ranks,
+    late, read, scale_add_bias,
 };
 pub use sample::{SampleIo, argmax, argmax_merge, logprobs, sample};
 

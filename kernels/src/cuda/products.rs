@@ -151,11 +151,13 @@ impl ProductOps for CudaBackend {
         x: &CudaBuffer,
         rows: &[u32],
         weight: &CudaMatrix,
+        cap: Option<f32>,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         let op = "lm_head";
         check::product(op, x, weight, None::<&CudaVector>, weight.rows(), out)?;
         check::below_bound(op, "row", rows, x.rows())?;
+        check::attention::softcap(op, cap)?;
         let from = x.of(Element::Bf16, op, "x")?;
         let to = out.of(Element::F32, op, "out")?;
         out.set_rows(rows.len())?;
@@ -180,7 +182,11 @@ impl ProductOps for CudaBackend {
             (index, rows.len(), DevicePtr::default())
         };
         ensure!(op, count <= out.rows_max(), "{count} rows, room for {}", out.rows_max());
-        self.product(from, Some(index), weight, None, to, count, live)
+        self.product(from, Some(index), weight, None, to, count, live)?;
+        let Some(cap) = cap else { return Ok(()) };
+        let call = launch::cap(to.ptr, cap, weight.rows(), count, live);
+        // SAFETY: the logits have as many rows and columns, without gaps.
+        unsafe { self.device.launch(call) }
     }
 }
 

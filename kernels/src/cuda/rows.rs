@@ -119,6 +119,35 @@ impl RowOps for CudaBackend {
         unsafe { self.device.launch(call) }
     }
 
+    fn add_normed(
+        &mut self,
+        residual: &mut CudaBuffer,
+        added: Option<(&CudaBuffer, &CudaVector)>,
+        eps: f32,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "add_normed";
+        let (rows, width) = (residual.rows(), residual.width());
+        check::add_normed(op, residual, added, out)?;
+        let from = residual.of(Element::F32, op, "residual")?.ptr;
+        let most = added.map_or(usize::MAX, |(delta, _)| delta.rows_max());
+        let added = match added {
+            Some((delta, weight)) => Some((delta.of(Element::F32, op, "delta")?.ptr, weight.ptr())),
+            None => None,
+        };
+        let to = out.of(Element::Bf16, op, "out")?;
+        out.set_rows(rows)?;
+        let (delta, weight) = added.unwrap_or_default();
+        if self.step.skips(op, [from.0, delta.0, weight.0]) || rows == 0 {
+            return Ok(());
+        }
+        let most = most.min(residual.rows_max()).min(out.rows_max());
+        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        let call = launch::add_normed(from, added, to, width, eps, count, live);
+        // SAFETY: shapes were checked.
+        unsafe { self.device.launch(call) }
+    }
+
     fn add(&mut self, sum: &mut CudaBuffer, other: &CudaBuffer) -> Result<(), KernelError> {
         let op = "add";
         check::shape(op, "other", Some(other), (sum.rows(), sum.width()))?;

@@ -143,7 +143,8 @@ fn attend(
             let query = &q.row(row)[columns.clone()];
             scores.clear();
             scores.extend(visible.clone().map(|position| {
-                scale * dot(query, cache.key(layer, slot(position), head / group))
+                let score = scale * dot(query, cache.key(layer, slot(position), head / group));
+                shape.softcap.map_or(score, |cap| cap * (score / cap).tanh())
             }));
             // An additional token, whose weight is discarded.
             scores.extend(sinks.map(|sinks| sinks[head]));

@@ -1,6 +1,6 @@
 //! Mixtures of experts, row by row and expert by expert.
 use super::{ReferenceBackend, ReferenceMatrix, project};
-use crate::backend::{Buffer as _, ExpertActivation, ExpertOps, NOT_ASSIGNED, Routing};
+use crate::backend::{Buffer as _, ExpertActivation, ExpertOps, NOT_ASSIGNED, Routing, Scores};
 use crate::check::experts::{self as check, StackSizes};
 use crate::error::KernelError;
 
@@ -20,21 +20,41 @@ impl ReferenceRoutes {
     }
 }
 
-/// The experts with the largest probabilities, and their weights.
-fn choose(logits: &[f32], routing: &Routing) -> Vec<(usize, f32)> {
-    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f32 = logits.iter().map(|logit| (logit - most).exp()).sum();
-    let mut all: Vec<(usize, f32)> =
-        logits.iter().map(|logit| (logit - most).exp() / sum).enumerate().collect();
-    // Sorts by logits, which differ even if probabilities round to the same value. Stable, so that
-    // the lowest number comes first among equals. NaN comes last; both zeros are equal.
-    let key = |i: usize| if logits[i].is_nan() { f32::NEG_INFINITY } else { logits[i] + 0.0 };
+/// The experts with the largest probabilities or scores, then the shared ones; and their weights.
+fn choose(logits: &[f32], bias: Option<&[f32]>, routing: &Routing) -> Vec<(usize, f32)> {
+    let (num_experts, chosen) = routing.chosen();
+    let (logits, gate) = logits.split_at(num_experts);
+    let sigmoid = |x: f32| 1.0 / (1.0 + (-x).exp());
+    let of = |i: usize| bias.map_or(0.0, |bias| bias[i]);
+    // What experts are sorted by, and their weights before they are divided. Logits differ even
+    // where probabilities round to the same value.
+    let (keys, scores): (Vec<f32>, Vec<f32>) = match routing.scores {
+        Scores::Softmax => {
+            let logits: Vec<f32> = (0..num_experts).map(|i| logits[i] + of(i)).collect();
+            let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let sum: f32 = logits.iter().map(|logit| (logit - most).exp()).sum();
+            let scores = logits.iter().map(|logit| (logit - most).exp() / sum).collect();
+            (logits, scores)
+        }
+        Scores::Sigmoid => {
+            let scores: Vec<f32> = logits.iter().map(|logit| sigmoid(*logit)).collect();
+            ((0..num_experts).map(|i| scores[i] + of(i)).collect(), scores)
+        }
+    };
+    let mut all: Vec<(usize, f32)> = scores.into_iter().enumerate().collect();
+    // Stable, so that the lowest number comes first among equals. NaN comes last; both zeros are
+    // equal.
+    let key = |i: usize| if keys[i].is_nan() { f32::NEG_INFINITY } else { keys[i] + 0.0 };
     all.sort_by(|(a, _), (b, _)| key(*b).total_cmp(&key(*a)));
-    all.truncate(routing.top_k);
+    all.truncate(chosen);
     if routing.normalise {
-        let sum: f32 = all.iter().map(|(_, weight)| weight).sum();
+        let least = if routing.scores == Scores::Sigmoid { 1e-20 } else { 0.0 };
+        let sum: f32 = all.iter().map(|(_, weight)| weight).sum::<f32>() + least;
         all.iter_mut().for_each(|(_, weight)| *weight /= sum);
     }
+    all.iter_mut().for_each(|(_, weight)| *weight *= routing.scale);
+    let weight = gate.first().map_or(1.0, |logit| sigmoid(*logit));
+    all.extend((num_experts..routing.num_experts).map(|expert| (expert, weight)));
     all
 }
 
@@ -63,8 +83,9 @@ impl ExpertOps for ReferenceBackend {
         let mut logits = vec![0.0; router.rows()];
         routes.chosen.clear();
         for i in 0..x.rows() {
-            project(x.row(i), router, bias.map(Vec::as_slice), &mut logits);
-            routes.chosen.push(choose(&logits, &routes.routing));
+            project(x.row(i), router, None, &mut logits);
+            let bias = bias.map(Vec::as_slice);
+            routes.chosen.push(choose(&logits, bias, &routes.routing));
         }
         Ok(())
     }

@@ -68,13 +68,18 @@ impl ProductOps for ReferenceBackend {
         x: &Self::Buffer,
         rows: &[u32],
         weight: &Self::Matrix,
+        cap: Option<f32>,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
         check::product("lm_head", x, weight, None::<&Vec<f32>>, weight.rows(), out)?;
         check::below_bound("lm_head", "row", rows, x.rows())?;
+        check::attention::softcap("lm_head", cap)?;
         out.set_rows(rows.len())?;
         for (i, &row) in rows.iter().enumerate() {
             project(x.row(row as usize), weight, None, out.row_mut(i));
+            if let Some(cap) = cap {
+                out.row_mut(i).iter_mut().for_each(|logit| *logit = cap * (*logit / cap).tanh());
+            }
         }
         Ok(())
     }

@@ -73,6 +73,28 @@ impl RowOps for ReferenceBackend {
         Ok(())
     }
 
+    fn add_normed(
+        &mut self,
+        residual: &mut Self::Buffer,
+        added: Option<(&Self::Buffer, &Self::Vector)>,
+        eps: f32,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError> {
+        check::add_normed("add_normed", residual, added, out)?;
+        out.set_rows(residual.rows())?;
+        self.row.resize(residual.width(), 0.0);
+        for i in 0..residual.rows() {
+            if let Some((delta, weight)) = added {
+                rmsnorm(delta.row(i), weight, eps, &mut self.row);
+                for (r, d) in residual.row_mut(i).iter_mut().zip(&self.row) {
+                    *r += d;
+                }
+            }
+            out.row_mut(i).copy_from_slice(residual.row(i));
+        }
+        Ok(())
+    }
+
     fn add(&mut self, sum: &mut Self::Buffer, other: &Self::Buffer) -> Result<(), KernelError> {
         check::shape("add", "other", Some(other), (sum.rows(), sum.width()))?;
         for (sum, other) in sum.values_mut().iter_mut().zip(other.values()) {

@@ -3,7 +3,8 @@
 //!
 //! - `architecture`: the differences between architectures
 //! - `rope`, `windows`, `experts`: the keys for rotary embeddings, sliding windows and experts
-//! - `gemma3`, `gpt_oss`, `granite`: the keys that only these architectures have
+//! - `gemma`, `gpt_oss`, `granite`: the keys that only these architectures have
+//! - `published`: tests with configurations as published
 use std::path::Path;
 
 use kernels::backend::{Activation, ExpertActivation};
@@ -12,6 +13,8 @@ use serde_json::Value;
 use shared::model_config;
 
 use self::architecture::{Architecture, Biases};
+pub use self::architecture::{Fused, Norms};
+use self::gemma::Gemma;
 use self::granite::Granite;
 use super::ModelError;
 use super::experts::ExpertsConfig;
@@ -20,7 +23,7 @@ use super::rope::RopeConfig;
 
 mod architecture;
 mod experts;
-mod gemma3;
+mod gemma;
 mod gpt_oss;
 mod granite;
 mod rope;
@@ -64,8 +67,8 @@ pub struct ModelConfig {
     pub output_bias: bool,
     /// Whether the MLP's projections have biases.
     pub mlp_bias: bool,
-    /// Whether the files store q, k and v as one tensor, and gate and up as one.
-    pub is_fused: bool,
+    /// Which projections the files store as one tensor.
+    pub fused: Fused,
     /// Whether each head of q and k has an RMSNorm, before the rotary embedding (Qwen3, Gemma 3).
     pub qk_norm: bool,
     /// Factor of attention scores in addition to `1 / sqrt(head_dim)`. A model with a factor other
@@ -73,14 +76,18 @@ pub struct ModelConfig {
     pub query_scale: f32,
     /// Factor of the embeddings.
     pub embedding_scale: f64,
-    /// Whether that factor is first rounded to the embeddings' type (Gemma 3).
+    /// Whether that factor is first rounded to the embeddings' type (Gemma).
     pub rounds_embedding_scale: bool,
     /// Divisor of the logits (Granite).
     pub logits_scaling: f32,
-    /// Added to the weights of all RMSNorms as stored in the files (1 for Gemma 3).
+    /// Caps attention scores: `cap * tanh(score / cap)` (Gemma 2).
+    pub attention_cap: Option<f32>,
+    /// Caps logits in the same way.
+    pub logits_cap: Option<f32>,
+    /// Added to the weights of all RMSNorms as stored in the files (1 for Gemma).
     pub norm_offset: f32,
-    /// Whether the outputs of attention and MLP have an RMSNorm before the residual add (Gemma 3).
-    pub delta_norms: bool,
+    /// The RMSNorms that each layer has.
+    pub norms: Norms,
     /// Activation of the MLP's gate.
     pub activation: Activation,
     /// How the checkpoint's weights are quantised, if they are.
@@ -102,15 +109,19 @@ struct Raw {
     vocab_size: Option<usize>,
     rms_norm_eps: Option<f64>,
     sliding_window: Option<u32>,
-    sliding_window_pattern: Option<usize>,
+    sliding_window_pattern: Option<Value>,
     /// Gemma 3's own name of the key; some files have both.
     #[serde(rename = "_sliding_window_pattern")]
-    own_sliding_window_pattern: Option<usize>,
+    own_sliding_window_pattern: Option<Value>,
     use_sliding_window: Option<bool>,
     max_window_layers: Option<usize>,
     tie_word_embeddings: Option<bool>,
     attention_bias: Option<bool>,
     attention_out_bias: Option<bool>,
+    qkv_bias: Option<bool>,
+    use_bias: Option<bool>,
+    bias: Option<bool>,
+    use_qk_norm: Option<bool>,
     mlp_bias: Option<bool>,
     hidden_act: Option<String>,
     layer_types: Option<Vec<String>>,
@@ -118,6 +129,13 @@ struct Raw {
     num_local_experts: Option<usize>,
     num_experts_per_tok: Option<usize>,
     moe_intermediate_size: Option<usize>,
+    shared_expert_intermediate_size: Option<usize>,
+    n_routed_experts: Option<usize>,
+    n_shared_experts: Option<usize>,
+    n_group: Option<usize>,
+    topk_group: Option<usize>,
+    routed_scaling_factor: Option<f32>,
+    first_k_dense_replace: Option<usize>,
     swiglu_alpha: Option<f32>,
     swiglu_limit: Option<f32>,
     norm_topk_prob: Option<bool>,
@@ -157,7 +175,7 @@ impl ModelConfig {
         let architecture = raw.architectures.as_deref().unwrap_or_default().first();
         let architecture = architecture.ok_or("key architectures is missing or empty")?;
         let architecture = Architecture::parse(architecture)?;
-        let is_gemma = architecture == Architecture::Gemma3;
+        let is_gemma = architecture.is_gemma();
         let act = raw.hidden_act.as_deref().filter(|act| !is_gemma && *act != "silu");
         if let Some(act) = act {
             return Err(format!("hidden_act is \"{act}\", only \"silu\" is supported"));
@@ -173,14 +191,17 @@ impl ModelConfig {
         let num_layers = size("num_hidden_layers", raw.num_hidden_layers)?;
         let experts = experts::read(&raw, architecture, num_layers)?;
         let positions = model_config::positions(&config)?;
-        let told = rope::told(&config, architecture, num_layers)?;
-        let (ropes, query_scale) = match is_gemma {
-            true => gemma3::check(&config, &raw, head_dim, &told)?,
-            false => (rope::ropes(&config, architecture, head_dim, &told)?, 1.0),
+        let told = rope::told(&config, &raw, architecture, num_layers)?;
+        let Gemma { ropes, query_scale, caps: [attention_cap, logits_cap] } = match is_gemma {
+            true => Gemma::read(&config, &raw, architecture, head_dim, &told)?,
+            false => {
+                let ropes = rope::ropes(&config, architecture, head_dim, &told)?;
+                Gemma { ropes, query_scale: 1.0, caps: [None; 2] }
+            }
         };
-        let granite = match architecture {
-            Architecture::Granite => Granite::read(&config)?,
-            _ => Granite::NONE,
+        let granite = match architecture.is_granite() {
+            true => Granite::read(&config)?,
+            false => Granite::NONE,
         };
         let is_dense = experts.as_ref().is_none_or(|experts| experts.layers.contains(&false));
         let intermediate_size = match is_dense {
@@ -207,8 +228,8 @@ impl ModelConfig {
             qkv_bias,
             output_bias,
             mlp_bias,
-            is_fused: architecture.is_fused(),
-            qk_norm: architecture.normalises_heads(),
+            fused: architecture.fused(),
+            qk_norm: architecture.normalises_heads(&raw),
             query_scale: query_scale * granite.query_scale(head_dim) as f32,
             embedding_scale: match is_gemma {
                 true => (hidden_size as f64).sqrt(),
@@ -216,8 +237,10 @@ impl ModelConfig {
             },
             rounds_embedding_scale: is_gemma,
             logits_scaling: granite.logits_scaling as f32,
+            attention_cap,
+            logits_cap,
             norm_offset: if is_gemma { 1.0 } else { 0.0 },
-            delta_norms: is_gemma,
+            norms: architecture.norms(),
             activation: if is_gemma { Activation::GeluTanh } else { Activation::Silu },
             quantised,
             is_bf16: raw.dtype.or(raw.torch_dtype).as_deref() == Some("bfloat16"),
@@ -271,5 +294,7 @@ fn size(key: &str, value: Option<usize>) -> Result<usize, String> {
     }
 }
 
+#[cfg(test)]
+mod published;
 #[cfg(test)]
 mod tests;

@@ -32,7 +32,7 @@ pub struct Decoder<B: Backend> {
 struct Buffers<B: Backend> {
     /// The residual stream, `[tokens, hidden]`.
     residual: B::Buffer,
-    /// Its normalised form, `[tokens, hidden]`.
+    /// Its normalised form (or, without a norm, itself), `[tokens, hidden]`.
     normed: B::Buffer,
     /// What attention or MLP adds to the residual stream, `[tokens, hidden]`; the buffers after the
     /// first hold partial sums.
@@ -125,6 +125,7 @@ impl<B: Backend> Decoder<B> {
             head_dim: config.head_dim,
             norm_eps: config.norm_eps,
             sliding_window: None,
+            softcap: config.attention_cap,
         };
         let mut windows = config.sliding_windows.clone();
         windows.sort_unstable();
@@ -220,13 +221,13 @@ impl<B: Backend> Decoder<B> {
         for (index, layer) in weights.layers.iter().enumerate() {
             let sliding_window = config.sliding_windows[index];
             let shape = AttentionShape { sliding_window, ..*attention };
-            pass.norm(pending, &layer.input_norm)?;
+            pass.norm(pending, layer.input_norm.as_ref())?;
             pass.attention(index, layer, &weights.ropes[layer.rope], &shape)?;
-            pass.norm(Pending::of(layer.output_norm.as_ref()), &layer.post_norm)?;
+            pass.norm(Pending::of(layer.output_norm.as_ref()), layer.post_norm.as_ref())?;
             pass.mlp(index, &layer.mlp)?;
             pending = Pending::of(layer.down_norm.as_ref());
         }
-        pass.norm(pending, &weights.final_norm)
+        pass.norm(pending, Some(&weights.final_norm))
     }
 
     /// Reads the last norm's output for some rows of the last batch, one range after another,
@@ -258,7 +259,8 @@ impl<B: Backend> Decoder<B> {
     pub fn logits(&mut self, backend: &mut B, rows: &[u32]) -> Result<&B::Buffer, KernelError> {
         let Self { weights, shard, buffers, .. } = self;
         let head = weights.lm_head.as_ref().unwrap_or(&weights.embedding);
-        backend.lm_head(&buffers.normed, rows, head, &mut buffers.logits_local)?;
+        let cap = self.config.logits_cap;
+        backend.lm_head(&buffers.normed, rows, head, cap, &mut buffers.logits_local)?;
         self.gathered = false;
         if shard.degree == 1 {
             return Ok(&buffers.logits_local);

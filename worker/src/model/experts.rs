@@ -3,7 +3,9 @@
 //! Published checkpoints have a tensor for each projection of each expert, named as in Mixtral or
 //! in Qwen. transformers 5 keeps all experts of a layer in two tensors, and can save them that way;
 //! gpt-oss always has two, in its own layout (`interleaved`).
-use kernels::backend::{ExpertActivation, HostMatrix, Routing};
+use std::ops::Range;
+
+use kernels::backend::{ExpertActivation, HostMatrix, Routing, Scores};
 
 use super::ModelError;
 use super::quantization::{PACKED, Tensors};
@@ -28,13 +30,15 @@ pub struct ExpertsConfig {
     pub activation: ExpertActivation,
     /// Whether router and experts have biases, and tensors are laid out as in gpt-oss.
     pub is_interleaved: bool,
+    /// Name of the shared experts in checkpoints, where they are one MLP, if there are any.
+    pub shared: Option<&'static str>,
 }
 
 /// One rank's share of one layer's experts: checked, but not read yet.
 #[derive(Debug)]
 pub(crate) struct ExpertParts<'a> {
-    /// `[num_experts, hidden]`, the same on all ranks.
-    pub(crate) router: HostMatrix<'a>,
+    /// The router's outputs, `[num_logits, hidden]`, the same on all ranks.
+    pub(crate) router: Vec<HostMatrix<'a>>,
     /// The gate of each expert, followed by its up: `[own, hidden]` each, where `own` is this
     /// rank's number of columns.
     pub(crate) gate_up: Vec<HostMatrix<'a>>,
@@ -48,7 +52,7 @@ pub(crate) struct ExpertParts<'a> {
 /// Biases of one layer's router and experts.
 #[derive(Debug, Default)]
 pub(crate) struct Biases {
-    /// `[num_experts]`
+    /// `[num_experts]`, without shared ones.
     pub(crate) router: Option<Vec<f32>>,
     /// The gate's bias of each expert, followed by its up's: `[own]` each.
     pub(crate) gate_up: Option<Vec<f32>>,
@@ -65,6 +69,8 @@ enum Names {
     Qwen,
     /// `mlp.experts.gate_up_proj`, `down_proj`, each for all experts.
     Stacked,
+    /// The same as `block_sparse_moe.input_linear`, `output_linear`.
+    Granite,
 }
 
 impl Names {
@@ -76,6 +82,8 @@ impl Names {
         if has(&format!("{first}weight")) || PACKED.iter().any(|own| has(&format!("{first}{own}")))
         {
             Self::Mixtral
+        } else if has("block_sparse_moe.input_linear.weight") {
+            Self::Granite
         } else if has("mlp.experts.gate_up_proj") {
             Self::Stacked
         } else {
@@ -101,22 +109,32 @@ impl<'a> ExpertParts<'a> {
             return interleaved::find(tensors, config, layer, hidden, shard);
         }
         let Shard { expert: own, parts, .. } = shard;
-        let (count, inner) = (config.routing.num_experts, config.intermediate_size);
+        let ((count, _), inner) = (config.routing.chosen(), config.intermediate_size);
         let files = tensors.files;
         let names = Names::of(files, layer);
-        let block = if matches!(names, Names::Mixtral) { "block_sparse_moe" } else { "mlp" };
-        let router = files.tensor(&format!("{layer}.{block}.gate.weight"), &[count, hidden])?;
-        let (mut gate_up, mut downs) = (Vec::with_capacity(2 * count), Vec::with_capacity(count));
-        if matches!(names, Names::Stacked) {
-            let both = format!("{layer}.mlp.experts.gate_up_proj");
+        let (block, router) = match names {
+            Names::Mixtral => ("block_sparse_moe", "gate"),
+            Names::Granite => ("block_sparse_moe", "router.layer"),
+            Names::Qwen | Names::Stacked => ("mlp", "gate"),
+        };
+        let router = files.tensor(&format!("{layer}.{block}.{router}.weight"), &[count, hidden])?;
+        let mut router = vec![router.cut(0..count, 0..hidden)];
+        let all = config.routing.num_experts;
+        let (mut gate_up, mut downs) = (Vec::with_capacity(2 * all), Vec::with_capacity(all));
+        let stacked = match names {
+            Names::Stacked => Some(["experts.gate_up_proj", "experts.down_proj"]),
+            Names::Granite => Some(["input_linear.weight", "output_linear.weight"]),
+            Names::Mixtral | Names::Qwen => None,
+        };
+        if let Some([both, down]) = stacked {
+            let both = format!("{layer}.{block}.{both}");
             let both = files.tensor(&both, &[count, 2 * inner, hidden])?;
-            let down = format!("{layer}.mlp.experts.down_proj");
-            let down = files.tensor(&down, &[count, hidden, inner])?;
+            let down = files.tensor(&format!("{layer}.{block}.{down}"), &[count, hidden, inner])?;
             for expert in 0..count {
                 let rows = expert * 2 * inner + own.start..expert * 2 * inner + own.end;
                 gate_up.push(both.cut(rows.clone(), 0..hidden));
                 gate_up.push(both.cut(rows.start + inner..rows.end + inner, 0..hidden));
-                downs.push((down, expert * hidden));
+                downs.push(Down { tensor: down, row: expert * hidden, column: 0 });
             }
         } else {
             let [gate, up, down] = match names {
@@ -129,29 +147,68 @@ impl<'a> ExpertParts<'a> {
                     let tensor = tensors.weight(&name(part), &[inner, hidden])?;
                     gate_up.push(tensor.cut(own.clone(), 0..hidden));
                 }
-                downs.push((tensors.weight(&name(down), &[hidden, inner])?, 0));
+                let tensor = tensors.weight(&name(down), &[hidden, inner])?;
+                downs.push(Down { tensor, row: 0, column: 0 });
+            }
+        }
+        // An MLP is the sum of MLPs over parts of its inner width: shared experts of another width
+        // become several of the others' width.
+        if let Some(shared) = config.shared {
+            let count = config.routing.shared;
+            let name = |part: &str| format!("{layer}.{block}.{shared}.{part}_proj.weight");
+            let gate = tensors.weight(&name("gate"), &[count * inner, hidden])?;
+            let up = tensors.weight(&name("up"), &[count * inner, hidden])?;
+            let down = tensors.weight(&name("down"), &[hidden, count * inner])?;
+            for expert in 0..count {
+                let rows = expert * inner + own.start..expert * inner + own.end;
+                gate_up.extend([gate, up].map(|tensor| tensor.cut(rows.clone(), 0..hidden)));
+                downs.push(Down { tensor: down, row: 0, column: expert * inner });
+            }
+            if config.routing.gated {
+                let gate = format!("{layer}.{block}.{shared}_gate.weight");
+                router.push(files.tensor(&gate, &[1, hidden])?.cut(0..1, 0..hidden));
             }
         }
         let part = |i: usize| {
             let columns = columns(shard, i);
-            let of = |(tensor, first): &(TensorView<'a>, usize)| {
-                tensor.cut(*first..first + hidden, columns.clone())
-            };
-            downs.iter().map(of).collect()
+            downs.iter().map(|down| down.cut(hidden, &columns)).collect()
         };
-        let router = router.cut(0..count, 0..hidden);
         let down = (0..*parts).map(part).collect();
-        Ok(Self { router, gate_up, down, biases: Biases::default() })
+        // It changes choices, and no logits.
+        let bias = match config.routing.scores {
+            Scores::Softmax => None,
+            Scores::Sigmoid => {
+                let name = format!("{layer}.{block}.gate.e_score_correction_bias");
+                Some(files.numbers(&name, &[count])?)
+            }
+        };
+        let biases = Biases { router: bias, ..Biases::default() };
+        Ok(Self { router, gate_up, down, biases })
     }
 
     /// All matrices: the router, then those of the experts.
     pub(crate) fn matrices(&self) -> impl Iterator<Item = &HostMatrix<'a>> {
-        std::iter::once(&self.router).chain(&self.gate_up).chain(self.down.iter().flatten())
+        self.router.iter().chain(&self.gate_up).chain(self.down.iter().flatten())
+    }
+}
+
+/// An expert's down projection within a tensor.
+struct Down<'a> {
+    tensor: TensorView<'a>,
+    /// Its first row and column there.
+    row: usize,
+    column: usize,
+}
+
+impl<'a> Down<'a> {
+    fn cut(&self, hidden: usize, columns: &Range<usize>) -> HostMatrix<'a> {
+        let columns = self.column + columns.start..self.column + columns.end;
+        self.tensor.cut(self.row..self.row + hidden, columns)
     }
 }
 
 /// Columns of the down projections in part `index` of this rank's sums.
-fn columns(shard: &Shard, index: usize) -> std::ops::Range<usize> {
+fn columns(shard: &Shard, index: usize) -> Range<usize> {
     let (first, width) = (shard.expert.start, shard.expert.len() / shard.parts);
     first + index * width..first + (index + 1) * width
 }

@@ -158,7 +158,7 @@ impl LoraFiles {
         if count == 0 {
             return Ok(None);
         }
-        let routing = Routing { num_experts: count, top_k: 1, normalise: false };
+        let routing = Routing::softmax(count, 1, false);
         let mut loaded = Adapters {
             count: u32::try_from(count).unwrap_or(u32::MAX),
             layers: Vec::with_capacity(config.num_layers),

@@ -47,7 +47,11 @@ impl Module {
 
     /// Returns where the model's checkpoint stores it.
     pub(crate) fn place(self, config: &ModelConfig) -> Place {
-        let (name, joined): (_, &[Self]) = match (self, config.is_fused) {
+        let is_fused = match self {
+            Self::Q | Self::K | Self::V => config.fused.qkv,
+            _ => config.fused.gate_up,
+        };
+        let (name, joined): (_, &[Self]) = match (self, is_fused) {
             (Self::Q | Self::K | Self::V, true) => {
                 ("self_attn.qkv_proj", &[Self::Q, Self::K, Self::V])
             }

@@ -12,6 +12,8 @@ pub struct RopeConfig {
     pub theta: f64,
     /// Scaling for contexts longer than the model was trained on.
     pub scaling: RopeScaling,
+    /// Whether checkpoints have the two elements of a rotated pair next to each other.
+    pub is_interleaved: bool,
 }
 
 /// Supported scaling methods.
@@ -69,7 +71,7 @@ impl RopeConfig {
     /// For layers without RoPE (NoPE).
     #[must_use]
     pub fn none() -> Self {
-        Self { dim: 0, theta: 1.0, scaling: RopeScaling::None }
+        Self { dim: 0, theta: 1.0, scaling: RopeScaling::None, is_interleaved: false }
     }
 
     /// Returns the angle per position of each rotated pair of elements, `[dim / 2]`, for sequences
@@ -148,12 +150,16 @@ impl RopeConfig {
     }
 
     /// Returns the index, within a head of a checkpoint, of the backend's element `i`. Backends
-    /// rotate element `i` with `i + head_dim / 2`. If only part of a head is rotated, checkpoints
-    /// have the pairs at `i` and `i + dim / 2`, followed by all unrotated elements. The order of
-    /// elements does not affect the product of q and k.
+    /// rotate element `i` with `i + head_dim / 2`. Checkpoints have the pairs at `i` and
+    /// `i + dim / 2`, or at `2 i` and `2 i + 1` if they are interleaved, followed by all unrotated
+    /// elements. The order of elements does not affect the product of q and k.
     #[must_use]
     pub fn source(&self, head_dim: usize, i: usize) -> usize {
         let (rotated, half) = (self.dim / 2, head_dim / 2);
+        let is_rotated = i < rotated || (half..half + rotated).contains(&i);
+        if self.is_interleaved && is_rotated {
+            return if i < half { 2 * i } else { 2 * (i - half) + 1 };
+        }
         if self.dim == 0 || i < rotated {
             i
         } else if i < half {

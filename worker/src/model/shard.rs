@@ -160,13 +160,14 @@ mod tests {
         assert!(error.contains("degree 5") && error.contains("12 heads"), "{error}");
         assert!(error.contains("possible degrees: 1, 2, 4"), "{error}");
         // Experts are divided, too; if all layers have them, there is no MLP to divide.
-        let routing = Routing { num_experts: 4, top_k: 2, normalise: true };
+        let routing = Routing::softmax(4, 2, true);
         let experts = ExpertsConfig {
             routing,
             intermediate_size: 6,
             layers: vec![true],
             activation: ExpertActivation::Silu,
             is_interleaved: false,
+            shared: None,
         };
         let sparse =
             ModelConfig { intermediate_size: 0, experts: Some(experts), ..config(12, 4, 100) };

@@ -52,7 +52,9 @@ pub fn weight_bytes(
     let mlp =
         |inner: u64, is_stack| matrix(2 * inner, hidden, is_stack) + row_parallel(inner, is_stack);
     let (dense, sparse) = layers(config);
-    let experts = config.experts.as_ref().map_or(0, |experts| n(experts.routing.num_experts));
+    let routing = config.experts.as_ref().map(|experts| experts.routing);
+    let [experts, logits] =
+        routing.map_or([0, 0], |routing| [routing.num_experts, routing.num_logits()].map(n));
     let attention = matrix(q + 2 * kv, hidden, false) + row_parallel(q, false);
     let vocab = n(shard.vocab_width);
     let output = match (config.tied, quantization) {
@@ -61,7 +63,7 @@ pub fn weight_bytes(
     };
     n(config.num_layers) * attention
         + dense * mlp(n(shard.intermediate.len()), false)
-        + sparse * (as_is(experts, hidden) + experts * mlp(n(shard.expert.len()), true))
+        + sparse * (as_is(logits, hidden) + experts * mlp(n(shard.expert.len()), true))
         + as_is(vocab, hidden)
         + output
 }
@@ -188,13 +190,14 @@ mod tests {
     #[test]
     fn experts_are_counted_in_the_layers_that_have_them() {
         // Qwen3-30B-A3B: 48 layers with 128 experts of width 768, and no MLP.
-        let routing = Routing { num_experts: 128, top_k: 8, normalise: true };
+        let routing = Routing::softmax(128, 8, true);
         let experts = ExpertsConfig {
             routing,
             intermediate_size: 768,
             layers: vec![true; 48],
             activation: ExpertActivation::Silu,
             is_interleaved: false,
+            shared: None,
         };
         let sparse = ModelConfig {
             hidden_size: 2048,
@@ -238,11 +241,12 @@ mod tests {
     #[test]
     fn experts_alone_of_mxfp4_stay_small() {
         let experts = ExpertsConfig {
-            routing: Routing { num_experts: 32, top_k: 4, normalise: true },
+            routing: Routing::softmax(32, 4, true),
             intermediate_size: 2880,
             layers: vec![true; 24],
             activation: ExpertActivation::Silu,
             is_interleaved: true,
+            shared: None,
         };
         let raw = serde_json::json!({"quant_method": "mxfp4"});
         let config = ModelConfig {

@@ -28,7 +28,7 @@ mod part;
 #[derive(Debug)]
 pub struct LayerWeights<M, S, V> {
     /// RMSNorm before attention.
-    pub input_norm: V,
+    pub input_norm: Option<V>,
     /// q, k, v projections.
     pub qkv: QkvWeights<M, V>,
     /// Index into [`Weights::ropes`] for q and k.
@@ -39,13 +39,13 @@ pub struct LayerWeights<M, S, V> {
     pub output: Vec<M>,
     /// Its bias; only on rank 0, since partial products are summed.
     pub output_bias: Option<V>,
-    /// RMSNorm of the attention's output, before the residual add (Gemma 3).
+    /// RMSNorm of the attention's output, before the residual add (Gemma, OLMo 2).
     pub output_norm: Option<V>,
     /// RMSNorm before the MLP.
-    pub post_norm: V,
+    pub post_norm: Option<V>,
     /// The MLP, or the experts in its place.
     pub mlp: Mlp<M, S, V>,
-    /// RMSNorm of the MLP's output, before the residual add (Gemma 3).
+    /// RMSNorm of the MLP's output, before the residual add (Gemma, OLMo 2).
     pub down_norm: Option<V>,
 }
 
@@ -65,9 +65,9 @@ pub enum Mlp<M, S, V> {
     },
     /// A mixture of experts.
     Experts {
-        /// Router, `[num_experts, hidden]`.
+        /// Router, `[num_logits, hidden]`.
         router: M,
-        /// Its bias, the same on all ranks.
+        /// Its bias, or that of its choices; the same on all ranks.
         router_bias: Option<V>,
         /// Gates and ups of all experts, each expert's gate followed by its up.
         gate_up: S,

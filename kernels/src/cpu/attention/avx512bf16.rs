@@ -9,6 +9,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::super::gemm::round_row;
+use super::super::math::soft_capped;
 use super::{Attention, AttentionScratch, QUERIES, Query, RowTile, View};
 
 /// Lanes per vector.
@@ -101,11 +102,17 @@ fn run_queries<const M: usize, const W: usize>(
     let scale = std::f32::consts::LOG2_E / root;
     let mut inverse = [0.0; M];
     for (i, query) in queries[..M].iter().enumerate() {
-        let row = &scores[i * layout.row..][..layout.row];
+        let row = &mut scores[i * layout.row..][..layout.row];
         let own = query.start - base..query.end - base;
-        let seen =
+        let mut seen =
             if seen.is_empty() { own.start..own.start } else { seen.start - base..seen.end - base };
         // Scores are not scaled yet.
+        if let Some(cap) = attention.shape.softcap {
+            row[own.clone()].iter_mut().for_each(|score| *score = soft_capped(*score, cap * root));
+            // The largest ones so far were not capped.
+            largest[i] = _mm512_set1_ps(f32::NEG_INFINITY);
+            seen = own.start..own.start;
+        }
         let sink = query.sink * root;
         let max = largest_of(row, &own, &seen, largest[i]).max(sink);
         let words = &mut weights[i * (layout.row / 2)..][..layout.row / 2];

@@ -124,7 +124,8 @@ fn run_queries<S: PairSimd, const Q: usize>(
     for (i, query) in queries.iter().enumerate() {
         let row = &mut scores[i * stride..][..stride];
         let (start, end) = (query.start - base, query.end - base);
-        inverse[i] = softmax::<S>(&mut row[start..], end - start, query.sink);
+        inverse[i] =
+            softmax::<S>(&mut row[start..], end - start, query.sink, attention.shape.softcap);
         // Half pairs are built from these elements; tokens beyond them are not read.
         row[..start].fill(0.0);
         row[end..].fill(0.0);

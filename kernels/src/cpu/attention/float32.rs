@@ -97,7 +97,8 @@ fn run_queries<S: Simd, const Q: usize>(
     for (i, query) in queries.iter().enumerate() {
         let row = &mut scores[i * columns.stride..][..columns.stride];
         let row = &mut row[query.start - columns.base..];
-        inverse[i] = softmax::<S>(row, query.end - query.start, query.sink);
+        inverse[i] =
+            softmax::<S>(row, query.end - query.start, query.sink, attention.shape.softcap);
     }
 
     let weights = Weights { rows: scores, columns };

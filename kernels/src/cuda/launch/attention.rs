@@ -125,6 +125,7 @@ pub fn prefill_attention(
         .u32(io.cache.block_shift)
         .u32(window(shape))
         .f32(scale(shape))
+        .f32(shape.softcap.unwrap_or(0.0))
         .maybe(io.sinks)
         .ptr(live);
     let mut call = call(entry, (count, shape.num_kv_heads, 1), 128, args);
@@ -195,6 +196,7 @@ pub fn decode_attention(
         .u32(SPLITS_MAX)
         .u32(least)
         .f32(scale(shape))
+        .f32(shape.softcap.unwrap_or(0.0))
         .maybe(io.sinks)
         .ptr(work.live_parts);
     let group = shape.num_heads / shape.num_kv_heads;
@@ -229,6 +231,7 @@ pub fn attention_any(
         .u32(io.cache.block_shift)
         .u32(window(shape))
         .f32(scale(shape))
+        .f32(shape.softcap.unwrap_or(0.0))
         .maybe(io.sinks)
         .ptr(live);
     call(ATTENTION_ANY, (rows, shape.num_heads.div_ceil(4), 1), 128, args)

@@ -4,7 +4,7 @@ use super::{
     EXPERTS_GATE_UP, EXPERTS_GATE_UP_INT8, EXPERTS_SUM, GROUP_EXPERTS, ROUTE, Rows, SKINNY, Weight,
     by_rows, call, wide, words,
 };
-use crate::backend::{ExpertActivation, Routing};
+use crate::backend::{ExpertActivation, Routing, Scores};
 
 /// Slots of some rows, grouped by expert.
 #[derive(Clone, Copy, Debug)]
@@ -35,18 +35,22 @@ pub fn tiles_most(slots: usize, tile_slots: usize, num_experts: usize) -> usize 
     slots.min(slots / tile_slots + num_experts)
 }
 
-/// `tutti_route`
+/// `tutti_route`; `bias` only with [`Scores::Sigmoid`].
 #[must_use]
 pub fn route(
-    logits: DevicePtr,
+    (logits, bias): (DevicePtr, Option<DevicePtr>),
     (experts, weights): (DevicePtr, DevicePtr),
     routing: &Routing,
     rows: usize,
     live: DevicePtr,
 ) -> Call {
-    let args = Args::new().ptr(logits).ptr(experts).ptr(weights);
-    let args = words(args, [routing.num_experts, routing.top_k]);
-    call(ROUTE, (rows, 1, 1), 32, args.u32(u32::from(routing.normalise)).ptr(live))
+    let Routing { normalise, scores, scale, shared, gated, .. } = *routing;
+    let (num_experts, chosen) = routing.chosen();
+    let flags = [(normalise, 1), (scores == Scores::Sigmoid, 2), (gated, 4)];
+    let flags = flags.into_iter().filter(|(is_set, _)| *is_set).map(|(_, flag)| flag).sum();
+    let args = Args::new().ptr(logits).maybe(bias).ptr(experts).ptr(weights);
+    let args = words(args, [num_experts, chosen, shared]);
+    call(ROUTE, (rows, 1, 1), 32, args.u32(flags).f32(scale).ptr(live))
 }
 
 /// `tutti_group_experts`: `grouped` is the place of the first chunk; the others follow at distances

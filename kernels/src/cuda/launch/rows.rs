@@ -58,6 +58,29 @@ pub fn add_normed_rmsnorm(
     call(ADD_NORMED_RMSNORM, (rows, 1, 1), 512, args)
 }
 
+/// `tutti_add_normed`, with (addend, its weight).
+#[must_use]
+pub fn add_normed(
+    residual: DevicePtr,
+    added: Option<(DevicePtr, DevicePtr)>,
+    out: Rows,
+    width: usize,
+    eps: f32,
+    rows: usize,
+    live: DevicePtr,
+) -> Call {
+    let (delta, weight) = added.unzip();
+    let args = Args::new().ptr(residual).maybe(delta).maybe(weight).ptr(out.ptr);
+    let args = words(args, [width, out.stride]).f32(eps).ptr(live);
+    call(ADD_NORMED, (rows, 1, 1), 512, args)
+}
+
+/// `tutti_cap`
+#[must_use]
+pub fn cap(data: DevicePtr, cap: f32, width: usize, rows: usize, live: DevicePtr) -> Call {
+    wide(CAP, width, rows, word(Args::new().ptr(data).f32(cap), width).ptr(live))
+}
+
 /// `tutti_activate_mul_f32`
 #[must_use]
 pub fn activate_mul(

@@ -49,7 +49,14 @@ fn size_of_parameter(text: &str) -> usize {
 }
 
 fn shape(head_dim: usize, num_heads: usize, num_kv_heads: usize) -> AttentionShape {
-    AttentionShape { num_heads, num_kv_heads, head_dim, norm_eps: 1e-5, sliding_window: None }
+    AttentionShape {
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        norm_eps: 1e-5,
+        sliding_window: None,
+        softcap: None,
+    }
 }
 
 /// Sizes of a call's operands.
@@ -127,6 +134,8 @@ fn all(sizes: Sizes) -> Vec<Call> {
         embed(ptr, (ptr, vocab), rows, width, 0, 1.0, number, ptr),
         add_rmsnorm((ptr, None), ptr, rows, width, 1e-5, number, ptr),
         add_normed_rmsnorm(ptr, (ptr, ptr), ptr, rows, width, 1e-6, number, ptr),
+        add_normed(ptr, Some((ptr, ptr)), rows, width, 1e-6, number, ptr),
+        cap(ptr, 30.0, width, number, ptr),
         activate_mul(ptr, None, rows, width, Activation::GeluTanh, number, ptr),
         add_bias(ptr, ptr, width, number, ptr),
         scale_add_bias(ptr, ptr, None, width, number, ptr),
@@ -158,8 +167,8 @@ fn all(sizes: Sizes) -> Vec<Call> {
         calls.extend(prefill_attention(&io, &shape, ptr, tiles, ptr));
         calls.extend(decode_attention(&io, &shape, &work(seqs), partials, 132).unwrap());
     }
-    let routing = Routing { num_experts: 128, top_k: 8, normalise: true };
-    let most = Routing { num_experts: 1024, top_k: 32, normalise: false };
+    let routing = Routing::softmax(128, 8, true);
+    let most = Routing::softmax(1024, 32, false);
     for (routing, tile_slots) in SKINNY.into_iter().flat_map(|n| [(routing, n), (most, n)]) {
         let slots = (number * routing.top_k).min(8192);
         let tiles_most = experts::tiles_most(slots, tile_slots, routing.num_experts);
@@ -167,7 +176,7 @@ fn all(sizes: Sizes) -> Vec<Call> {
             experts::Grouped { slots: ptr, tiles: ptr, num_tiles: ptr, tiles_most, tile_slots };
         let (top_k, silu) = (routing.top_k, ExpertActivation::Silu);
         calls.extend([
-            experts::route(ptr, (ptr, ptr), &routing, number, ptr),
+            experts::route((ptr, Some(ptr)), (ptr, ptr), &routing, number, ptr),
             experts::group(ptr, &grouped, &routing, (number, 256, tiles_most), ptr),
             experts::gate_up(rows, (rows, None), silu, rows, &grouped, (top_k, width, width)),
             experts::gate_up(rows, (int8, Some(ptr)), silu, rows, &grouped, (top_k, width, width)),
@@ -249,7 +258,7 @@ fn no_launch_is_beyond_what_hardware_takes() {
 
 #[test]
 fn tiles_hold_all_slots_of_every_expert_however_they_are_spread() {
-    let routing = Routing { num_experts: 6, top_k: 2, normalise: true };
+    let routing = Routing::softmax(6, 2, true);
     // Each expert has all its tiles full, except the last.
     for counts in [[8, 0, 0, 0, 0, 0], [9, 9, 9, 9, 9, 1], [1; 6], [64, 65, 1, 8, 7, 0]] {
         for tile_slots in SKINNY {

@@ -9,14 +9,23 @@ use super::windows::{Usual, Windows};
 /// An architecture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Architecture {
+    Ernie45,
+    Exaone4,
+    Gemma2,
     Gemma3,
+    Glm,
+    Glm4,
+    Glm4Moe,
     GptOss,
     Granite,
+    GraniteMoe,
+    InternLm3,
     Llama,
     Mistral,
     Mixtral,
     Phi3,
     Qwen2,
+    Qwen2Moe,
     Qwen3,
     Qwen3Moe,
     SeedOss,
@@ -31,6 +40,69 @@ pub(super) struct Biases {
     pub(super) mlp: bool,
 }
 
+/// Which projections are one tensor in checkpoints.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Fused {
+    /// q, k and v.
+    pub qkv: bool,
+    /// Gate and up.
+    pub gate_up: bool,
+}
+
+/// Names of a layer's norms in checkpoints, where it has them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Norms {
+    /// Of the residual stream, before attention.
+    pub input: Option<&'static str>,
+    /// Of the attention's output, before it is added to the residual stream.
+    pub output: Option<&'static str>,
+    /// Of the residual stream, before the MLP.
+    pub post: Option<&'static str>,
+    /// Of the MLP's output, before it is added.
+    pub down: Option<&'static str>,
+}
+
+impl Norms {
+    /// Before attention and MLP, as in Llama.
+    const BEFORE: Self = Self {
+        input: Some("input_layernorm"),
+        output: None,
+        post: Some("post_attention_layernorm"),
+        down: None,
+    };
+    /// Only after them, as in OLMo 2.
+    const AFTER: Self = Self {
+        input: None,
+        output: Some("post_attention_layernorm"),
+        post: None,
+        down: Some("post_feedforward_layernorm"),
+    };
+    /// Before and after, as in Gemma.
+    const GEMMA: Self = Self {
+        input: Some("input_layernorm"),
+        output: Some("post_attention_layernorm"),
+        post: Some("pre_feedforward_layernorm"),
+        down: Some("post_feedforward_layernorm"),
+    };
+    /// The same under GLM's names.
+    const GLM4: Self = Self {
+        input: Some("input_layernorm"),
+        output: Some("post_self_attn_layernorm"),
+        post: Some("post_attention_layernorm"),
+        down: Some("post_mlp_layernorm"),
+    };
+}
+
+/// Which layers have no rotary embedding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Unrotated {
+    None,
+    /// Those that `no_rope_layers` lists, or one in each `no_rope_layer_interval`.
+    Listed,
+    /// Those without a sliding window, if others have one.
+    BesideWindows,
+}
+
 /// How a configuration describes its mixtures of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ExpertKeys {
@@ -39,18 +111,32 @@ pub(super) enum ExpertKeys {
     /// Only the layers selected by `decoder_sparse_step` and `mlp_only_layers` have experts, of
     /// width `moe_intermediate_size`.
     SomeLayers,
+    /// As `SomeLayers`, with a shared expert and its gate.
+    GatedShared,
+    /// The layers from `first_k_dense_replace` on have experts, and shared ones without a gate.
+    /// Their scores are sigmoids.
+    AfterFirst,
 }
 
 impl Architecture {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 21] = [
+        Self::Ernie45,
+        Self::Exaone4,
+        Self::Gemma2,
         Self::Gemma3,
+        Self::Glm,
+        Self::Glm4,
+        Self::Glm4Moe,
         Self::GptOss,
         Self::Granite,
+        Self::GraniteMoe,
+        Self::InternLm3,
         Self::Llama,
         Self::Mistral,
         Self::Mixtral,
         Self::Phi3,
         Self::Qwen2,
+        Self::Qwen2Moe,
         Self::Qwen3,
         Self::Qwen3Moe,
         Self::SeedOss,
@@ -73,14 +159,23 @@ impl Architecture {
     /// Returns its name in `architectures`.
     pub(super) fn name(self) -> &'static str {
         match self {
+            Self::Ernie45 => "Ernie4_5ForCausalLM",
+            Self::Exaone4 => "Exaone4ForCausalLM",
+            Self::Gemma2 => "Gemma2ForCausalLM",
             Self::Gemma3 => model_config::GEMMA3,
+            Self::Glm => "GlmForCausalLM",
+            Self::Glm4 => "Glm4ForCausalLM",
+            Self::Glm4Moe => "Glm4MoeForCausalLM",
             Self::GptOss => "GptOssForCausalLM",
             Self::Granite => "GraniteForCausalLM",
+            Self::GraniteMoe => "GraniteMoeForCausalLM",
+            Self::InternLm3 => "InternLM3ForCausalLM",
             Self::Llama => "LlamaForCausalLM",
             Self::Mistral => "MistralForCausalLM",
             Self::Mixtral => "MixtralForCausalLM",
             Self::Phi3 => "Phi3ForCausalLM",
             Self::Qwen2 => "Qwen2ForCausalLM",
+            Self::Qwen2Moe => "Qwen2MoeForCausalLM",
             Self::Qwen3 => "Qwen3ForCausalLM",
             Self::Qwen3Moe => "Qwen3MoeForCausalLM",
             Self::SeedOss => "SeedOssForCausalLM",
@@ -96,43 +191,88 @@ impl Architecture {
             Self::Granite | Self::Llama | Self::SmolLm3 => {
                 (attention(false), attention(false), mlp)
             }
-            Self::Gemma3 | Self::Qwen3 | Self::Qwen3Moe => {
+            Self::Gemma2 | Self::Gemma3 | Self::GraniteMoe | Self::Qwen3 | Self::Qwen3Moe => {
                 (attention(false), attention(false), false)
             }
+            Self::Ernie45 => {
+                let all = raw.use_bias.unwrap_or(false);
+                (all, all, all)
+            }
+            Self::Glm | Self::Glm4 => (attention(true), false, false),
+            Self::InternLm3 => {
+                let others = raw.bias.or(raw.mlp_bias).unwrap_or(false);
+                (raw.qkv_bias.unwrap_or(attention(false)), others, others)
+            }
             Self::GptOss => (attention(true), attention(true), false),
+            Self::Glm4Moe => (attention(false), false, false),
+            Self::Qwen2Moe => (raw.qkv_bias.unwrap_or(true), false, false),
             Self::SeedOss => (attention(true), raw.attention_out_bias.unwrap_or(false), mlp),
             // Their code reads none of these keys.
             Self::Qwen2 => (true, false, false),
-            Self::Mistral | Self::Mixtral | Self::Phi3 => (false, false, false),
+            Self::Exaone4 | Self::Mistral | Self::Mixtral | Self::Phi3 => (false, false, false),
         };
         Biases { qkv, output, mlp }
     }
 
     /// Head size if the file does not give it; `None` means that heads divide `hidden_size`.
     pub(super) fn usual_head_dim(self) -> Option<usize> {
-        (self == Self::SeedOss).then_some(128)
+        match self {
+            Self::Gemma2 => Some(256),
+            Self::Ernie45 | Self::Glm | Self::Glm4 | Self::InternLm3 | Self::SeedOss => Some(128),
+            _ => None,
+        }
     }
 
     /// Whether the output head is tied to the embedding if the file does not say.
     pub(super) fn is_tied_by_default(self) -> bool {
-        self == Self::SmolLm3
+        matches!(self, Self::Ernie45 | Self::Gemma2 | Self::SmolLm3)
     }
 
-    /// Whether checkpoints have q, k and v in one tensor, and gate and up in one.
-    pub(super) fn is_fused(self) -> bool {
-        self == Self::Phi3
+    /// Whether it is of the Gemma family, which has its own keys and factors.
+    pub(super) fn is_gemma(self) -> bool {
+        matches!(self, Self::Gemma2 | Self::Gemma3)
+    }
+
+    /// Whether it has Granite's factors.
+    pub(super) fn is_granite(self) -> bool {
+        matches!(self, Self::Granite | Self::GraniteMoe)
+    }
+
+    /// Which projections are one tensor in checkpoints.
+    pub(super) fn fused(self) -> Fused {
+        match self {
+            Self::Phi3 => Fused { qkv: true, gate_up: true },
+            Self::Glm | Self::Glm4 => Fused { qkv: false, gate_up: true },
+            _ => Fused::default(),
+        }
+    }
+
+    /// Where its layers have norms.
+    pub(super) fn norms(self) -> Norms {
+        match self {
+            Self::Gemma2 | Self::Gemma3 => Norms::GEMMA,
+            Self::Glm4 => Norms::GLM4,
+            Self::Exaone4 => Norms::AFTER,
+            _ => Norms::BEFORE,
+        }
     }
 
     /// Whether each head of q and k is normalised.
-    pub(super) fn normalises_heads(self) -> bool {
-        matches!(self, Self::Gemma3 | Self::Qwen3 | Self::Qwen3Moe)
+    pub(super) fn normalises_heads(self, raw: &Raw) -> bool {
+        match self {
+            Self::Glm4Moe => raw.use_qk_norm.unwrap_or(false),
+            Self::Exaone4 | Self::Gemma3 | Self::Qwen3 | Self::Qwen3Moe => true,
+            _ => false,
+        }
     }
 
     /// How its mixtures of experts are described, if it has some.
     pub(super) fn experts(self) -> Option<ExpertKeys> {
         match self {
-            Self::Mixtral | Self::GptOss => Some(ExpertKeys::EveryLayer),
+            Self::GptOss | Self::GraniteMoe | Self::Mixtral => Some(ExpertKeys::EveryLayer),
             Self::Qwen3Moe => Some(ExpertKeys::SomeLayers),
+            Self::Qwen2Moe => Some(ExpertKeys::GatedShared),
+            Self::Glm4Moe => Some(ExpertKeys::AfterFirst),
             _ => None,
         }
     }
@@ -140,35 +280,60 @@ impl Architecture {
     /// Whether `sliding_window` applies only with `use_sliding_window`: files of these
     /// architectures have a window that is not used.
     pub(super) fn reads_use_sliding_window(self) -> bool {
-        matches!(self, Self::Qwen2 | Self::Qwen3 | Self::Qwen3Moe | Self::SmolLm3)
+        matches!(self, Self::Qwen2 | Self::Qwen2Moe | Self::Qwen3 | Self::Qwen3Moe | Self::SmolLm3)
     }
 
     /// Which layers have the sliding window.
     pub(super) fn windows(self) -> Windows {
         match self {
-            Self::Granite | Self::Llama | Self::SeedOss => Windows::Nowhere,
+            Self::Ernie45
+            | Self::Glm
+            | Self::Glm4
+            | Self::Glm4Moe
+            | Self::Granite
+            | Self::GraniteMoe
+            | Self::InternLm3
+            | Self::Llama
+            | Self::SeedOss => Windows::Nowhere,
             Self::Mistral | Self::Mixtral | Self::Phi3 | Self::Qwen3Moe => Windows::Everywhere,
-            Self::Gemma3 => Windows::Listed(Usual::ButEachPatternth),
-            Self::GptOss => Windows::Listed(Usual::EverySecond),
+            Self::Exaone4 => Windows::Listed(Usual::ButEachPatternth(4)),
+            Self::Gemma3 => Windows::Listed(Usual::ButEachPatternth(6)),
+            Self::Gemma2 | Self::GptOss => Windows::Listed(Usual::EverySecond),
+            Self::Qwen2Moe => Windows::Listed(Usual::EverySecondUpToMaxWindowLayers),
             Self::Qwen2 | Self::Qwen3 => Windows::Listed(Usual::FromMaxWindowLayers),
             Self::SmolLm3 => Windows::Listed(Usual::WithoutRope),
         }
     }
 
-    /// Whether some layers have no rotary embedding.
-    pub(super) fn has_layers_without_rope(self) -> bool {
-        self == Self::SmolLm3
+    /// Which layers have no rotary embedding.
+    pub(super) fn unrotated(self) -> Unrotated {
+        match self {
+            Self::SmolLm3 => Unrotated::Listed,
+            Self::Exaone4 => Unrotated::BesideWindows,
+            _ => Unrotated::None,
+        }
+    }
+
+    /// Whether checkpoints have the two elements of a rotated pair next to each other.
+    pub(super) fn interleaves_pairs(self) -> bool {
+        matches!(self, Self::Ernie45 | Self::Glm | Self::Glm4)
     }
 
     /// Whether only a part of each head may be rotated.
     pub(super) fn rotates_parts(self) -> bool {
-        self == Self::Phi3
+        matches!(self, Self::Glm | Self::Glm4 | Self::Glm4Moe | Self::Phi3)
+    }
+
+    /// `partial_rotary_factor` if the file does not give it.
+    pub(super) fn usual_part(self) -> f64 {
+        if matches!(self, Self::Glm | Self::Glm4 | Self::Glm4Moe) { 0.5 } else { 1.0 }
     }
 
     /// `rope_theta` if the file does not give it.
     pub(super) fn usual_theta(self) -> f64 {
         match self {
             Self::SmolLm3 => 2e6,
+            Self::Ernie45 => 5e5,
             Self::GptOss => 150_000.0,
             _ => 1e4,
         }

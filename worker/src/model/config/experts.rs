@@ -1,5 +1,5 @@
 //! The keys of `config.json` for mixtures of experts.
-use kernels::backend::{ExpertActivation, Routing};
+use kernels::backend::{ExpertActivation, Routing, Scores};
 
 use super::architecture::{Architecture, ExpertKeys};
 use super::{Raw, SIZE_MAX, gpt_oss, size};
@@ -17,33 +17,96 @@ pub(super) fn read(
     let Some(keys) = architecture.experts() else { return Ok(None) };
     let key = match keys {
         ExpertKeys::EveryLayer => "num_local_experts",
-        ExpertKeys::SomeLayers => "num_experts",
+        ExpertKeys::SomeLayers | ExpertKeys::GatedShared => "num_experts",
+        ExpertKeys::AfterFirst => "n_routed_experts",
     };
     let (experts_most, top_most) = Routing::MOST;
-    // transformers 5 uses num_local_experts for both.
-    let num_experts = raw.num_experts.or(raw.num_local_experts);
+    // transformers 5 can use num_local_experts for all.
+    let num_experts = match keys {
+        ExpertKeys::AfterFirst => raw.n_routed_experts.or(raw.num_local_experts),
+        _ => raw.num_experts.or(raw.num_local_experts),
+    };
     let num_experts = bounded(key, num_experts, experts_most)?;
     let top_k = bounded("num_experts_per_tok", raw.num_experts_per_tok, num_experts.min(top_most))?;
-    let (intermediate_size, normalise, layers) = match keys {
+    let mut routing = Routing::softmax(num_experts, top_k, true);
+    let width = || size("moe_intermediate_size", raw.moe_intermediate_size);
+    let (intermediate_size, layers, shared) = match keys {
         ExpertKeys::EveryLayer => {
-            (size("intermediate_size", raw.intermediate_size)?, true, vec![true; num_layers])
+            (size("intermediate_size", raw.intermediate_size)?, vec![true; num_layers], None)
         }
         ExpertKeys::SomeLayers => {
-            let layers = some_layers(raw, num_layers)?;
-            let width = size("moe_intermediate_size", raw.moe_intermediate_size)?;
-            (width, raw.norm_topk_prob.unwrap_or(false), layers)
+            routing.normalise = raw.norm_topk_prob.unwrap_or(false);
+            (width()?, some_layers(raw, num_layers)?, None)
+        }
+        ExpertKeys::GatedShared => {
+            routing.normalise = raw.norm_topk_prob.unwrap_or(false);
+            routing.gated = true;
+            let (key, width) = ("shared_expert_intermediate_size", width()?);
+            let all = size(key, raw.shared_expert_intermediate_size)?;
+            if !all.is_multiple_of(width) {
+                return Err(format!(
+                    "{key} is {all}, it must be a multiple of moe_intermediate_size ({width})"
+                ));
+            }
+            share(&mut routing, all / width, key)?;
+            (width, some_layers(raw, num_layers)?, Some("shared_expert"))
+        }
+        ExpertKeys::AfterFirst => {
+            routing.normalise = raw.norm_topk_prob.unwrap_or(true);
+            routing.scores = Scores::Sigmoid;
+            routing.scale = factor("routed_scaling_factor", raw.routed_scaling_factor)?;
+            for (key, groups) in [("n_group", raw.n_group), ("topk_group", raw.topk_group)] {
+                if let Some(groups) = groups.filter(|groups| *groups != 1) {
+                    return Err(format!("{key} is {groups}, only 1 group of experts is supported"));
+                }
+            }
+            let (key, shared) = ("n_shared_experts", raw.n_shared_experts.unwrap_or(1));
+            share(&mut routing, shared, key)?;
+            let first = raw.first_k_dense_replace.unwrap_or(1);
+            let layers = (0..num_layers).map(|layer| layer >= first).collect();
+            (width()?, layers, (shared > 0).then_some("shared_experts"))
         }
     };
     if !layers.contains(&true) {
-        return Err("mlp_only_layers and decoder_sparse_step leave no layer with experts".into());
+        return Err(match keys {
+            ExpertKeys::AfterFirst => "first_k_dense_replace leaves no layer with experts",
+            _ => "mlp_only_layers and decoder_sparse_step leave no layer with experts",
+        }
+        .into());
     }
-    let routing = Routing { num_experts, top_k, normalise };
     let is_interleaved = architecture == Architecture::GptOss;
     let activation = match is_interleaved {
         true => gpt_oss::activation(raw.swiglu_alpha, raw.swiglu_limit)?,
         false => ExpertActivation::Silu,
     };
-    Ok(Some(ExpertsConfig { routing, intermediate_size, layers, activation, is_interleaved }))
+    let experts =
+        ExpertsConfig { routing, intermediate_size, layers, activation, is_interleaved, shared };
+    Ok(Some(experts))
+}
+
+/// Adds shared experts; `key` says how many.
+fn share(routing: &mut Routing, shared: usize, key: &str) -> Result<(), String> {
+    let (experts_most, top_most) = Routing::MOST;
+    let most = (experts_most - routing.num_experts).min(top_most - routing.top_k);
+    if shared > most {
+        return Err(format!(
+            "{key} makes {shared} shared experts of each row beside the {} of {} that it chooses, \
+             they must be at most {most}",
+            routing.top_k, routing.num_experts
+        ));
+    }
+    routing.num_experts += shared;
+    routing.top_k += shared;
+    routing.shared = shared;
+    Ok(())
+}
+
+/// A factor, 1 by default.
+fn factor(key: &str, value: Option<f32>) -> Result<f32, String> {
+    match value.unwrap_or(1.0) {
+        value if (1e-3..=1e3).contains(&value) => Ok(value),
+        value => Err(format!("{key} is {value}, it must be in 0.001..=1000")),
+    }
 }
 
 /// Every `decoder_sparse_step`th layer, except `mlp_only_layers`.

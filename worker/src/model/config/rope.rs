@@ -4,7 +4,8 @@ use serde_json::Value;
 use shared::model_config;
 
 use super::super::rope::{RopeConfig, RopeScaling};
-use super::architecture::Architecture;
+use super::architecture::{Architecture, Unrotated};
+use super::windows::{self, Windows};
 
 /// The RoPE table, or the same keys beside it in older files.
 #[derive(Default, Deserialize)]
@@ -52,11 +53,16 @@ pub(super) fn ropes(
 /// Same as [`ropes`].
 pub(super) fn told(
     config: &Value,
+    raw: &super::Raw,
     architecture: Architecture,
     num_layers: usize,
 ) -> Result<Vec<bool>, String> {
-    if !architecture.has_layers_without_rope() {
-        return Ok(vec![true; num_layers]);
+    match (architecture.unrotated(), architecture.windows()) {
+        (Unrotated::Listed, _) => {}
+        (Unrotated::BesideWindows, Windows::Listed(usual)) if raw.sliding_window.is_some() => {
+            return windows::slides(raw, usual, &vec![true; num_layers]);
+        }
+        _ => return Ok(vec![true; num_layers]),
     }
     let raw: RawLayers = serde_json::from_value(config.clone())
         .map_err(|error| format!("no_rope_layers or no_rope_layer_interval: {error}"))?;
@@ -101,13 +107,10 @@ pub(super) fn rope(
     if !(theta.is_finite() && theta > 1.0) {
         return Err(format!("rope_theta is {theta}, it must be finite and above 1"));
     }
-    let part = raw.partial_rotary_factor.or(beside[1]).unwrap_or(1.0);
+    let part = raw.partial_rotary_factor.or(beside[1]).unwrap_or(architecture.usual_part());
     if part != 1.0 && !architecture.rotates_parts() {
         let name = architecture.name();
-        return Err(format!(
-            "partial_rotary_factor is {part}, only 1 is supported for {name}; other values are for \
-             Phi3ForCausalLM"
-        ));
+        return Err(format!("partial_rotary_factor is {part}, only 1 is supported for {name}"));
     }
     let dim = (head_dim as f64 * part) as usize;
     if !(part.is_finite() && (2..=head_dim).contains(&dim) && dim.is_multiple_of(2)) {
@@ -130,7 +133,8 @@ pub(super) fn rope(
             ));
         }
     };
-    Ok(RopeConfig { dim, theta, scaling })
+    let is_interleaved = architecture.interleaves_pairs();
+    Ok(RopeConfig { dim, theta, scaling, is_interleaved })
 }
 
 fn positive(key: &str, value: Option<f64>) -> Result<f64, String> {
@@ -279,13 +283,14 @@ mod tests {
 
     #[test]
     fn layers_without_positions_are_where_the_model_has_them() {
-        let told = |more: Value| told(&more, SmolLm3, 5);
+        let raw = |config: &Value| serde_json::from_value(config.clone()).unwrap();
+        let told = |more: Value| told(&more, &raw(&more), SmolLm3, 5);
         assert_eq!(told(json!({})).unwrap(), [true, true, true, false, true]);
         let step = json!({"no_rope_layer_interval": 2});
         assert_eq!(told(step).unwrap(), [true, false, true, false, true]);
         let listed = json!({"no_rope_layers": [0, 1, 1, 1, 0], "no_rope_layer_interval": 2});
         assert_eq!(told(listed.clone()).unwrap(), [false, true, true, true, false]);
-        assert_eq!(super::told(&listed, Llama, 5).unwrap(), [true; 5]);
+        assert_eq!(super::told(&listed, &raw(&listed), Llama, 5).unwrap(), [true; 5]);
         let ropes = ropes(&listed, SmolLm3, 16, &told(listed.clone()).unwrap()).unwrap();
         assert_eq!((ropes[0].dim, ropes[1].dim, ropes[1].theta), (0, 16, 2e6));
         for (more, expected) in [

@@ -33,12 +33,12 @@ fn gemma_3_is_what_its_three_dialects_say() {
     both["_sliding_window_pattern"] = json!(6);
     assert_eq!(check(both).unwrap().sliding_windows, check(one.clone()).unwrap().sliding_windows);
     let config = check(one.clone()).unwrap();
-    assert!(config.tied && config.qk_norm && config.delta_norms && config.is_bf16);
+    assert!(config.tied && config.qk_norm && config.norms.output.is_some() && config.is_bf16);
     assert!(!config.qkv_bias && config.experts.is_none());
     assert_eq!((config.norm_offset, config.query_scale), (1.0, 1.0));
     assert_eq!(config.embedding_scale, 1152f64.sqrt());
     assert_eq!(config.activation, Activation::GeluTanh);
-    let rope = |theta, scaling| RopeConfig { dim: 256, theta, scaling };
+    let rope = |theta, scaling| RopeConfig { dim: 256, theta, scaling, is_interleaved: false };
     for layer in 0..26 {
         let is_full = layer % 6 == 5;
         assert_eq!(config.sliding_windows[layer], (!is_full).then_some(512));
@@ -74,8 +74,8 @@ fn gemma_3_is_what_its_three_dialects_say() {
     assert_eq!(check(scaled).unwrap().query_scale, 0.5);
 
     for (key, value, expected) in [
-        ("final_logit_softcapping", json!(30.0), "final_logit_softcapping is 30, only null"),
-        ("attn_logit_softcapping", json!(50.0), "attn_logit_softcapping is 50, only null"),
+        ("final_logit_softcapping", json!(0), "final_logit_softcapping is 0, it must be null or"),
+        ("attn_logit_softcapping", json!(-5), "attn_logit_softcapping is -5, it must be null or"),
         ("hidden_activation", json!("gelu"), "hidden_activation is \"gelu\", only \"gelu_pyt"),
         ("use_bidirectional_attention", json!(true), "use_bidirectional_attention is true"),
         ("sliding_window_pattern", json!(0), "sliding_window_pattern is 0"),
@@ -160,7 +160,7 @@ fn both_dialects_name_the_dtype_and_the_newer_one_wins() {
 fn experts_are_where_the_architecture_has_them() {
     let mixtral = r#", "num_local_experts": 8, "num_experts_per_tok": 2"#;
     let config = parse("MixtralForCausalLM", mixtral).unwrap();
-    let routing = Routing { num_experts: 8, top_k: 2, normalise: true };
+    let routing = Routing::softmax(8, 2, true);
     let layers = vec![true; 4];
     let experts = ExpertsConfig {
         routing,
@@ -168,6 +168,7 @@ fn experts_are_where_the_architecture_has_them() {
         layers,
         activation: ExpertActivation::Silu,
         is_interleaved: false,
+        shared: None,
     };
     assert_eq!((config.experts, config.intermediate_size), (Some(experts), 0));
 
@@ -179,7 +180,7 @@ fn experts_are_where_the_architecture_has_them() {
         assert!(config.qk_norm && !config.qkv_bias);
         assert_eq!(config.intermediate_size, 0, "no layer is dense");
         let experts = config.experts.unwrap();
-        assert_eq!(experts.routing, Routing { num_experts: 6, top_k: 3, normalise: false });
+        assert_eq!(experts.routing, Routing::softmax(6, 3, false));
         assert_eq!((experts.intermediate_size, experts.layers), (48, vec![true; 4]));
         let mixed = format!(
             r#"{qwen}, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": true"#

@@ -16,10 +16,12 @@ pub(super) enum Windows {
 /// Which layers slide if `layer_types` is missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Usual {
-    /// All but every `sliding_window_pattern`th, by default the 6th.
-    ButEachPatternth,
+    /// All but every `sliding_window_pattern`th, or this one by default.
+    ButEachPatternth(usize),
     /// Every second layer, starting with the first.
     EverySecond,
+    /// Every second layer of the first `max_window_layers`, starting with the first.
+    EverySecondUpToMaxWindowLayers,
     /// Layers from `max_window_layers` on.
     FromMaxWindowLayers,
     /// Layers without a rotary embedding.
@@ -60,18 +62,34 @@ pub(super) fn slides(raw: &Raw, usual: Usual, told: &[bool]) -> Result<Vec<bool>
     if let Some(types) = &raw.layer_types {
         return listed(types, num_layers);
     }
-    let step = raw.sliding_window_pattern.or(raw.own_sliding_window_pattern).unwrap_or(6);
+    let step = match usual {
+        Usual::ButEachPatternth(step) => pattern(raw)?.unwrap_or(step),
+        _ => 1,
+    };
     let first = raw.max_window_layers.unwrap_or(num_layers);
-    if usual == Usual::ButEachPatternth && step == 0 {
-        return Err("sliding_window_pattern is 0, it must be at least 1".to_owned());
-    }
     let slides = |layer: usize| match usual {
-        Usual::ButEachPatternth => !(layer + 1).is_multiple_of(step),
+        Usual::ButEachPatternth(_) => !(layer + 1).is_multiple_of(step),
         Usual::EverySecond => layer.is_multiple_of(2),
+        Usual::EverySecondUpToMaxWindowLayers => layer.is_multiple_of(2) && layer < first,
         Usual::FromMaxWindowLayers => layer >= first,
         Usual::WithoutRope => !told[layer],
     };
     Ok((0..num_layers).map(slides).collect())
+}
+
+/// `sliding_window_pattern`, if the file has it. EXAONE 4 writes it in letters, such as "LLLG", and
+/// then has `layer_types`, too.
+fn pattern(raw: &Raw) -> Result<Option<usize>, String> {
+    let both = [&raw.sliding_window_pattern, &raw.own_sliding_window_pattern];
+    match both.into_iter().flatten().next() {
+        None => Ok(None),
+        Some(said) => match said.as_u64().and_then(|step| usize::try_from(step).ok()) {
+            Some(step) if step > 0 => Ok(Some(step)),
+            _ => Err(format!(
+                "sliding_window_pattern is {said}, it must be at least 1, or layer_types be given"
+            )),
+        },
+    }
 }
 
 /// Which layers slide, according to `layer_types`.

@@ -36,27 +36,38 @@ pub(super) struct Pass<'a, B: Backend> {
 }
 
 impl<B: Backend> Pass<'_, B> {
-    /// Adds what is `pending`, summed over all ranks, to the residual stream; `normed` = its norm.
+    /// Adds what is `pending`, summed over all ranks, to the residual stream; `normed` = its norm,
+    /// or the stream itself without a `weight`.
     pub(super) fn norm(
         &mut self,
         pending: Pending<'_, B::Vector>,
-        weight: &B::Vector,
+        weight: Option<&B::Vector>,
     ) -> Result<(), KernelError> {
         let (backend, eps) = (&mut *self.backend, self.config.norm_eps);
         // If so, `deltas[0]` is only this rank's part of the sum.
         let is_sharded = self.shard.degree > 1;
         let Buffers { residual, normed, deltas, .. } = &mut *self.buffers;
         let [delta, ..] = &mut deltas[..] else { return Err(missing()) };
-        match pending {
-            Pending::Nothing => backend.add_rmsnorm(residual, None, weight, eps, normed),
-            Pending::Delta if is_sharded => {
+        if is_sharded && matches!(pending, Pending::Normed(_)) {
+            backend.all_reduce(delta)?;
+        }
+        match (pending, weight) {
+            (Pending::Nothing, None) => backend.add_normed(residual, None, eps, normed),
+            (Pending::Nothing, Some(weight)) => {
+                backend.add_rmsnorm(residual, None, weight, eps, normed)
+            }
+            // No model has such layers.
+            (Pending::Delta, None) => Err(missing()),
+            (Pending::Delta, Some(weight)) if is_sharded => {
                 backend.all_reduce_add_rmsnorm(delta, residual, weight, eps, normed)
             }
-            Pending::Delta => backend.add_rmsnorm(residual, Some(delta), weight, eps, normed),
-            Pending::Normed(own) => {
-                if is_sharded {
-                    backend.all_reduce(delta)?;
-                }
+            (Pending::Delta, Some(weight)) => {
+                backend.add_rmsnorm(residual, Some(delta), weight, eps, normed)
+            }
+            (Pending::Normed(own), None) => {
+                backend.add_normed(residual, Some((delta, own)), eps, normed)
+            }
+            (Pending::Normed(own), Some(weight)) => {
                 backend.add_normed_rmsnorm(residual, delta, own, weight, eps, normed)
             }
         }

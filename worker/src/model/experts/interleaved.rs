@@ -122,7 +122,7 @@ pub(super) fn find<'a>(
         (0..count).map(|expert| down.cut(expert, (0, 1, hidden), &inputs)).collect()
     };
     Ok(ExpertParts {
-        router: router.cut(0..count, 0..hidden),
+        router: vec![router.cut(0..count, 0..hidden)],
         gate_up,
         down: (0..shard.parts).map(part).collect(),
         biases: Biases {

@@ -23,7 +23,7 @@ pub(super) struct Loader<'a, 'p, B> {
 impl<B: Backend> Loader<'_, '_, B> {
     pub(super) fn layer(&mut self, part: &LayerPart<'_>) -> Result<BackendLayer<B>, KernelError> {
         Ok(LayerWeights {
-            input_norm: self.vector(&part.input_norm)?,
+            input_norm: self.optional(part.input_norm.as_deref())?,
             rope: part.rope,
             qkv: QkvWeights {
                 weight: self.matrix(&part.qkv)?,
@@ -35,7 +35,7 @@ impl<B: Backend> Loader<'_, '_, B> {
             output: self.parts(&part.output)?,
             output_bias: self.optional(part.output_bias.as_deref())?,
             output_norm: self.optional(part.output_norm.as_deref())?,
-            post_norm: self.vector(&part.post_norm)?,
+            post_norm: self.optional(part.post_norm.as_deref())?,
             mlp: self.mlp(&part.mlp)?,
             down_norm: self.optional(part.down_norm.as_deref())?,
         })
@@ -50,7 +50,7 @@ impl<B: Backend> Loader<'_, '_, B> {
                 down_bias: self.optional(down_bias.as_deref())?,
             },
             MlpPart::Experts(ExpertParts { router, gate_up, down, biases }) => Mlp::Experts {
-                router: self.small(std::slice::from_ref(router))?,
+                router: self.small(router)?,
                 router_bias: self.optional(biases.router.as_deref())?,
                 gate_up: self.stack(gate_up)?,
                 gate_up_bias: self.optional(biases.gate_up.as_deref())?,

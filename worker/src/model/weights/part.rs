@@ -12,7 +12,7 @@ use crate::model::safetensors::TensorView;
 
 /// One rank's share of one layer: checked, but not read yet.
 pub(super) struct LayerPart<'a> {
-    pub(super) input_norm: Vec<f32>,
+    pub(super) input_norm: Option<Vec<f32>>,
     pub(super) rope: usize,
     pub(super) qkv: Vec<HostMatrix<'a>>,
     pub(super) qkv_bias: Option<Vec<f32>>,
@@ -22,7 +22,7 @@ pub(super) struct LayerPart<'a> {
     pub(super) output: Vec<HostMatrix<'a>>,
     pub(super) output_bias: Option<Vec<f32>>,
     pub(super) output_norm: Option<Vec<f32>>,
-    pub(super) post_norm: Vec<f32>,
+    pub(super) post_norm: Option<Vec<f32>>,
     pub(super) mlp: MlpPart<'a>,
     pub(super) down_norm: Option<Vec<f32>>,
 }
@@ -137,19 +137,10 @@ impl<'a> Layer<'a> {
             Outputs::of(Module::K, rope.rows(config.head_dim, shard.kv_heads.clone())),
             Outputs::of(Module::V, vec![self.features(&shard.kv_heads)]),
         ];
-        // In models with `delta_norms`, `post_attention_layernorm` normalises the attention's
-        // output.
-        let (output_norm, post_norm, down_norm) = match config.delta_norms {
-            false => (None, "post_attention_layernorm", None),
-            true => (
-                Some("post_attention_layernorm"),
-                "pre_feedforward_layernorm",
-                Some("post_feedforward_layernorm"),
-            ),
-        };
+        let norm = |name: Option<&str>| name.map(|name| self.norm(name)).transpose();
         let ropes = kinds(&config.ropes);
         Ok(LayerPart {
-            input_norm: self.norm("input_layernorm")?,
+            input_norm: norm(config.norms.input)?,
             rope: ropes.iter().position(|kind| *kind == rope).unwrap_or(0),
             qkv: self.rows(&qkv)?,
             qkv_bias: self.biases(config.qkv_bias, &qkv)?,
@@ -161,10 +152,10 @@ impl<'a> Layer<'a> {
             sinks: self.sinks()?,
             output: self.cols(Module::O, &self.features(&shard.heads))?,
             output_bias: self.row_parallel_bias(config.output_bias, Module::O)?,
-            output_norm: output_norm.map(|norm| self.norm(norm)).transpose()?,
-            post_norm: self.norm(post_norm)?,
+            output_norm: norm(config.norms.output)?,
+            post_norm: norm(config.norms.post)?,
             mlp: self.mlp()?,
-            down_norm: down_norm.map(|norm| self.norm(norm)).transpose()?,
+            down_norm: norm(config.norms.down)?,
         })
     }
 
