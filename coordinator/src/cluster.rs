@@ -12,6 +12,7 @@
 //! - `formation`: how an epoch comes to be; `replica`, `replicas`: a replica's life, and who is
 //!   whose rank; `silence`: who was told something and has not answered; `vain`: whose formations
 //!   come to nothing
+//! - `adapters`: LoRA adapters, loaded and unloaded while replicas serve
 //! - `quarantine`: devices that fail again and again
 //! - [`roster`], `slots`: identities of workers; [`absence`]: workers expected back; [`records`]:
 //!   logs and ends of worker processes
@@ -19,6 +20,7 @@
 //! - [`view`], [`status`]: what others and operators see
 pub mod absence;
 pub mod actor;
+mod adapters;
 pub mod affinity;
 pub mod config;
 pub mod effect;
@@ -40,6 +42,7 @@ pub mod view;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+pub use adapters::Ticket;
 pub use config::{ClusterConfig, Member};
 pub use effect::Effect;
 pub use placement::{PlacementRules, place};
@@ -48,6 +51,7 @@ use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::membership::Desired;
 use shared::protocol::{HeldShard, LoadProgress, ToWorker};
 
+use self::adapters::Adapters;
 use self::quarantine::Quarantine;
 use self::replicas::Replicas;
 use self::silence::Silence;
@@ -79,6 +83,7 @@ pub struct Cluster {
     expected: BTreeSet<String>,
     /// What operators asked for, of this coordinator and of earlier leaders.
     desired: Desired,
+    adapters: Adapters,
     /// Since when some workers have been here while others were expected.
     settling_since: Option<Duration>,
     /// The replicas' revision at the start of the last pass.
@@ -92,6 +97,7 @@ impl Cluster {
     #[must_use]
     pub fn new(config: ClusterConfig) -> Self {
         Self {
+            adapters: Adapters::new(&config.lora, config.run),
             config,
             held: BTreeMap::new(),
             let_go: BTreeMap::new(),
@@ -119,9 +125,12 @@ impl Cluster {
         self.due = Some(Duration::ZERO);
     }
 
-    /// Adopts what operators told the last leader. Call it before any worker joins.
-    pub fn go_by(&mut self, desired: Desired) {
+    /// Adopts what operators told the last leader. Call it before any worker joins. Returns how
+    /// many of the adapters that they loaded find no room here.
+    pub fn go_by(&mut self, desired: Desired) -> usize {
+        let over = self.adapters.go_by(&desired);
         self.desired = desired;
+        over
     }
 
     /// What operators asked for, of this coordinator and of earlier leaders.
@@ -343,6 +352,7 @@ impl Cluster {
             return;
         };
         let (epoch, was_ready, ranks) = (replica.epoch(), replica.is_serving(), replica.ranks());
+        self.breaks(id);
         self.replicas.change(id, |replica| replica.broke(now, reason));
         for worker in ranks {
             self.silence.pause(now, worker);

@@ -84,7 +84,11 @@ pub(crate) fn replacement(
     let op = "replace_in_stack";
     ensure!(op, index < count, "matrix {index} of {count}");
     let found = (matrix.rows, matrix.cols);
-    ensure!(op, found == (rows, cols), "the matrix is {found:?}, those of the stack {rows} x {cols}");
+    ensure!(
+        op,
+        found == (rows, cols),
+        "the matrix is {found:?}, those of the stack {rows} x {cols}"
+    );
     matrix.check(op, cols)
 }
 

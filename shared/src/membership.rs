@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 pub use self::connect::{EtcdOptions, FULL_REMEDY, Fullness, ProbeError, Tls};
-pub use self::desired::Desired;
+pub use self::desired::{ChangedAdapters, Desired};
 pub use self::etcd::{Desires, EtcdMembership};
 pub use self::view::View;
 

@@ -60,7 +60,7 @@ impl Touched {
                 | Effect::ReplicaBroken { replica, .. }
                 | Effect::ReplicaRemoved { replica }
                 | Effect::Unservable { replica, .. } => drop(touched.replicas.insert(*replica)),
-                Effect::Desire(_) => {}
+                Effect::Desire(_) | Effect::Adapters | Effect::AdapterChanged { .. } => {}
             }
         }
         touched
