@@ -179,7 +179,8 @@ impl Frontends {
         command: AdapterCommand,
     ) {
         let frontends = self.clone();
-        actix::spawn(async move {
+        // From the link's reader, which is not on the coordinator's own thread.
+        tokio::spawn(async move {
             let outcome = frontends.changes.ask(command).await;
             let link = {
                 let slots = frontends.slots.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,5 +1,5 @@
-//! LoRA adapters loaded and unloaded while a cluster runs: the same answers as by a cluster that was
-//! started with them, at every front end, when a worker dies, and under the next leader.
+//! LoRA adapters loaded and unloaded while a cluster runs: the same answers as by a cluster that
+//! was started with them, at every front end, when a worker dies, and under the next leader.
 use std::path::Path;
 use std::time::Duration;
 

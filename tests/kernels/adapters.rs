@@ -94,7 +94,7 @@ fn a_matrix_of_a_stack_is_replaced_in_place() {
             let input = buffer(&mut backend, &x, inputs);
             let mut routes = backend.new_routes(5, ROUTING).unwrap();
             backend.assign(&[0, 1, 2, 1, NOT_ASSIGNED], &mut routes).unwrap();
-            let mut product = |backend: &mut CpuBackend, stack: &CpuStack| {
+            let product = |backend: &mut CpuBackend, stack: &CpuStack| {
                 let mut out = poisoned(backend, 5, outputs);
                 backend.experts_down(&input, 0, stack, None, &routes, &mut out).unwrap();
                 bits(out.values())

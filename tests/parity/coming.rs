@@ -154,6 +154,7 @@ impl<D: Device> Serving<D> {
     }
 }
 
+#[derive(Debug)]
 struct Running {
     seq: SeqId,
     /// Its tokens, with the last sampled one.

@@ -1,5 +1,5 @@
-//! `tutti status`, `tutti logs`, `tutti scale`, `tutti drain`, `tutti adapters`: the operator's commands to a running
-//! coordinator.
+//! `tutti status`, `tutti logs`, `tutti scale`, `tutti drain`, `tutti adapters`: the operator's
+//! commands to a running coordinator.
 use std::path::Path;
 use std::time::Duration;
 

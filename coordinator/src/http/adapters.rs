@@ -1,5 +1,5 @@
-//! `POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`, as vLLM has them: the answer comes
-//! when the change is in force.
+//! `POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`, as vLLM has them: the answer
+//! comes when the change is in force.
 //!
 //! They are for operators, who authenticate as for `/admin`; with
 //! `--allow-runtime-lora-updating`, also for all who may use the API.
