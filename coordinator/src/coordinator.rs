@@ -5,6 +5,10 @@
 //! Everything except HTTP lives on one arbiter (thread): links, cluster and replicas exchange
 //! messages without crossing threads, and no step waits for a lock that another thread holds for
 //! long.
+//!
+//! - `options`: what a coordinator is started with; `prepared`: checks it, and binds the addresses
+//! - `changes`: carries out commands about LoRA adapters
+//! - `stats`: the loggers of statistics
 mod changes;
 mod options;
 mod prepared;

@@ -186,8 +186,9 @@ const OPEN: [&str; 8] =
 const ADAPTERS: [&str; 2] = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"];
 
 /// Whether a path, as written in the request, needs a key: every path that is not known to be open.
-/// `/admin` has its own secret, and changes of adapters have their own rule. Routes are matched after percent-decoding, so a path that does not
-/// name an open one letter by letter needs a key, however it is spelt.
+/// `/admin` has its own secret, and changes of adapters have their own rule. Routes are matched
+/// after percent-decoding, so a path that does not name an open one letter by letter needs a key,
+/// however it is spelt.
 fn is_guarded(path: &str) -> bool {
     !OPEN.contains(&path) && !path.starts_with("/admin/") && !ADAPTERS.contains(&path)
 }
