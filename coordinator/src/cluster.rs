@@ -12,6 +12,7 @@
 //! - `formation`: how an epoch comes to be; `replica`, `replicas`: a replica's life, and who is
 //!   whose rank; `pending_answers`: who was told something and has not answered;
 //!   `failed_formations`: whose formations come to nothing
+//! - `adapters`: LoRA adapters, loaded and unloaded while replicas serve
 //! - `quarantine`: devices that fail again and again
 //! - [`roster`], `slots`: identities of workers; [`absence`]: workers expected back; [`records`]:
 //!   logs and ends of worker processes
@@ -19,6 +20,7 @@
 //! - [`view`], [`status`]: what others and operators see
 pub mod absence;
 pub mod actor;
+mod adapters;
 pub mod affinity;
 pub mod config;
 pub mod effect;
@@ -40,6 +42,7 @@ pub mod view;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+pub use adapters::Ticket;
 pub use config::{ClusterConfig, Member};
 pub use effect::Effect;
 pub use placement::{PlacementRules, place};
@@ -48,6 +51,7 @@ use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::membership::DesiredState;
 use shared::protocol::{HeldShard, LoadProgress, ToWorker};
 
+use self::adapters::Adapters;
 use self::failed_formations::FailedFormations;
 use self::pending_answers::PendingAnswers;
 use self::quarantine::Quarantine;
@@ -79,6 +83,7 @@ pub struct Cluster {
     expected: BTreeSet<String>,
     /// What operators asked for, of this coordinator and of earlier leaders.
     desired: DesiredState,
+    adapters: Adapters,
     /// Since when some workers have been here while others were expected.
     settling_since: Option<Duration>,
     /// The replicas' revision at the start of the last pass.
@@ -92,6 +97,7 @@ impl Cluster {
     #[must_use]
     pub fn new(config: ClusterConfig) -> Self {
         Self {
+            adapters: Adapters::new(&config.lora, config.run),
             config,
             held: BTreeMap::new(),
             dismissed: BTreeMap::new(),
@@ -119,9 +125,12 @@ impl Cluster {
         self.due = Some(Duration::ZERO);
     }
 
-    /// Adopts what operators told the last leader. Call it before any worker joins.
-    pub fn adopt_desired(&mut self, desired: DesiredState) {
+    /// Adopts what operators told the last leader. Call it before any worker joins. Returns how
+    /// many of the adapters that they loaded find no room here.
+    pub fn adopt_desired(&mut self, desired: DesiredState) -> usize {
+        let over = self.adapters.adopt_desired(&desired);
         self.desired = desired;
+        over
     }
 
     /// What operators asked for, of this coordinator and of earlier leaders.
@@ -347,6 +356,7 @@ impl Cluster {
             return;
         };
         let (epoch, was_ready, ranks) = (replica.epoch(), replica.is_serving(), replica.ranks());
+        self.breaks(id);
         self.replicas.change(id, |replica| replica.broke(now, reason));
         for worker in ranks {
             self.pending_answers.pause(now, worker);

@@ -5,12 +5,18 @@
 //! Everything except HTTP lives on one arbiter (thread): links, cluster and replicas exchange
 //! messages without crossing threads, and no step waits for a lock that another thread holds for
 //! long.
+//!
+//! - `options`: what a coordinator is started with; `prepared`: checks it, and binds the addresses
+//! - `changes`: carries out commands about LoRA adapters
+//! - `stats`: the loggers of statistics
+mod changes;
 mod options;
 mod prepared;
 mod stats;
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -23,9 +29,10 @@ use shared::hub::HubModel;
 use shared::ids::{Incarnation, ReplicaId};
 use shared::membership::{DesiredStateSender, Role, View};
 use shared::model_identity::ModelIdentity;
-use shared::protocol::{EngineConfig, Serving};
+use shared::protocol::{EngineConfig, Lora, Serving};
 use tokio::sync::{mpsc, watch};
 
+use crate::adapters::{AdapterChanges, ServedAdapters};
 use crate::checkpoint::Publication;
 use crate::cluster::ClusterConfig;
 use crate::cluster::actor::{
@@ -50,6 +57,7 @@ use crate::replica::actor::{ReplicaActor, ReplicaLoad};
 use crate::replica::driver::{DriverLimits, ReplicaDriver};
 use crate::scheduler::{Scheduler, SchedulerConfig};
 
+use self::changes::Changes;
 pub use self::options::{CoordinatorOptions, LogStats, ModelSources, StartError};
 pub(crate) use self::prepared::BoundListener;
 pub use self::prepared::PreparedCoordinator;
@@ -140,8 +148,6 @@ impl Coordinator {
         let since_1970 = since_1970();
         let clock_start = since_1970.saturating_sub(clock.now());
         hub.observer().record().started(env!("CARGO_PKG_VERSION"), since_1970);
-        let adapters = options.lora.adapters.iter().map(|adapter| adapter.name.as_str());
-        hub.observer().record().adapters(adapters);
         hub.observer().record().cache(options.dtype.name(), options.prefix_caching);
 
         let host = HostThread::start("coordinator", options.nvml.clone(), hub.process().clone());
@@ -165,7 +171,16 @@ impl Coordinator {
             view_sender,
             actors.clone(),
         );
-        let cluster = with_leadership(cluster, leadership.as_ref()).start();
+        let adapters = ServedAdapters::default();
+        let cluster = with_leadership(cluster, leadership.as_ref()).serving_adapters(adapters.clone()).start();
+        let (changes, asks) = AdapterChanges::channel();
+        let carried_out = Changes {
+            cluster: cluster.clone(),
+            hub: options.hub.clone(),
+            view: leadership.as_ref().map(|leadership| leadership.view.clone()),
+            run: options.run,
+        };
+        actix::spawn(carried_out.run(asks));
         let listener = tokio::net::TcpListener::from_std(bound.listener).map_err(|error| {
             StartError::Listen { address: cluster_addr, option: "--cluster-listen", error }
         })?;
@@ -181,6 +196,7 @@ impl Coordinator {
             handle.commands(),
             text.clone(),
             serving.clone(),
+            (adapters.clone(), changes.clone()),
             readiness.clone(),
             actors.clone(),
             gate.clone(),
@@ -202,7 +218,8 @@ impl Coordinator {
             readiness,
             options.run,
         )
-        .with_models(Models::of(&serving))
+        .with_models(Models::of(&serving, adapters))
+        .with_adapter_changes(Some(changes))
         .of_cluster(options.secret.as_ref())
         .with_api(&options.api);
         let state = if options.metrics { state.with_metrics(page.clone()) } else { state };
@@ -367,7 +384,12 @@ fn cluster_config(options: &CoordinatorOptions, engine: EngineConfig) -> Cluster
         identity: identity(options),
         dtype: options.dtype,
         quantization: options.quantization,
-        lora: options.sources.lora.clone(),
+        lora: told_lora(options),
+        model_names: [&options.served_model_name]
+            .into_iter()
+            .chain(&options.model_aliases)
+            .cloned()
+            .collect(),
         draft_model: options.sources.draft_model.clone(),
         engine,
         collective_timeout: COLLECTIVE_TIMEOUT,
@@ -376,6 +398,18 @@ fn cluster_config(options: &CoordinatorOptions, engine: EngineConfig) -> Cluster
         collective_key: options.collective_key.clone(),
         run: options.run,
     }
+}
+
+/// The adapters as workers are told of them. Where they may change, each with what its folder
+/// contains here, if it can be read.
+fn told_lora(options: &CoordinatorOptions) -> Lora {
+    let mut told = options.told.lora.clone();
+    if told.places > 0 {
+        for (told, here) in told.adapters.iter_mut().zip(&options.lora.adapters) {
+            told.identity = ModelIdentity::of_adapter(Path::new(&here.path)).ok();
+        }
+    }
+    told
 }
 
 fn serving(options: &CoordinatorOptions, max_model_len: u32, text_fingerprint: u64) -> Serving {
@@ -416,7 +450,7 @@ fn page(
 /// Identity of the model folder's contents here. A coordinator needs no weights; without them, its
 /// workers only have to agree with each other.
 fn identity(options: &CoordinatorOptions) -> Option<ModelIdentity> {
-    let read = ModelIdentity::read(&options.model, &options.lora);
+    let read = ModelIdentity::read(&options.model, &options.lora.lasting());
     read.inspect_err(|reason| {
         if HubModel::parse(&options.sources.model).is_some() {
             // Its commit says what it is.

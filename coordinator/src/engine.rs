@@ -16,6 +16,7 @@ use shared::protocol::{GuideSpec, TokenMask};
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
 
+use crate::adapters::AdapterUse;
 use crate::frontends::RemoteEvents;
 
 /// Decides whether a sequence ends for a reason that only the text shows (a stop string).
@@ -102,8 +103,8 @@ pub struct GenerateRequest {
     pub priority: i32,
     /// Requests with another salt do not share cached prompts.
     pub cache_salt: u64,
-    /// The adapter it is computed with, see [`shared::protocol::Adapter`]; 0 for none.
-    pub adapter: u32,
+    /// The adapter it is computed with.
+    pub adapter: AdapterUse,
     /// Tokens that end a sequence (the model's end tokens unless `ignore_eos`, and
     /// `stop_token_ids`). The ending token is accepted and counted, but not part of the text.
     pub end_tokens: Vec<u32>,
@@ -161,7 +162,7 @@ impl GenerateRequest {
             open_ended: false,
             priority: 0,
             cache_salt: 0,
-            adapter: 0,
+            adapter: AdapterUse::default(),
             end_tokens: Vec::new(),
             stops: Arc::default(),
             keep_special: false,
@@ -190,7 +191,7 @@ impl GenerateRequest {
     /// equal.
     #[must_use]
     pub fn affinity_salt(&self) -> u64 {
-        self.cache_salt ^ u64::from(self.adapter).rotate_right(16)
+        self.cache_salt ^ u64::from(self.adapter.number()).rotate_right(16)
     }
 
     /// Tokens that a replica's KV cache must have room for: the most that one sequence needs.

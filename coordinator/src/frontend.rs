@@ -6,10 +6,12 @@
 //! `/metrics`; its own `/metrics` shows its process, and its HTTP under separate names.
 //!
 //! - `dial`: dials until a coordinator answers
+//! - `adapters`: commands about LoRA adapters, which the coordinator carries out
 //! - `uplink`: the link to the coordinator
 //! - `requests`: PURE: the requests, whichever coordinator has them
 //! - `open_request`: PURE: one request, with what was accepted so far
 //! - `held`: PURE: requests that wait for a coordinator that can take them
+mod adapters;
 mod dial;
 mod held;
 mod open_request;
@@ -34,6 +36,7 @@ use tokio::sync::oneshot;
 
 use self::dial::Dialler;
 use self::uplink::Uplink;
+use crate::adapters::{AdapterChanges, ServedAdapters};
 use crate::coordinator::CLOSE_PATIENCE;
 use crate::engine::EngineHandle;
 use crate::http::gate::Gate;
@@ -192,9 +195,12 @@ impl Frontend {
         let (threads, run) = (options.http_threads, options.run);
         let (api, secret) = (options.api.clone(), options.secret.clone());
         let gate = Gate::default();
+        let adapters = ServedAdapters::of(&serving.adapters);
+        let (changes, asks) = AdapterChanges::channel();
         let uplink =
             Uplink::new(options, hello, serving.clone(), clock.clone(), stats.clone(), commands)
-                .behind(gate.clone());
+                .behind(gate.clone())
+                .adapting(adapters.clone(), asks);
         let page_options = PageOptions {
             model_name: serving.served_model_name.clone(),
             clock_start: since_1970().saturating_sub(clock.now()),
@@ -211,7 +217,8 @@ impl Frontend {
             uplink.readiness(),
             run,
         )
-        .with_models(Models::of(&serving))
+        .with_models(Models::of(&serving, adapters))
+        .with_adapter_changes(Some(changes))
         .of_cluster(secret.as_ref())
         .with_api(&api)
         .with_gate(gate.clone())

@@ -31,7 +31,8 @@ use shared::ids::{Incarnation, RequestId};
 use shared::metrics::Source;
 use shared::protocol::actors::{ActorLife, ActorReport};
 use shared::protocol::{
-    EngineEvent, FrontendHello, FrontendId, FrontendWelcome, Serving, WorkerStats,
+    AdapterCommand, EngineEvent, FrontendHello, FrontendId, FrontendWelcome, Serving, ToFrontend,
+    WorkerStats,
 };
 use tokio::sync::mpsc;
 
@@ -39,10 +40,9 @@ pub use self::events::RemoteEvents;
 use self::events::{LinkRequests, LinkState};
 use self::link::Receiver;
 use self::slots::{AdmittedFrontend, Replaced, Slots};
+use crate::adapters::{AdapterChanges, ServedAdapters};
 use crate::cluster::actor::JoinRefusal;
-use crate::engine::{
-    EngineCommand, EngineError, EventSender, GenerateRequest, retry_after_seconds,
-};
+use crate::engine::{EngineCommand, EngineError, EventSender, GenerateRequest, retry_after_seconds};
 use crate::http::gate::Gate;
 use crate::http::params::Limits;
 use crate::http::state::ReadinessCheck;
@@ -64,6 +64,9 @@ pub struct Frontends {
     commands: mpsc::Sender<EngineCommand>,
     text: Arc<TextModel>,
     serving: Serving,
+    adapters: ServedAdapters,
+    /// Carries out changes of adapters.
+    changes: AdapterChanges,
     limits: Limits,
     readiness: ReadinessCheck,
     gate: Gate,
@@ -98,6 +101,7 @@ impl Frontends {
         commands: mpsc::Sender<EngineCommand>,
         text: Arc<TextModel>,
         serving: Serving,
+        (adapters, changes): (ServedAdapters, AdapterChanges),
         readiness: ReadinessCheck,
         actors: ActorRuntime,
         gate: Gate,
@@ -110,6 +114,8 @@ impl Frontends {
             text,
             limits: Limits::new(serving.max_model_len),
             serving,
+            adapters,
+            changes,
             readiness,
             gate,
             slots: Mutex::default(),
@@ -159,8 +165,38 @@ impl Frontends {
         Ok(FrontendWelcome {
             frontend,
             stats_interval_ms: STATS_INTERVAL.as_millis() as u64,
-            serving: self.serving.clone(),
+            serving: Serving { adapters: self.adapters.all(), ..self.serving.clone() },
         })
+    }
+
+    /// Carries out a front end's command about an adapter. The front end learns of the new list
+    /// before it learns of the outcome.
+    fn change_adapter(
+        self: &Arc<Self>,
+        id: FrontendId,
+        link_number: u64,
+        ask: u64,
+        command: AdapterCommand,
+    ) {
+        let frontends = self.clone();
+        // From the link's reader, which is not on the coordinator's own thread.
+        tokio::spawn(async move {
+            let outcome = frontends.changes.ask(command).await;
+            let link = {
+                let slots = frontends.slots.lock().unwrap_or_else(PoisonError::into_inner);
+                let is_it = |(_, of, link): &(&str, FrontendId, &Linked)| {
+                    *of == id && link.number == link_number
+                };
+                slots.linked().find(is_it).map(|(_, _, link)| link.handle.clone())
+            };
+            let Some(link) = link.map(PeerAddr::new) else { return };
+            let list = ToFrontend::Adapters(frontends.adapters.all());
+            for message in [list, ToFrontend::AdapterChanged(ask, outcome)] {
+                if let Err(error) = link.tell_when_room(&message).await {
+                    tracing::warn!(%error, "a front end does not learn of its adapters");
+                }
+            }
+        });
     }
 
     /// An admitted front end went away before it got its welcome.
@@ -211,7 +247,8 @@ impl Frontends {
         self.name(&hello.node, id, ActorLife::Alive, None);
         let addr = PeerAddr::new(link);
         actix::spawn(events::send(incoming, addr.clone(), open.clone()));
-        actix::spawn(events::send_readiness(self.readiness.clone(), addr, open));
+        let told = (self.readiness.clone(), self.adapters.clone());
+        actix::spawn(events::send_state(told, addr, open));
     }
 
     /// Reports the front end as an actor, `frontend/NODE`.

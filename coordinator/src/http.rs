@@ -21,6 +21,7 @@
 //! - [`logprobs`]: log-probabilities in OpenAI's two formats
 //! - [`metrics`]: the cluster's metrics in the requested format
 //! - [`access`]: request ids and the access log
+//! - `adapters`: LoRA adapters loaded and unloaded while the cluster runs
 //! - [`admin`]: the operator's API
 //! - [`tokenize`]: tokenization without generation
 //! - [`trace`]: the trace that a request belongs to
@@ -36,6 +37,7 @@
 //! - [`gate`]: lets requests in, and is closed when the server is told to end
 //! - [`error`]: every error a client can see, in one mapping
 pub mod access;
+mod adapters;
 pub mod admin;
 mod again;
 mod body;

@@ -5,6 +5,7 @@
 //! - [`scheduler`]: PURE: one replica's queue, batch, blocks and preemption
 //! - [`replica`]: a running replica: its scheduler, request channels and links to ranks
 //! - [`cluster`]: PURE: assigns workers to replicas, counts epochs; and the actor around it
+//! - [`adapters`]: which LoRA adapters requests may name, and which are in use
 //! - `addresses`: numbers of connections per party
 //! - [`links`]: accepts connections from workers and front ends, performs the handshake
 //! - [`frontends`]: front-end processes, as the coordinator sees them
@@ -20,6 +21,7 @@
 //! - [`metrics`]: what is observed and how it is published
 #![forbid(unsafe_code)]
 
+pub mod adapters;
 mod addresses;
 pub mod checkpoint;
 pub mod cluster;

@@ -75,6 +75,23 @@ pub(crate) fn stack(matrices: &[HostMatrix<'_>]) -> Result<(usize, usize), Kerne
     Ok(wanted)
 }
 
+/// Checks a matrix that is to replace matrix `index` of a stack with these sizes.
+pub(crate) fn replacement(
+    (count, rows, cols): experts::StackSizes,
+    index: usize,
+    matrix: &HostMatrix<'_>,
+) -> Result<(), KernelError> {
+    let op = "replace_in_stack";
+    ensure!(op, index < count, "matrix {index} of {count}");
+    let found = (matrix.rows, matrix.cols);
+    ensure!(
+        op,
+        found == (rows, cols),
+        "the matrix is {found:?}, those of the stack {rows} x {cols}"
+    );
+    matrix.check(op, cols)
+}
+
 /// Checks that a buffer, if there is one, is `[rows, width]`.
 pub(crate) fn shape(
     op: &'static str,

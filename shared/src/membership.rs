@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 pub use self::connect::{DatabaseUsage, EtcdOptions, FULL_REMEDY, ProbeError, Tls};
-pub use self::desired::DesiredState;
+pub use self::desired::{ChangedAdapters, DesiredState};
 pub use self::etcd::{DesiredStateSender, EtcdMembership};
 pub use self::view::View;
 

@@ -54,14 +54,30 @@ impl ModelIdentity {
         }
         add(&mut hash, &u64::from(lora.max_rank).to_le_bytes());
         for adapter in &lora.adapters {
-            let folder = Path::new(&adapter.path);
-            add_whole(&mut hash, &folder.join("adapter_config.json"))?;
-            add_weights(&mut hash, folder, "adapter_model.safetensors")?;
+            add_adapter(&mut hash, Path::new(&adapter.path))?;
         }
-        let digest = hash.finalize();
-        let first = digest.iter().take(8).fold(0, |sum, byte| sum << 8 | u64::from(*byte));
-        Ok(Self(first))
+        Ok(Self::of(hash))
     }
+
+    /// Computes the identity of one adapter's folder.
+    ///
+    /// # Errors
+    /// As [`ModelIdentity::read`].
+    pub fn of_adapter(folder: &Path) -> Result<Self, String> {
+        let mut hash = Sha256::new();
+        add_adapter(&mut hash, folder)?;
+        Ok(Self::of(hash))
+    }
+
+    fn of(hash: Sha256) -> Self {
+        let digest = hash.finalize();
+        Self(digest.iter().take(8).fold(0, |sum, byte| sum << 8 | u64::from(*byte)))
+    }
+}
+
+fn add_adapter(hash: &mut Sha256, folder: &Path) -> Result<(), String> {
+    add_whole(hash, &folder.join("adapter_config.json"))?;
+    add_weights(hash, folder, "adapter_model.safetensors")
 }
 
 /// Returns the names of a folder's weight files, in order.
@@ -151,7 +167,6 @@ fn named(path: &Path, error: &io::Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protocol::Adapter;
 
     /// A folder with one file of tensors of 4 KiB each; the name keeps parallel tests apart.
     struct Folder(std::path::PathBuf);
@@ -230,8 +245,7 @@ mod tests {
         std::fs::write(adapter.0.join("adapter_config.json"), "{}").unwrap();
         adapter.weights("adapter_model.safetensors", 2, 0);
         let path = adapter.0.display().to_string();
-        let adapters = vec![Adapter { name: "a".to_owned(), path }];
-        let lora = Lora { adapters, max_rank: 16 };
+        let lora = Lora::fixed([("a".to_owned(), path)], 16);
         let with = ModelIdentity::read(&folder.0, &lora).unwrap();
         assert_ne!(with, second);
         adapter.weights("adapter_model.safetensors", 2, 1);

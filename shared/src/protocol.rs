@@ -36,7 +36,9 @@ pub use frontend::{
     ToFrontend, check_model_names,
 };
 pub use guide::{GuideSpec, Whitespace};
-pub use lora::{Adapter, Lora};
+pub use lora::{
+    Adapter, AdapterChange, AdapterCommand, AdapterDone, AdapterError, ChangeAdapter, Lora,
+};
 pub use mask::TokenMask;
 use serde::{Deserialize, Serialize};
 pub use step::{
@@ -50,7 +52,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change to a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 16;
+pub const PROTOCOL_VERSION: u16 = 17;
 
 /// All messages from a coordinator to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -78,6 +80,8 @@ pub enum ToWorker {
     GroupId(GroupId),
     /// Tokens that may be sampled in a step with masked entries; follows that step's plan.
     Masks(StepMasks),
+    /// Load or drop an adapter.
+    Adapter(ChangeAdapter),
 }
 
 /// All messages from a worker to the coordinator after the handshake.
@@ -108,6 +112,8 @@ pub enum FromWorker {
     },
     /// NCCL's unique id, from rank 0 of an epoch that is being formed, for its other ranks only.
     GroupId(GroupId),
+    /// An adapter is loaded, or cannot be.
+    Adapter(AdapterDone),
 }
 
 /// Why a worker exits.
@@ -129,7 +135,8 @@ impl RemoteMessage for ToWorker {
             | Self::Start(_)
             | Self::Abort { .. }
             | Self::Shutdown { .. }
-            | Self::GroupId(_) => FrameKind::Control,
+            | Self::GroupId(_)
+            | Self::Adapter(_) => FrameKind::Control,
         }
     }
 }

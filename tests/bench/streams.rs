@@ -92,6 +92,7 @@ impl Rank for IdleRank {
             weight_bytes: 1,
             load_seconds: 0.0,
             identity,
+            adapters: 0,
         })
     }
 

@@ -15,6 +15,7 @@
 //! - [`full_etcd`]: what etcd stores, and what happens when it is full
 //! - [`front_ends`]: separate front-end processes
 //! - [`hosts`]: all workers of a host, started by one command
+//! - [`loading`]: LoRA adapters loaded and unloaded while requests run
 //! - [`pages`]: `/metrics` of every role of a running cluster
 //! - [`placing`]: which workers form a replica
 //! - [`priorities`]: urgent requests before others
@@ -56,6 +57,7 @@ mod failures;
 mod front_ends;
 mod full_etcd;
 mod hosts;
+mod loading;
 mod openai_client;
 mod pages;
 mod placing;

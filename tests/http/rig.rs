@@ -3,6 +3,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use coordinator::adapters::ServedAdapters;
 use coordinator::engine::{
     EngineCommand, EngineError, EngineEvent, EngineHandle, EventSender, FinishReason,
     GenerateRequest,
@@ -172,7 +173,7 @@ impl Rig {
             Arc::new(|| Readiness { ready: true, message: "serving".to_owned() }),
             7,
         )
-        .with_models(Models::of(&serving))
+        .with_models(Models::of(&serving, ServedAdapters::of(adapters)))
         .with_api(api)
         .with_metrics(Arc::new(page));
         let state = tune(state);

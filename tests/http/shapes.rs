@@ -2,7 +2,7 @@
 use coordinator::text::model::TextModel;
 use coordinator::text::template::ChatTemplate;
 use serde_json::{Map, Value, json};
-use shared::protocol::Adapter;
+use shared::protocol::Lora;
 
 use crate::rig::{Rig, Script};
 
@@ -230,8 +230,9 @@ async fn models_health_version_and_metrics() {
 
 #[tokio::test]
 async fn adapters_are_models_that_requests_name() {
-    let adapter = |name: &str| Adapter { name: name.to_owned(), path: format!("/adapters/{name}") };
-    let rig = Rig::with_adapters(&[adapter("sql"), adapter("org/chat")]);
+    let adapter = |name: &str| (name.to_owned(), format!("/adapters/{name}"));
+    let lora = Lora::fixed([adapter("sql"), adapter("org/chat")], 16);
+    let rig = Rig::with_adapters(&lora.adapters);
     let list = rig.client.get("/v1/models").await.unwrap().body;
     let cards: Vec<_> = list["data"].as_array().unwrap().iter().collect();
     let named = |card: &Value| (card["id"].clone(), card["root"].clone(), card["parent"].clone());
@@ -256,7 +257,7 @@ async fn adapters_are_models_that_requests_name() {
             let reply = rig.client.post(path, &body).await.unwrap();
             assert_eq!((reply.status, &reply.body["model"]), (200, &json!(model)), "{path}");
             let seen = rig.seen.lock().unwrap().requests.pop().unwrap();
-            assert_eq!(seen.adapter as usize, number, "{path}");
+            assert_eq!(seen.adapter.number() as usize, number, "{path}");
         }
         let body = json!({"model": model, "prompt": "x"});
         assert_eq!(rig.client.post("/tokenize", &body).await.unwrap().status, 200);
@@ -265,10 +266,10 @@ async fn adapters_are_models_that_requests_name() {
     let body = json!({"model": "org/demo", "prompt": "x"});
     let reply = rig.client.post("/v1/completions", &body).await.unwrap();
     assert_eq!((reply.status, &reply.body["model"]), (200, &json!("demo")));
-    assert_eq!(rig.seen.lock().unwrap().requests.pop().unwrap().adapter, 0);
+    assert_eq!(rig.seen.lock().unwrap().requests.pop().unwrap().adapter.number(), 0);
     // Without a name: the base model.
     rig.client.post("/v1/completions", &json!({"prompt": "x"})).await.unwrap();
-    assert_eq!(rig.seen.lock().unwrap().requests.pop().unwrap().adapter, 0);
+    assert_eq!(rig.seen.lock().unwrap().requests.pop().unwrap().adapter.number(), 0);
     let missing = json!({"model": "sq", "prompt": "x"});
     let missing = rig.client.post("/v1/completions", &missing).await.unwrap();
     assert_eq!((missing.status, &missing.body["error"]["code"]), (404, &json!("model_not_found")));

@@ -7,7 +7,7 @@ use kernels::backend::{
     QkvWeights, RopeTable, Routing, SeqRows,
 };
 use kernels::collective::single_rank;
-use kernels::cpu::{Isa, Precision};
+use kernels::cpu::{CpuBackend, CpuStack, Isa, Precision};
 use kernels::reference::ReferenceBackend;
 
 use crate::support::{ACTIVATIONS, Random, Weight, backend_in, bits, buffer, poisoned, variants};
@@ -79,6 +79,40 @@ fn the_reference_backend_does_the_same() {
     }
     assert!(matches!(backend.assign(&[3], &mut routes), Err(KernelError::Shape { .. })));
     assert!(matches!(backend.assign(&[0; 5], &mut routes), Err(KernelError::Shape { .. })));
+}
+
+#[test]
+fn a_matrix_of_a_stack_is_replaced_in_place() {
+    let mut random = Random(85);
+    for (isa, precision) in variants() {
+        let mut backend = backend_in(isa, precision, 2);
+        for (inputs, outputs) in [(40, 8), (33, 70), (130, 200)] {
+            let weights: Vec<Weight> =
+                (0..4).map(|_| Weight::random(&mut random, outputs, inputs)).collect();
+            let [a, b, c, other] = [0, 1, 2, 3].map(|i| weights[i].host());
+            let x = random.vec(5 * inputs);
+            let input = buffer(&mut backend, &x, inputs);
+            let mut routes = backend.new_routes(5, ROUTING).unwrap();
+            backend.assign(&[0, 1, 2, 1, NOT_ASSIGNED], &mut routes).unwrap();
+            let product = |backend: &mut CpuBackend, stack: &CpuStack| {
+                let mut out = poisoned(backend, 5, outputs);
+                backend.experts_down(&input, 0, stack, None, &routes, &mut out).unwrap();
+                bits(out.values())
+            };
+            let whole = backend.load_stack(&[a, b, c]).unwrap();
+            let wanted = product(&mut backend, &whole);
+            let mut stack = backend.load_stack(&[a, other, c]).unwrap();
+            assert_ne!(product(&mut backend, &stack), wanted);
+            backend.replace_in_stack(&mut stack, 1, &b).unwrap();
+            assert_eq!(product(&mut backend, &stack), wanted, "{isa} {precision}");
+            let larger = Weight::random(&mut random, outputs + 1, inputs);
+            for (index, matrix) in [(3, b), (1, larger.host())] {
+                let refused = backend.replace_in_stack(&mut stack, index, &matrix);
+                assert!(matches!(refused, Err(KernelError::Shape { .. })), "{refused:?}");
+            }
+            assert_eq!(product(&mut backend, &stack), wanted, "a refusal changes nothing");
+        }
+    }
 }
 
 #[test]

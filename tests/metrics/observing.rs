@@ -1,12 +1,13 @@
 //! Records of the coordinator's parts appear in scrapes, and the identities hold in each scrape.
 use std::time::Duration;
 
+use coordinator::adapters::ServedAdapters;
 use coordinator::metrics::observe::{ReplicaConfig, RequestSummary, StepTokens};
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
 use shared::metrics::compat::Compat;
 use shared::metrics::labels::{ActorState, FinishedReason, Method, RejectReason};
 use shared::metrics::{RankStats, Source, catalogue};
-use shared::protocol::{FrontendId, StepTimings, WorkerStats};
+use shared::protocol::{FrontendId, Lora, StepTimings, WorkerStats};
 
 use crate::rig::{SUMMARY, config, hub, id, ms, scrape};
 
@@ -427,8 +428,11 @@ fn requests_of_adapters_are_counted_while_they_run() {
     let mut record = hub.observer().record();
     record.adapters(["sql", "chat"].into_iter());
     record.replica_ready(replica, &config(100));
-    let mut tracks: Vec<_> =
-        [0, 1, 1, 2].map(|adapter| record.accepted(ms(0), 1, &id()).with_adapter(adapter)).into();
+    let list = [("sql".into(), "/a".into()), ("chat".into(), "/b".into())];
+    let served = ServedAdapters::of(&Lora::fixed(list, 8).adapters);
+    let used = |name: &str| served.find(name).unwrap_or_default();
+    let accepted = |name| record.accepted(ms(0), 1, &id()).with_adapter(used(name));
+    let mut tracks: Vec<_> = ["", "sql", "sql", "chat"].map(accepted).into();
     for track in &mut tracks {
         record.routed(track, replica);
         record.scheduled(track, replica, ms(1));

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use kernels::ReferenceBackend;
 use kernels::collective::single_rank;
-use shared::protocol::{Adapter, Lora};
+use shared::protocol::Lora;
 use shared::sampling::{Pooling, SamplingParams};
 use tempfile::TempDir;
 use testkit::adapters::{AdapterSpec, FUSED, Factors};
@@ -38,7 +38,7 @@ impl Scratch {
             factors.push(spec.write(model, &path).unwrap());
             adapters.push(named(&path));
         }
-        Self { folder, lora: Lora { adapters, max_rank: 64 }, factors }
+        Self { folder, lora: Lora::fixed(adapters, 64), factors }
     }
 
     pub(crate) fn lora(&self) -> &Lora {
@@ -55,9 +55,9 @@ impl Scratch {
     }
 }
 
-fn named(path: &Path) -> Adapter {
+fn named(path: &Path) -> (String, String) {
     let name = path.file_name().unwrap().to_str().unwrap().to_owned();
-    Adapter { name, path: path.to_str().unwrap().to_owned() }
+    (name, path.to_str().unwrap().to_owned())
 }
 
 fn greedy() -> SamplingParams {
@@ -356,8 +356,8 @@ fn adapters_make_what_peft_makes() {
     for (name, base) in cases {
         let (path, model) = (folder.join(name), variant(base));
         let other = Scratch::new(&model, &[AdapterSpec::whole(16, 61)]);
-        let lora =
-            Lora { adapters: vec![other.lora.adapters[0].clone(), named(&path)], max_rank: 16 };
+        let other = PathBuf::from(&other.lora.adapters[0].path);
+        let lora = Lora::fixed([named(&other), named(&path)], 16);
         for (on, degree) in [(On::Cpu, 1), (On::Cpu, 2), (On::Reference, 1), (On::CpuBf16, 1)] {
             let bound = if matches!(on, On::CpuBf16) { BF16_TOLERANCE } else { TOLERANCE };
             let mut rig = Rig::adapted(on, &model, (degree, degree), &lora);

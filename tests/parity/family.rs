@@ -5,7 +5,7 @@ use std::path::Path;
 use kernels::backend::DType;
 use kernels::weights::widen;
 use serde_json::{Value, json};
-use shared::protocol::{Adapter, Lora, Quantization};
+use shared::protocol::{Lora, Quantization};
 use shared::sampling::SamplingParams;
 use testkit::adapters::AdapterSpec;
 use testkit::models::{goldens, goldens_in, repository, variant};
@@ -284,8 +284,7 @@ fn adapters_of_a_model_that_holds_another_are_those_of_the_text_model() {
     let prompt = &goldens(&wrapped)[2].prompt_ids;
     let answer = |model: &Path, folder: &Path| {
         let path = folder.to_str().unwrap().to_owned();
-        let adapters = vec![Adapter { name: "it".to_owned(), path }];
-        let lora = Lora { adapters, max_rank: 8 };
+        let lora = Lora::fixed([("it".to_owned(), path)], 8);
         let mut rig = Rig::adapted(On::Cpu, model, (2, 2), &lora);
         let mut seq = rig.sequence(prompt, prompt.len(), greedy());
         seq.adapter = 1;

@@ -6,6 +6,7 @@
 //! - [`invariance`]: chunked, batched and re-admitted sequences give the same bits
 //! - [`broken`]: broken model folders give one clear error
 //! - [`checkpoint`]: temporary copies of model folders with changed tensors
+//! - `coming`: LoRA adapters that come and go
 //! - `cuda`, [`nccl`], `peers`: on stand-ins for GPUs, for one rank and for several
 //! - [`cuda_invariance`]: `--batch-invariant`: bits do not depend on the batch
 //! - [`draft_model`]: a model's drafts change nothing but the number of steps
@@ -35,6 +36,7 @@ mod adapters;
 mod ahead;
 mod broken;
 mod checkpoint;
+mod coming;
 mod cuda;
 mod cuda_invariance;
 mod draft_model;

@@ -9,7 +9,7 @@ use shared::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, Wan
 use shared::protocol::control::{RESOURCE_NAME_MAX, RESOURCES_MAX};
 use shared::protocol::lora::{ADAPTER_NAME_MAX, ADAPTER_PATH_MAX, ADAPTERS_MAX};
 use shared::protocol::{
-    AcceptedChoice, Adapter, BUILD_MAX, CollectiveSpec, DeviceKind, Drafts, Dtype, EngineConfig,
+    AcceptedChoice, Adapter, AdapterChange, AdapterCommand, AdapterDone, AdapterError, BUILD_MAX, ChangeAdapter, CollectiveSpec, DeviceKind, Drafts, Dtype, EngineConfig,
     EngineError, EngineEvent, ExitReason, FinishReason, Form, FormFailed, Formed, FromFrontend,
     FromWorker, FrontendHello, FrontendId, FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec,
     HeldShard, Hello, LoadProgress, Lora, MODEL_NAME_MAX, MODEL_NAMES_MAX, NewSequence,
@@ -100,7 +100,8 @@ fn result() -> StepResult {
 }
 
 fn adapter() -> Adapter {
-    Adapter { name: "sql".to_owned(), path: "/adapters/\u{e9}".to_owned() }
+    let (name, path) = ("sql".to_owned(), "/adapters/\u{e9}".to_owned());
+    Adapter { number: 70, name, path, identity: Some(ModelIdentity(5)) }
 }
 
 fn form(collective: CollectiveSpec) -> ToWorker {
@@ -115,7 +116,7 @@ fn form(collective: CollectiveSpec) -> ToWorker {
         model: "/models/\u{e9}".to_owned(),
         dtype: Dtype::Bfloat16,
         quantization: Quantization::Int8,
-        lora: Lora { adapters: vec![adapter()], max_rank: 16 },
+        lora: Lora { adapters: vec![adapter()], max_rank: 16, places: 4 },
         draft_model: Some("/models/\u{e8}".to_owned()),
         engine: EngineConfig {
             block_size: 16,
@@ -145,6 +146,11 @@ fn every_message_survives_and_every_cut_is_noticed() {
             step: StepId(9),
             masks: vec![None, Some(TokenMask::Bits(vec![0x8000_0001, 0, u32::MAX]))],
         }),
+        ToWorker::Adapter(ChangeAdapter {
+            epoch: Epoch(3),
+            change: AdapterChange::Load(adapter()),
+        }),
+        ToWorker::Adapter(ChangeAdapter { epoch: Epoch(3), change: AdapterChange::Drop(7) }),
     ];
     to.iter().for_each(round_trip);
     let epoch = Epoch(1);
@@ -157,6 +163,7 @@ fn every_message_survives_and_every_cut_is_noticed() {
             weight_bytes: 2,
             load_seconds: 0.5,
             identity: ModelIdentity(1),
+            adapters: 0,
         }),
         FromWorker::FormFailed(FormFailed { epoch, message: "m".to_owned(), permanent: true }),
         FromWorker::Started(Started { epoch }),
@@ -166,6 +173,8 @@ fn every_message_survives_and_every_cut_is_noticed() {
         FromWorker::Logs(LogLines { first: 1 << 40, lines: vec!["l\u{e9}".to_owned()] }),
         FromWorker::Goodbye { reason: "r".to_owned(), exit: ExitReason::DeviceLost },
         FromWorker::GroupId(GroupId { epoch, bytes: vec![7; 128] }),
+        FromWorker::Adapter(AdapterDone { epoch, number: 70, outcome: Ok(ModelIdentity(1)) }),
+        FromWorker::Adapter(AdapterDone { epoch, number: 70, outcome: Err("m".to_owned()) }),
     ];
     from.iter().for_each(round_trip);
     let shard = HeldShard {
@@ -242,11 +251,13 @@ fn a_hello_with_all_it_may_offer_fits_into_its_frame() {
 #[test]
 fn what_names_all_adapters_fits_into_its_frame() {
     let adapter = |number: usize| Adapter {
+        number: u32::MAX,
+        identity: Some(ModelIdentity(u64::MAX)),
         name: format!("{number:->ADAPTER_NAME_MAX$}"),
         path: format!("{number:/>ADAPTER_PATH_MAX$}"),
     };
     let adapters: Vec<Adapter> = (0..ADAPTERS_MAX).map(adapter).collect();
-    let lora = Lora { adapters: adapters.clone(), max_rank: 512 };
+    let lora = Lora { adapters: adapters.clone(), max_rank: 512, places: 64 };
     let name = "m".repeat(MODEL_NAME_MAX);
     assert_eq!(lora.check([name.as_str()].into_iter()), Ok(()));
     let welcome = FrontendWelcome {
@@ -323,6 +334,7 @@ fn submit() -> SubmitRequest {
         priority: -3,
         cache_salt: u64::MAX,
         adapter: 0,
+        adapter_name: "sql".to_owned(),
         end_tokens: vec![0],
         waited_us: 12,
         response_id: "cmpl-1".to_owned(),
@@ -348,6 +360,11 @@ fn every_message_of_front_ends_survives_and_every_cut_is_noticed() {
         FromFrontend::Submit(Box::new(asking(GuideSpec::Tokens(vec![3, 70_000])))),
         FromFrontend::Cancel(id),
         FromFrontend::Stats(WorkerStats { sequence: 1, snapshot: vec![9] }),
+        FromFrontend::ChangeAdapter(
+            7,
+            AdapterCommand::Load { name: "a".to_owned(), path: "/a".to_owned(), replace: true },
+        ),
+        FromFrontend::ChangeAdapter(8, AdapterCommand::Unload { name: "a".to_owned() }),
         FromFrontend::Goodbye { reason: "r".to_owned() },
     ];
     from.iter().for_each(round_trip);
@@ -368,6 +385,17 @@ fn every_message_of_front_ends_survives_and_every_cut_is_noticed() {
     ];
     round_trip(&ToFrontend::Events(events.into_iter().map(|event| (id, event)).collect()));
     round_trip(&ToFrontend::Readiness { ready: true, message: "serving".to_owned() });
+    round_trip(&ToFrontend::Adapters(vec![adapter()]));
+    round_trip(&ToFrontend::AdapterChanged(7, Ok(())));
+    let name = "a".to_owned();
+    for error in [
+        AdapterError::Unknown(name.clone()),
+        AdapterError::Taken(name.clone()),
+        AdapterError::Wrong(name.clone()),
+        AdapterError::NotNow(name),
+    ] {
+        round_trip(&ToFrontend::AdapterChanged(8, Err(error)));
+    }
     round_trip(&FrontendHello {
         node: "n".to_owned(),
         incarnation: Incarnation(3),
@@ -452,9 +480,17 @@ fn the_form_of_messages_is_pinned() {
     };
     let sampling = hex(codec::encode(&SamplingParams::greedy()).unwrap());
     assert_eq!(hex(codec::encode(&new).unwrap()), "0901050102".to_owned() + &sampling);
-    let adapter = Adapter { name: "a".to_owned(), path: "/b".to_owned() };
-    let lora = Lora { adapters: vec![adapter], max_rank: 16 };
-    assert_eq!(hex(codec::encode(&lora).unwrap()), "010161022f6210");
+    let (name, path) = ("a".to_owned(), "/b".to_owned());
+    let adapter = Adapter { number: 70, name, path, identity: Some(ModelIdentity(5)) };
+    let lora = Lora { adapters: vec![adapter.clone()], max_rank: 16, places: 3 };
+    assert_eq!(hex(codec::encode(&lora).unwrap()), "01460161022f6201051003");
+    let change = ChangeAdapter { epoch: Epoch(9), change: AdapterChange::Load(adapter) };
+    assert_eq!(hex(codec::encode(&ToWorker::Adapter(change)).unwrap()), "070900460161022f620105");
+    let change = ChangeAdapter { epoch: Epoch(9), change: AdapterChange::Drop(70) };
+    assert_eq!(hex(codec::encode(&ToWorker::Adapter(change)).unwrap()), "07090146");
+    let outcome = Err("x".to_owned());
+    let done = FromWorker::Adapter(AdapterDone { epoch: Epoch(9), number: 70, outcome });
+    assert_eq!(hex(codec::encode(&done).unwrap()), "0a0946010178");
     let drafts = SequenceStep { count: 3, drafts: Drafts::Known(vec![5, 70_000]), ..entry };
     assert_eq!(
         hex(codec::encode(&drafts).unwrap()),

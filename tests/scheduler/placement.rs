@@ -33,6 +33,7 @@ fn cluster(tensor_parallel: u32) -> Cluster {
         collective_timeout: Duration::from_secs(5),
         form_timeout: Duration::from_secs(60),
         lora: Lora::default(),
+        model_names: vec!["m".to_owned()],
         draft_model: None,
         worker_stats: true,
         collective_key: Secret::of_random([5; 32]),
@@ -82,6 +83,7 @@ fn time_of_a_pass_over_a_thousand_workers() {
                 weight_bytes: 1,
                 load_seconds: 0.0,
                 identity: ModelIdentity(1),
+                adapters: 0,
             };
             cluster.worker_formed(now, *worker, done, &mut effects);
         }

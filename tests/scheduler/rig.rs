@@ -2,6 +2,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
+use coordinator::adapters::AdapterUse;
 use coordinator::engine::{
     EngineError, FinishReason, GenerateRequest, Guided, Resumed, ResumedChoice, TokenGuide,
 };
@@ -606,7 +607,7 @@ fn asked(id: RequestId, client: &ClientRequest) -> GenerateRequest {
         guides: (0..client.n).filter_map(|choice| client.guide_of(choice)).collect(),
         open_ended: client.open_ended,
         priority: client.priority,
-        adapter: adapter_of(client.seed),
+        adapter: AdapterUse::numbered(adapter_of(client.seed)),
         end_tokens: client.end_tokens.clone(),
         ..GenerateRequest::new(
             id,

@@ -3,6 +3,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use coordinator::adapters::AdapterUse;
 use coordinator::engine::{
     EngineError, EngineEvent, EventSender, FinishReason, GenerateRequest, StopCheck, TokenGuide,
 };
@@ -128,7 +129,7 @@ impl Clients {
             guides: (0..client.n).filter_map(guide).collect(),
             // Text and promises do not depend on the priority.
             priority: (index % 3) as i32 - 1,
-            adapter: adapter_of(client.seed),
+            adapter: AdapterUse::numbered(adapter_of(client.seed)),
             end_tokens: client.ends.end_tokens.clone(),
             arrived: Duration::from_micros(now),
             ..GenerateRequest::new(

@@ -87,6 +87,7 @@ impl Coordinator {
             collective_timeout: Duration::from_micros(scenario.collective_timeout),
             form_timeout: if patient { Duration::MAX } else { Duration::from_micros(FORM_TIMEOUT) },
             lora: lora(),
+            model_names: vec![MODEL.to_owned()],
             draft_model: None,
             worker_stats: true,
             collective_key: Secret::of_random([1; 32]),

@@ -76,6 +76,7 @@ impl World {
                     let who = self.member_of(self.coordinator.seat);
                     self.desire(who, desired);
                 }
+                Effect::Adapters | Effect::AdapterChanged { .. } => {}
                 Effect::Unservable { replica, reason } => {
                     self.say(|| format!("{replica} cannot be formed: {reason}"));
                 }

@@ -353,6 +353,7 @@ impl World {
             weight_bytes: 1,
             load_seconds: 0.0,
             identity: ModelIdentity(1),
+            adapters: 0,
         };
         process.executor.form = Some(form);
         process.executor.kv_blocks = kv_blocks;

@@ -3,7 +3,7 @@
 use std::task::{Context, Poll};
 
 use coordinator::engine::{FinishReason, GuideEnd, Guided, TokenGuide};
-use shared::protocol::{Adapter, Lora, TokenMask};
+use shared::protocol::{Lora, TokenMask};
 
 use crate::random::mix;
 
@@ -185,7 +185,6 @@ pub(crate) fn undisturbed(
 
 /// What ranks are told about the adapters.
 pub(crate) fn lora() -> Lora {
-    let adapter =
-        |number: u32| Adapter { name: number.to_string(), path: format!("/adapters/{number}") };
-    Lora { adapters: (1..=ADAPTERS).map(adapter).collect(), max_rank: 16 }
+    let adapter = |number: u32| (number.to_string(), format!("/adapters/{number}"));
+    Lora::fixed((1..=ADAPTERS).map(adapter), 16)
 }

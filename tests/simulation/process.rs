@@ -418,6 +418,8 @@ impl World {
             }
             // Its ranks have no GPUs.
             ToWorker::GroupId(_) => true,
+            // Its adapters never change.
+            ToWorker::Adapter(_) => true,
             ToWorker::Shutdown { .. } => {
                 self.shut_down(slot);
                 true

@@ -190,6 +190,7 @@ impl World {
                     core.epoch_failed(now, replica, failed.epoch, &failed.message, &mut effects);
                 }
             }
+            FromWorker::Adapter(done) => core.adapter_done(now, worker, done, &mut effects),
             FromWorker::Logs(_) => return,
             FromWorker::Goodbye { reason, .. } => {
                 core.worker_leaves(now, worker, &reason, &mut effects);

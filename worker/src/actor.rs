@@ -264,6 +264,7 @@ impl WorkerActor {
             ToWorker::Form(form) => self.executor.command(ExecutorCommand::Form(form)),
             ToWorker::Start(start) => self.executor.command(ExecutorCommand::Start(start)),
             ToWorker::Step(plan) => self.executor.command(ExecutorCommand::Step(plan)),
+            ToWorker::Adapter(change) => self.executor.command(ExecutorCommand::Adapter(change)),
             ToWorker::Abort { epoch } => {
                 self.executor.abort(epoch);
                 Ok(())

@@ -43,7 +43,10 @@ pub use self::profile::WarmUp;
 use self::report::{merge_output, prompt_logprobs, sampled_output};
 use self::sequence::Sequence;
 use self::swap::HostBlocks;
+use crate::model::config::ModelConfig;
 use crate::model::decoder::Decoder;
+use crate::model::lora::Adapters;
+use crate::model::shard::Shard;
 use crate::rank::StepSource;
 
 /// Why a plan cannot be run.
@@ -194,6 +197,14 @@ impl<B: Backend> Engine<B> {
     /// Returns the draft model's own backend, if it has one.
     pub fn draft_backend(&mut self) -> Option<&mut B> {
         self.draft.as_mut().and_then(Draft::own_backend)
+    }
+
+    /// Returns the backend and the adapters, if there is room for any, and what their matrices
+    /// depend on.
+    pub fn adapting(&mut self) -> Option<(&mut B, &mut Adapters<B>, &ModelConfig, &Shard)> {
+        let Self { backend, decoder, .. } = self;
+        let (adapters, config, shard) = decoder.adapting()?;
+        Some((backend, adapters, config, shard))
     }
 
     /// Changes the limits for a new epoch with the same weights.

@@ -2,6 +2,7 @@
 //! and runs the engine on the device's backend. Weights outlive the epoch: a rank that is formed
 //! again with the same shard only connects anew.
 //!
+//! - `adapters`: LoRA adapters that come and go
 //! - `joining`: how a rank meets the others of its epoch
 //! - `loaded`: what a rank has loaded, and how it loads
 //! - `host`: checks that the host's memory suffices
@@ -15,10 +16,10 @@ use std::time::Instant;
 use kernels::backend::prelude::*;
 use kernels::collective::{AbortAll, single_rank};
 use kernels::{Collective, KernelError};
-use shared::hub::HubModel;
 use shared::hub::cache::located;
+use shared::hub::{Hub, HubModel, Part};
 use shared::model_identity::ModelIdentity;
-use shared::protocol::{Form, SequenceOutput, StepPlan, StepTimings};
+use shared::protocol::{Adapter, Form, SequenceOutput, StepPlan, StepTimings};
 
 use self::host::HostMemoryNeed;
 use self::joining::{Formation, connect, join};
@@ -26,11 +27,18 @@ use self::loaded::{LoadedKey, LoadedShard, rest_draft};
 use crate::device::{Device, bytes_text};
 use crate::engine::EngineError;
 use crate::model::ModelError;
-use crate::rank::{AbortSlot, ExchangeStats, FormError, FormObserver, Rank, RankReady, StepSource};
+use crate::model::lora::Piece;
+use crate::rank::{
+    AbortSlot, AdapterReading, ExchangeStats, FormError, FormObserver, Rank, RankReady, StepSource,
+};
 
+mod adapters;
 mod host;
 mod joining;
 mod loaded;
+
+/// Makes sure that files of the hub are there.
+type Fetch = Box<dyn FnOnce() -> Result<(), String> + Send>;
 
 /// Error before a rank is formed.
 const NOTHING_LOADED: &str = "nothing is loaded";
@@ -44,8 +52,8 @@ pub struct EngineRank<D: Device> {
     lost: Option<String>,
     /// Exchanges with other ranks that were broken off and are not reported yet.
     unfinished: u64,
-    /// Where models of the hub are.
-    cache: Option<PathBuf>,
+    /// Where models of the hub come from.
+    hub: Option<Hub>,
 }
 
 impl<D: Device> fmt::Debug for EngineRank<D> {
@@ -59,27 +67,21 @@ impl<D: Device> EngineRank<D> {
     /// Creates a rank on `device` that accepts TCP collectives on `listener`.
     #[must_use]
     pub fn new(device: D, listener: TcpListener) -> Self {
-        Self { device, listener, loaded: None, lost: None, unfinished: 0, cache: None }
+        Self { device, listener, loaded: None, lost: None, unfinished: 0, hub: None }
     }
 
-    /// Models of the hub are in `cache`.
+    /// Models of the hub are in its cache; adapters that are not there yet come from it.
     #[must_use]
-    pub fn with_cache(mut self, cache: Option<PathBuf>) -> Self {
-        self.cache = cache;
+    pub fn with_hub(mut self, hub: Option<Hub>) -> Self {
+        self.hub = hub;
         self
     }
 
     /// The same with the folders of this host in place of models of the hub.
     fn located(&self, form: &Form) -> Result<Form, FormError> {
         let mut form = form.clone();
-        let adapters = form.lora.adapters.iter_mut().map(|adapter| &mut adapter.path);
-        for text in [&mut form.model].into_iter().chain(&mut form.draft_model).chain(adapters) {
-            if HubModel::parse(text).is_none() {
-                continue;
-            }
-            let cache = self.cache.as_deref().ok_or("this host has no cache of models".to_owned());
-            let folder = cache.and_then(|cache| located(cache, text));
-            let folder = folder.map_err(|message| FormError { message, permanent: true })?;
+        for text in [&mut form.model].into_iter().chain(&mut form.draft_model) {
+            let Some(folder) = self.folder(text)? else { continue };
             if !folder.is_dir() {
                 let message = format!(
                     "{}: the files of {text} are not there any more: start this worker again",
@@ -89,7 +91,58 @@ impl<D: Device> EngineRank<D> {
             }
             *text = folder.to_string_lossy().into_owned();
         }
+        for adapter in &mut form.lora.adapters {
+            let (located, fetch) = self.located_adapter(adapter)?;
+            fetch().map_err(|message| FormError { message, permanent: false })?;
+            *adapter = located;
+        }
         Ok(form)
+    }
+
+    /// The folder of a model of the hub; `None` if it is no such model.
+    fn folder(&self, text: &str) -> Result<Option<PathBuf>, FormError> {
+        if HubModel::parse(text).is_none() {
+            return Ok(None);
+        }
+        let hub = self.hub.as_ref().ok_or("this host has no cache of models".to_owned());
+        let folder = hub.and_then(|hub| located(&hub.settings().cache, text));
+        folder.map(Some).map_err(|message| FormError { message, permanent: true })
+    }
+
+    /// An adapter with its folder on this host, and what makes sure that its files are there: one
+    /// of the hub may have been loaded since this worker joined.
+    fn located_adapter(&self, adapter: &Adapter) -> Result<(Adapter, Fetch), FormError> {
+        let mut adapter = adapter.clone();
+        let Some(folder) = self.folder(&adapter.path)? else {
+            return Ok((adapter, Box::new(|| Ok(()))));
+        };
+        let wanted = HubModel::parse(&adapter.path).transpose();
+        let wanted = wanted.map_err(|message| FormError { message, permanent: true })?;
+        adapter.path = folder.to_string_lossy().into_owned();
+        let hub = self.hub.clone();
+        let fetch = move || match (hub, wanted) {
+            (Some(hub), Some(model)) if !hub.has(&model, Part::Adapter) => {
+                let fetched = hub.fetch(&model.wanted(), Part::Adapter, &Arc::default());
+                fetched.map(drop).map_err(|error| error.to_string())
+            }
+            _ => Ok(()),
+        };
+        Ok((adapter, Box::new(fetch)))
+    }
+
+    /// Frees the places of adapters that a formation with the same weights does not list, and loads
+    /// those that are not here yet.
+    fn match_adapters(&mut self, form: &Form) -> Result<(), FormError> {
+        if form.lora.places == 0 {
+            return Ok(());
+        }
+        let matched = adapters::match_list(self.loaded.as_mut(), &form.lora);
+        matched.map_err(|error| {
+            if let ModelError::Kernel(error) = &error {
+                self.note(error);
+            }
+            FormError { permanent: error.is_permanent(), message: error.to_string() }
+        })
     }
 
     /// Records whether an error means that the device or an exchange with other ranks has failed.
@@ -176,6 +229,7 @@ impl<D: Device> EngineRank<D> {
             weight_bytes: engine.weight_bytes(),
             load_seconds,
             identity: key.identity,
+            adapters: engine.adapting().map_or(0, |(_, adapters, ..)| adapters.fingerprint()),
         };
         let on_host = self.device.computes_on_host();
         // Blocks that will not be used again must not count as taken. On CPUs all blocks are made
@@ -208,7 +262,7 @@ impl<D: Device> Rank for EngineRank<D> {
         all.add(collective.abort_handle());
         abort.set(form.epoch, all.clone());
         let mut joining = Formation { form, abort, all: &all, observer };
-        let identity = ModelIdentity::read(Path::new(&form.model), &form.lora);
+        let identity = ModelIdentity::read(Path::new(&form.model), &form.lora.lasting());
         // Loaded weights do not need their files: if those can no longer be read, nothing suggests
         // that other weights are wanted.
         let is_wanted = |loaded: &LoadedShard<D>| {
@@ -218,6 +272,7 @@ impl<D: Device> Rank for EngineRank<D> {
         let load_seconds = match self.loaded.take().filter(is_wanted) {
             Some(loaded) => {
                 self.reuse(loaded, collective, &mut joining)?;
+                self.match_adapters(form)?;
                 0.0
             }
             None => self.load_anew(identity, collective, &mut joining)?,
@@ -268,6 +323,31 @@ impl<D: Device> Rank for EngineRank<D> {
         })
     }
 
+    fn open_adapter(&mut self, adapter: &Adapter) -> Result<AdapterReading, String> {
+        let (adapter, fetch) = self.located_adapter(adapter).map_err(|error| error.message)?;
+        let reading = adapters::open(self.loaded.as_mut(), &adapter)?;
+        Ok(Box::new(move |take| fetch().and_then(|()| reading(take))))
+    }
+
+    fn put_adapter(&mut self, number: u32, piece: &Piece) -> Result<(), String> {
+        adapters::put(self.loaded.as_mut(), number, piece).map_err(|error| {
+            self.note(&error);
+            error.to_string()
+        })
+    }
+
+    fn complete_adapter(&mut self, number: u32, identity: ModelIdentity) {
+        if let Some((_, adapters, ..)) = adapters::of(self.loaded.as_mut()) {
+            adapters.complete(number, identity);
+        }
+    }
+
+    fn drop_adapter(&mut self, number: u32) {
+        if let Some((_, adapters, ..)) = adapters::of(self.loaded.as_mut()) {
+            adapters.remove(number);
+        }
+    }
+
     fn drafted(&self) -> Vec<u32> {
         self.loaded.as_ref().map_or_else(Vec::new, |loaded| loaded.engine.drafted().to_vec())
     }
@@ -278,6 +358,9 @@ impl<D: Device> Rank for EngineRank<D> {
 
     fn release(&mut self) {
         let Some(loaded) = &mut self.loaded else { return };
+        if let Some((_, adapters, ..)) = loaded.engine.adapting() {
+            adapters.give_up();
+        }
         // Leave the other ranks first: the device may still wait for them, which delays the rest.
         let left = D::set_collective(loaded.engine.backend(), single_rank());
         let left = left.and_then(|()| rest_draft::<D>(&mut loaded.engine));

@@ -2,6 +2,10 @@
 //!
 //! It enforces order and epochs: a command of an epoch that has ended does nothing. Its only
 //! network IO is to hand messages to the [`Outbox`]; it never waits for the link.
+//!
+//! - `queue`: the commands that wait
+//! - `adapters`: LoRA adapters that are loaded beside steps
+mod adapters;
 mod queue;
 
 use std::convert::Infallible;
@@ -13,13 +17,15 @@ use std::time::{Duration, Instant};
 
 use shared::ids::{Epoch, StepId};
 use shared::protocol::{
-    Form, FormFailed, Formed, FromWorker, GroupId, LoadProgress, SequenceOutput, Start, Started,
-    StepFailed, StepMasks, StepPlan, StepResult, TokenLogprobs, TokenMask, WorkerStats,
+    AdapterDone, ChangeAdapter, Form, FormFailed, Formed, FromWorker, GroupId, LoadProgress,
+    SequenceOutput, Start, Started, StepFailed, StepMasks, StepPlan, StepResult, TokenLogprobs,
+    TokenMask, WorkerStats,
 };
 use shared::wire::codec;
 use shared::wire::frame::BODY_MAX;
 use tokio::sync::oneshot;
 
+pub use self::adapters::AdapterPiece;
 use self::queue::{COMMANDS_MAX, Commands, QueuedCommand, Receiver, queue};
 use crate::rank::{AbortSlot, ExchangeStats, FormObserver, Rank, StepSource};
 
@@ -44,6 +50,12 @@ pub enum ExecutorCommand {
     Release(Epoch),
     /// Report the stats, since there may be no step to carry them.
     Report,
+    /// Load or drop an adapter.
+    Adapter(ChangeAdapter),
+    /// A piece of an adapter that is being read.
+    Piece(AdapterPiece),
+    /// An adapter has been read, or cannot be.
+    Read(AdapterDone),
 }
 
 /// Receives the executor's messages.
@@ -302,6 +314,9 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                 ExecutorCommand::Form(form) => self.form(&form, commands),
                 ExecutorCommand::Start(start) => self.start(start),
                 ExecutorCommand::Step(plan) => self.step(&plan, idle, &mut inbox),
+                ExecutorCommand::Adapter(command) => self.change_adapter(&command, commands),
+                ExecutorCommand::Piece(piece) => self.put_adapter(piece),
+                ExecutorCommand::Read(done) => self.adapter_read(done),
                 ExecutorCommand::Report => {
                     self.report_waits.store(false, Ordering::Relaxed);
                     let stats = self.outbox.report();
@@ -348,6 +363,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                     weight_bytes: ready.weight_bytes,
                     load_seconds: ready.load_seconds,
                     identity: ready.identity,
+                    adapters: ready.adapters,
                 };
                 self.outbox.loaded(form, &formed);
                 self.outbox.send(self.entered, FromWorker::Formed(formed));

@@ -110,6 +110,7 @@ impl Outbox for LinkOutbox {
             FromWorker::Started(started) => started.epoch,
             FromWorker::Step(result) => result.epoch,
             FromWorker::StepFailed(failed) => failed.epoch,
+            FromWorker::Adapter(done) => done.epoch,
             FromWorker::Stats(_) | FromWorker::Logs(_) | FromWorker::Goodbye { .. } => Epoch(0),
         };
         self.uplink.tell_over(link, epoch, &message);

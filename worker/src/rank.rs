@@ -11,7 +11,11 @@ use std::time::{Duration, Instant};
 use kernels::collective::{AbortHandle, ByteCounters};
 use shared::ids::{Epoch, StepId};
 use shared::model_identity::ModelIdentity;
-use shared::protocol::{Form, SequenceOutput, StepMasks, StepPlan, StepTimings, TokenMask};
+use shared::protocol::{
+    Adapter, Form, SequenceOutput, StepMasks, StepPlan, StepTimings, TokenMask,
+};
+
+use crate::model::lora::Piece;
 
 /// Number of steps whose masks are held until asked for. The coordinator has two steps in flight.
 const MASKS_MAX: usize = 4;
@@ -48,6 +52,33 @@ pub trait Rank {
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<StepTimings, String>;
 
+    /// Reserves a place for an adapter, and returns what reads its matrices on another thread.
+    ///
+    /// # Errors
+    /// One sentence.
+    fn open_adapter(&mut self, adapter: &Adapter) -> Result<AdapterReading, String> {
+        Err(format!("adapter {} cannot be loaded here", adapter.name))
+    }
+
+    /// Takes a piece of an adapter that is being read.
+    ///
+    /// # Errors
+    /// One sentence.
+    fn put_adapter(&mut self, number: u32, piece: &Piece) -> Result<(), String> {
+        let _ = piece;
+        Err(format!("adapter {number} is not being loaded"))
+    }
+
+    /// All of an adapter's pieces are there: plans may use it from now on.
+    fn complete_adapter(&mut self, number: u32, identity: ModelIdentity) {
+        let _ = (number, identity);
+    }
+
+    /// Frees an adapter's place.
+    fn drop_adapter(&mut self, number: u32) {
+        let _ = number;
+    }
+
     /// Returns the digest of the last step's tokens on this rank.
     fn digest(&self) -> u32;
 
@@ -70,6 +101,11 @@ pub trait Rank {
         None
     }
 }
+
+/// Reads an adapter and hands over its pieces, until one is not wanted; returns what its folder
+/// contains.
+pub type AdapterReading =
+    Box<dyn FnOnce(&mut dyn FnMut(Piece) -> bool) -> Result<ModelIdentity, String> + Send>;
 
 /// What a rank reports while it is being formed.
 pub trait FormObserver {
@@ -129,6 +165,8 @@ pub struct RankReady {
     pub load_seconds: f64,
     /// Identity of the model folder's contents.
     pub identity: ModelIdentity,
+    /// Fingerprint of the adapters, where they come and go.
+    pub adapters: u64,
 }
 
 /// Why a rank could not be formed.

@@ -101,9 +101,9 @@ pub async fn run(
     let outbox = LinkOutbox::new(uplink.clone(), options.application, options.nvml)
         .with_actors(options.actors.stats().clone())
         .with_device_watch(lost);
-    let cache = options.hub.as_ref().ok().map(|hub| hub.settings().cache.clone());
+    let hub = options.hub.clone().ok();
     let StartedExecutor { executor, device, gpu, threads, offer } =
-        start_executor(options.device, (listener, cache), outbox, options.offer, nvml.as_deref())?;
+        start_executor(options.device, (listener, hub), outbox, options.offer, nvml.as_deref())?;
     let hello = Hello {
         node: options.node,
         incarnation: Incarnation(options.incarnation),
@@ -182,11 +182,11 @@ struct StartedExecutor {
     offer: NodeResources,
 }
 
-/// Starts the executor of a rank on `device`, which takes TCP collectives on `listener` and finds
-/// models of the hub in `cache`.
+/// Starts the executor of a rank on `device`, which takes TCP collectives on `listener` and has
+/// models of the hub from `hub`.
 fn start_executor(
     device: DeviceChoice,
-    (listener, cache): (TcpListener, Option<PathBuf>),
+    (listener, hub): (TcpListener, Option<Hub>),
     outbox: LinkOutbox,
     offer: NodeResources,
     nvml: Option<&Path>,
@@ -200,7 +200,7 @@ fn start_executor(
     match device {
         DeviceChoice::Cpu(device) => {
             let threads = device.threads;
-            let rank = move || EngineRank::new(device, listener).with_cache(cache);
+            let rank = move || EngineRank::new(device, listener).with_hub(hub);
             let executor = Executor::spawn(rank, outbox)?;
             Ok(StartedExecutor {
                 executor,
@@ -219,7 +219,7 @@ fn start_executor(
                 offer.labels.insert(NVLINK_LABEL.to_owned(), island);
             }
             let gpu = device.uuid.clone();
-            let rank = move || EngineRank::new(device, listener).with_cache(cache);
+            let rank = move || EngineRank::new(device, listener).with_hub(hub);
             let executor = Executor::spawn(rank, outbox)?;
             Ok(StartedExecutor { executor, device: DeviceKind::Cuda, gpu, threads: 1, offer })
         }

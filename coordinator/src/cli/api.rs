@@ -86,6 +86,11 @@ pub(crate) struct ApiArgs {
     /// Log every HTTP request: its id, status and duration
     #[arg(long)]
     pub(crate) access_log: bool,
+    /// Let all who may use the API load and unload LoRA adapters (/v1/load_lora_adapter,
+    /// /v1/unload_lora_adapter); otherwise only operators may: holders of the cluster secret, or
+    /// without one, users of this host
+    #[arg(long)]
+    pub(crate) allow_runtime_lora_updating: bool,
 }
 
 /// A key, never shown.
@@ -146,6 +151,7 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
         max_logprobs: args.max_logprobs,
         allowed_origins: args.allowed_origins.clone(),
         access_log: args.access_log,
+        runtime_adapters: args.allow_runtime_lora_updating,
         tls: tls(args)?,
         tool_calls: args.tool_call_parser,
         reasoning,

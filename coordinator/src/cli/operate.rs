@@ -1,18 +1,24 @@
-//! `tutti status`, `tutti logs`, `tutti scale`, `tutti drain`: the operator's commands to a running
-//! coordinator.
+//! `tutti status`, `tutti logs`, `tutti scale`, `tutti drain`, `tutti adapters`: the operator's
+//! commands to a running coordinator.
+use std::path::Path;
 use std::time::Duration;
 
-use coordinator::cluster::status::{NodeLogs, Status};
+use coordinator::cluster::status::{AdapterStatus, NodeLogs, Status};
 use coordinator::http::admin::{DrainRequest, ScaleRequest, TOKEN_PURPOSE};
-use serde_json::Value;
+use serde_json::{Value, json};
 use shared::clock::since_1970;
 
-use super::options::{DrainArgs, LogsArgs, OperatorArgs, ScaleArgs, StatusArgs};
+use super::options::{
+    AdapterCommand, AdaptersArgs, DrainArgs, LoadArgs, LogsArgs, OperatorArgs, ScaleArgs,
+    StatusArgs, UnloadArgs,
+};
 use super::output::print_line;
 use super::{CliError, http_client, secret};
 
 /// Time limit for an answer.
 const DEADLINE: Duration = Duration::from_secs(10);
+/// The same for an adapter to be loaded, which may have to be downloaded first.
+const LOAD_DEADLINE: Duration = Duration::from_secs(960);
 
 pub(crate) fn status(args: &StatusArgs) -> Result<(), CliError> {
     let body = ask(&args.operator, "/admin/status", &[], None)?;
@@ -96,6 +102,26 @@ pub(crate) fn drain(args: &DrainArgs) -> Result<(), CliError> {
     Ok(())
 }
 
+pub(crate) fn adapters(args: &AdaptersArgs) -> Result<(), CliError> {
+    match &args.command {
+        AdapterCommand::Load(LoadArgs { operator, name, path, replace }) => {
+            // As this command sees it: the server may run in another folder.
+            let given = Path::new(path);
+            let folder = std::path::absolute(given).ok().filter(|_| given.is_dir());
+            let path = folder.map_or(path.clone(), |it| it.to_string_lossy().into_owned());
+            let body = json!({"lora_name": name, "lora_path": path, "load_inplace": replace});
+            ask_within(LOAD_DEADLINE, operator, "/v1/load_lora_adapter", &[], Some(body))?;
+            print_line(&format!("{name} is served; see tutti status"));
+        }
+        AdapterCommand::Unload(UnloadArgs { operator, name }) => {
+            let body = json!({"lora_name": name});
+            ask(operator, "/v1/unload_lora_adapter", &[], Some(body))?;
+            print_line(&format!("{name} is served no longer; see tutti status"));
+        }
+    }
+    Ok(())
+}
+
 /// Asks the coordinator; POSTs if there is a body.
 fn ask(
     args: &OperatorArgs,
@@ -103,8 +129,19 @@ fn ask(
     query: &[(&str, String)],
     body: Option<Value>,
 ) -> Result<Value, CliError> {
+    ask_within(DEADLINE, args, path, query, body)
+}
+
+/// The same, with another time limit.
+fn ask_within(
+    deadline: Duration,
+    args: &OperatorArgs,
+    path: &str,
+    query: &[(&str, String)],
+    body: Option<Value>,
+) -> Result<Value, CliError> {
     let url = format!("{}{path}", http_client::base_url(&args.server));
-    let agent = http_client::make_agent(&url, DEADLINE, &args.trust)?;
+    let agent = http_client::make_agent(&url, deadline, &args.trust)?;
     let failed = |error: ureq::Error| CliError::Failed(http_client::describe_failure(&url, &error));
     let token = secret::read_file(args.cluster_secret_file.as_deref())?
         .map(|secrets| format!("Bearer {}", secrets.first().token(TOKEN_PURPOSE)));
@@ -128,7 +165,9 @@ fn ask(
         }
     }
     .map_err(failed)?;
-    let answer: Value = response.body_mut().read_json().map_err(failed)?;
+    let text = response.body_mut().read_to_string().map_err(failed)?;
+    // Some answers are a sentence.
+    let answer: Value = serde_json::from_str(&text).unwrap_or(Value::String(text));
     if response.status().is_success() {
         return Ok(answer);
     }
@@ -169,6 +208,15 @@ fn table(status: &Status) -> Vec<String> {
             ranks.collect::<Vec<_>>().join(" "),
             replica.last_failure.as_deref().unwrap_or("-")
         ));
+    }
+    if !status.adapters.is_empty() || status.adapter_places.is_some() {
+        let places = status.adapter_places.map_or_else(
+            || "fixed".to_owned(),
+            |places| format!("{} of {places} places", status.adapters.len()),
+        );
+        lines.push(format!("\n{:<24} {:<10} path ({places})", "ADAPTER", "STATE"));
+        let of = |it: &AdapterStatus| format!("{:<24} {:<10} {}", it.name, it.state, it.path);
+        lines.extend(status.adapters.iter().map(of));
     }
     lines.push(format!(
         "\n{:<24} {:<10} {:>5} {:<10} {:>8} {:>5} {:>8}",

@@ -185,6 +185,7 @@ pub(crate) fn coordinator_options(
         collective_key: random_secret()?,
         run: random(),
         log,
+        hub: args.hub.cache.hub(),
     })
 }
 
@@ -266,7 +267,8 @@ pub(crate) fn check_model(
 
 /// The adapters named, as they were given.
 pub(crate) fn adapters(args: &LoraArgs) -> Lora {
-    Lora { adapters: args.adapters().cloned().collect(), max_rank: args.max_lora_rank }
+    let adapters = args.adapters().map(|(name, path)| (name.clone(), path.clone()));
+    Lora { places: args.max_loras.unwrap_or(0), ..Lora::fixed(adapters, args.max_lora_rank) }
 }
 
 /// Returns the named fields; clap has checked the names.

@@ -2,9 +2,11 @@
 //! messages are handled in the modules.
 //!
 //! - `workers`: workers and their links
+//! - `adapters`: LoRA adapters that operators load and unload
 //! - `requests`: requests on their way
 //! - `operator`: commands and questions of operators
 //! - `names`: the cluster's actors by name
+mod adapters;
 mod names;
 mod operator;
 mod requests;
@@ -25,6 +27,8 @@ use shared::membership::{DesiredState, DesiredStateSender};
 use shared::protocol::{EngineConfig, ToFetch, ToWorker};
 use tokio::sync::watch;
 
+use self::adapters::Adapting;
+pub use self::adapters::ChangeAdapters;
 use self::names::AffectedActors;
 pub use self::names::Supervised;
 pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, Scale};
@@ -37,6 +41,7 @@ use super::records::Records;
 use super::roster::{LinkNumber, Roster};
 use super::view::{ClusterView, UnresponsiveNodes};
 use super::{Cluster, ClusterConfig, Effect};
+use crate::adapters::ServedAdapters;
 use crate::engine::EngineError;
 use crate::links::WorkerLink;
 use crate::metrics::Hub;
@@ -139,6 +144,8 @@ pub struct ClusterActor {
     unpublished: bool,
     /// Where operators' commands are left for the next leader, if there can be one.
     desires: Option<DesiredStateSender>,
+    /// The adapters that requests may name, and who waits for changes of them.
+    adapters: Adapting,
 }
 
 impl std::fmt::Debug for ClusterActor {
@@ -160,7 +167,8 @@ impl ClusterActor {
     ) -> Self {
         let (tensor_parallel, engine) = (config.tensor_parallel, config.engine.clone());
         let max_num_seqs = config.engine.max_num_seqs;
-        let (worker_stats, to_fetch) = (config.worker_stats, config.to_fetch());
+        let (worker_stats, to_fetch) =
+            (config.worker_stats, config.to_fetch(&config.lora.adapters));
         Self {
             core: Cluster::new(config),
             clock,
@@ -188,7 +196,16 @@ impl ClusterActor {
             suspects: BTreeSet::new(),
             unpublished: false,
             desires: None,
+            adapters: Adapting::default(),
         }
+    }
+
+    /// Keeps the list of adapters that requests may name up to date, from now on.
+    #[must_use]
+    pub fn serving_adapters(mut self, served: ServedAdapters) -> Self {
+        self.adapters.serve(served);
+        self.adapters_changed();
+        self
     }
 
     /// Expects workers that are about to join, see [`Cluster::expect`].
@@ -205,7 +222,14 @@ impl ClusterActor {
         if let Some(desired) = desired {
             // Written again so that an etcd that lost its data has it, too.
             desires.send_replace(Some(desired.clone()));
-            self.core.adopt_desired(desired);
+            let over = self.core.adopt_desired(desired);
+            if over > 0 {
+                tracing::error!(
+                    adapters = over,
+                    "operators loaded more adapters than --max-loras has room for here: the last \
+                     ones are not served"
+                );
+            }
         }
         self.desires = Some(desires);
         self
@@ -287,6 +311,8 @@ impl ClusterActor {
                          scale` tries it again at once"
                     );
                 }
+                Effect::Adapters => self.adapters_changed(),
+                Effect::AdapterChanged { ticket, outcome } => self.adapter_changed(ticket, outcome),
                 Effect::StoreDesired(desired) => {
                     if let Some(desires) = &self.desires {
                         desires.send_replace(Some(desired));
@@ -458,6 +484,7 @@ impl Actor for ClusterActor {
             actor.detect_crashed_replicas(now, &mut effects);
             actor.hub.observer().record().forget_frontends(now, EXPECTED_FOR);
             actor.core.tick(now, &mut effects);
+            actor.free_adapters(now, &mut effects);
             if !effects.is_empty() {
                 actor.carry_out(ctx, effects);
             }

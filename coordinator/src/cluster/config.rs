@@ -5,7 +5,7 @@ use std::time::Duration;
 use shared::hub::HubModel;
 use shared::ids::{Incarnation, WorkerId};
 use shared::model_identity::ModelIdentity;
-use shared::protocol::{Dtype, EngineConfig, Lora, NodeResources, Quantization, ToFetch};
+use shared::protocol::{Adapter, Dtype, EngineConfig, Lora, NodeResources, Quantization, ToFetch};
 use shared::wire::auth::Secret;
 
 use super::PlacementRules;
@@ -37,8 +37,10 @@ pub struct ClusterConfig {
     /// How long a formation may go unheard of before it has failed: longer than collectives wait,
     /// and than the largest matrix takes to load.
     pub form_timeout: Duration,
-    /// LoRA adapters beside the model.
+    /// LoRA adapters beside the model, at the start.
     pub lora: Lora,
+    /// The model's own names, which no adapter can have.
+    pub model_names: Vec<String>,
     /// The folder of the model that drafts, as the host of every rank 0 sees it, or one on the hub.
     pub draft_model: Option<String>,
     /// Whether workers report metrics.
@@ -52,12 +54,12 @@ pub struct ClusterConfig {
 }
 
 impl ClusterConfig {
-    /// What workers must have fetched of the hub before they can be ranks.
+    /// What workers must have fetched of the hub before they can be ranks with these adapters.
     #[must_use]
-    pub fn to_fetch(&self) -> ToFetch {
+    pub fn to_fetch(&self, adapters: &[Adapter]) -> ToFetch {
         let of_hub = |text: &&String| HubModel::parse(text).is_some();
         let models = [&self.model].into_iter().chain(&self.draft_model);
-        let adapters = self.lora.adapters.iter().map(|adapter| &adapter.path);
+        let adapters = adapters.iter().map(|adapter| &adapter.path);
         ToFetch {
             models: models.filter(of_hub).cloned().collect(),
             adapters: adapters.filter(of_hub).cloned().collect(),

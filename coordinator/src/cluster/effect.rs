@@ -3,8 +3,9 @@ use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId, WorkerId};
 use shared::membership::DesiredState;
-use shared::protocol::ToWorker;
+use shared::protocol::{AdapterError, ToWorker};
 
+use super::Ticket;
 use crate::scheduler::EpochEnd;
 
 /// An action for the shell.
@@ -75,6 +76,15 @@ pub enum Effect {
         worker: WorkerId,
         /// For how long.
         lasts: Duration,
+    },
+    /// Other adapters are served than before.
+    Adapters,
+    /// An operator's command about an adapter is carried out, or cannot be.
+    AdapterChanged {
+        /// Which command.
+        ticket: Ticket,
+        /// Why not.
+        outcome: Result<(), AdapterError>,
     },
     /// Operators want this now: store it for the next leader.
     StoreDesired(DesiredState),

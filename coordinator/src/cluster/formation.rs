@@ -76,6 +76,13 @@ impl Cluster {
                 node(&other),
             ));
         }
+        if let Some(other) = replica.differs_in_adapters(formed.adapters) {
+            return Some(format!(
+                "{} and {} have different LoRA adapters at the same paths: {remedy}",
+                node(&worker),
+                node(&other),
+            ));
+        }
         let own = own.filter(|own| *own != theirs)?;
         Some(format!(
             "{} has a different model in {model} from the coordinator's ({theirs}, not {own}): \
@@ -132,26 +139,22 @@ impl Cluster {
     ) {
         let Some(id) = self.replicas.of(worker) else { return };
         let epoch = started.epoch;
-        let complete = self.replicas.in_epoch(worker, epoch, |replica| {
+        let is_present = self.replicas.in_epoch(worker, epoch, |replica| {
             replica.advanced(now);
-            (replica.started(now, worker), replica.ranks())
+            replica.started(worker);
         });
-        self.answered(now, worker, complete.is_some());
-        if let Some((Some((num_blocks, host_blocks)), ranks)) = complete {
-            for rank in &ranks {
-                self.pending_answers.serves(*rank);
-                self.failed_formations.forget(*rank);
-            }
-            let ready = Effect::ReplicaReady { replica: id, epoch, ranks, num_blocks, host_blocks };
-            effects.push(ready);
+        self.answered(now, worker, is_present.is_some());
+        if is_present.is_some() {
+            self.serve_if_complete(now, id, effects);
         }
     }
 
     pub(super) fn form(&mut self, now: Duration, id: ReplicaId, effects: &mut Vec<Effect>) {
         self.epoch.0 += 1;
         let epoch = self.epoch;
+        let adapters = self.adapter_numbers();
         let ranks = self.replicas.change(id, |replica| {
-            replica.form(now, epoch);
+            replica.form(now, epoch, adapters);
             replica.ranks()
         });
         let Some(ranks) = ranks else { return };
@@ -174,7 +177,7 @@ impl Cluster {
                 model: self.config.model.clone(),
                 dtype: self.config.dtype,
                 quantization: self.config.quantization,
-                lora: self.config.lora.clone(),
+                lora: self.adapters.lora(),
                 draft_model: self.config.draft_model.clone(),
                 engine: self.config.engine.clone(),
             });

@@ -131,6 +131,7 @@ impl Cluster {
         for id in due {
             self.form(now, id, effects);
         }
+        self.settle_loads(now, effects);
         self.due = self.next_due(now);
     }
 
@@ -151,6 +152,7 @@ impl Cluster {
             .chain(joining.map(|since| since.saturating_add(grace)))
             .chain(self.pending_answers.deadlines(patience))
             .chain(self.quarantine.ends())
+            .chain(self.loads_due())
             .filter(|due| *due > now)
             .min()
     }

@@ -1,4 +1,5 @@
 //! PURE: the life of one replica.
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId, WorkerId};
@@ -73,6 +74,8 @@ struct Slot {
     room: Option<(u32, u32)>,
     /// Contents of its model folder, once it is formed.
     identity: Option<ModelIdentity>,
+    /// Those of its adapters' folders, likewise.
+    adapters: Option<u64>,
     started: bool,
     bytes_done: u64,
     bytes_total: u64,
@@ -101,6 +104,10 @@ pub(super) struct Replica {
     holds: u32,
     /// Whether rank 0's NCCL id was relayed to the other ranks in this epoch.
     relayed: bool,
+    /// Numbers of the adapters that every rank has.
+    adapters: BTreeSet<u32>,
+    /// Adapters that ranks were told to load, and have not answered about.
+    owed: BTreeSet<(WorkerId, u32)>,
 }
 
 impl Replica {
@@ -122,6 +129,8 @@ impl Replica {
             held_until: None,
             holds: 0,
             relayed: false,
+            adapters: BTreeSet::new(),
+            owed: BTreeSet::new(),
         }
     }
 
@@ -189,7 +198,9 @@ impl Replica {
     pub(super) fn unanswered(&self) -> Vec<WorkerId> {
         let owes = |slot: &&Slot| match self.phase {
             ReplicaPhase::Forming => slot.room.is_none(),
-            ReplicaPhase::Starting => !slot.started,
+            ReplicaPhase::Starting => {
+                !slot.started || slot.worker.is_some_and(|worker| self.owes(worker))
+            }
             ReplicaPhase::Waiting | ReplicaPhase::Serving => false,
         };
         self.slots.iter().filter(owes).filter_map(|slot| slot.worker).collect()
@@ -340,7 +351,10 @@ impl Replica {
             && self.slots.iter().all(|slot| slot.worker.is_some())
     }
 
-    pub(super) fn form(&mut self, now: Duration, epoch: Epoch) {
+    /// An epoch begins; its ranks are told of these adapters.
+    pub(super) fn form(&mut self, now: Duration, epoch: Epoch, adapters: BTreeSet<u32>) {
+        self.adapters = adapters;
+        self.owed.clear();
         self.epoch = epoch;
         self.advanced = now;
         self.held_until = None;
@@ -350,6 +364,7 @@ impl Replica {
         for slot in &mut self.slots {
             slot.room = None;
             slot.identity = None;
+            slot.adapters = None;
             slot.started = false;
             slot.bytes_done = 0;
             slot.bytes_total = 0;
@@ -378,6 +393,13 @@ impl Replica {
         self.slots.iter().filter_map(of).find(|(_, other)| *other != identity)
     }
 
+    /// Returns a rank that has formed already with other contents in its adapters' folders.
+    pub(super) fn differs_in_adapters(&self, contents: u64) -> Option<WorkerId> {
+        let of = |slot: &Slot| Some((slot.worker?, slot.adapters?));
+        let other = |(_, other): &(WorkerId, u64)| *other != contents;
+        self.slots.iter().filter_map(of).find(other).map(|(worker, _)| worker)
+    }
+
     /// Returns the block counts (KV cache, host memory) to start with once every rank is formed:
     /// the minimum over all ranks.
     pub(super) fn formed(&mut self, worker: WorkerId, formed: &Formed) -> Option<(u32, u32)> {
@@ -387,21 +409,30 @@ impl Replica {
         if let Some(slot) = self.slot(worker) {
             slot.room = Some((formed.kv_blocks, formed.host_blocks));
             slot.identity = Some(formed.identity);
+            slot.adapters = Some(formed.adapters);
         }
         let room = self.room()?;
         self.phase = ReplicaPhase::Starting;
         Some(room)
     }
 
-    /// Returns the block counts once every rank has started.
-    pub(super) fn started(&mut self, now: Duration, worker: WorkerId) -> Option<(u32, u32)> {
-        if self.phase != ReplicaPhase::Starting {
-            return None;
-        }
-        if let Some(slot) = self.slot(worker) {
+    /// A rank has started.
+    pub(super) fn started(&mut self, worker: WorkerId) {
+        if self.phase == ReplicaPhase::Starting
+            && let Some(slot) = self.slot(worker)
+        {
             slot.started = true;
         }
-        if !self.slots.iter().all(|slot| slot.started) {
+    }
+
+    /// Whether every rank has started, and it does not serve yet.
+    pub(super) fn has_started(&self) -> bool {
+        self.phase == ReplicaPhase::Starting && self.slots.iter().all(|slot| slot.started)
+    }
+
+    /// Serves from now on, if every rank has started; returns the block counts.
+    pub(super) fn serve(&mut self, now: Duration) -> Option<(u32, u32)> {
+        if !self.has_started() {
             return None;
         }
         self.phase = ReplicaPhase::Serving;
@@ -410,7 +441,52 @@ impl Replica {
         self.room()
     }
 
+    /// Whether every rank has this adapter.
+    pub(super) fn has(&self, adapter: u32) -> bool {
+        self.adapters.contains(&adapter)
+    }
+
+    /// Whether a rank has not answered about an adapter.
+    pub(super) fn owes(&self, worker: WorkerId) -> bool {
+        self.owed.iter().any(|(of, _)| *of == worker)
+    }
+
+    /// The ranks that have not answered about this adapter.
+    pub(super) fn owing(&self, adapter: u32) -> Vec<WorkerId> {
+        let owed = self.owed.iter().filter(|(_, number)| *number == adapter);
+        owed.map(|(worker, _)| *worker).collect()
+    }
+
+    /// Returns the ranks to be told to load this adapter; none if they have been.
+    pub(super) fn ask_for(&mut self, adapter: u32) -> Vec<WorkerId> {
+        if self.has(adapter) || !self.owing(adapter).is_empty() {
+            return Vec::new();
+        }
+        let ranks = self.ranks();
+        self.owed.extend(ranks.iter().map(|worker| (*worker, adapter)));
+        ranks
+    }
+
+    /// A rank has answered about an adapter; returns whether it was asked. With the last answer
+    /// every rank has the adapter, unless one said that it has not.
+    pub(super) fn has_answered(&mut self, worker: WorkerId, adapter: u32) -> bool {
+        let was_asked = self.owed.remove(&(worker, adapter));
+        if was_asked && self.owing(adapter).is_empty() {
+            self.adapters.insert(adapter);
+        }
+        was_asked
+    }
+
+    /// Returns the ranks to be told to drop this adapter.
+    pub(super) fn drop_adapter(&mut self, adapter: u32) -> Vec<WorkerId> {
+        let was_asked = !self.owing(adapter).is_empty();
+        self.owed.retain(|(_, number)| *number != adapter);
+        let had = self.adapters.remove(&adapter);
+        if self.is_live() && (had || was_asked) { self.ranks() } else { Vec::new() }
+    }
+
     pub(super) fn broke(&mut self, now: Duration, reason: &str) {
+        self.owed.clear();
         if self.is_serving() && now.saturating_sub(self.served_since) >= STABLE_AFTER {
             self.failures = 0;
         }

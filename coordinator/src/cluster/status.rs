@@ -20,6 +20,12 @@ pub struct Status {
     /// Commands of operators.
     #[serde(default)]
     pub commands: Commands,
+    /// LoRA adapters.
+    #[serde(default)]
+    pub adapters: Vec<AdapterStatus>,
+    /// For how many there is room, if they can be loaded and unloaded now.
+    #[serde(default)]
+    pub adapter_places: Option<u32>,
     /// Linked processes: workers, then front ends, then the coordinators if there can be several.
     pub nodes: Vec<Node>,
     /// Replicas.
@@ -41,6 +47,17 @@ pub struct Commands {
     pub scaled: bool,
     /// Whether the next leader will know them all; absent if no other can lead.
     pub stored: Option<bool>,
+}
+
+/// One LoRA adapter.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AdapterStatus {
+    /// Its name in the API.
+    pub name: String,
+    /// Its folder, or its name on the hub.
+    pub path: String,
+    /// `serving`, `loading`, or `leaving`: unloaded, but requests still use it.
+    pub state: String,
 }
 
 /// One linked process.

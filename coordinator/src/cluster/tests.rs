@@ -8,6 +8,8 @@
 //! - `silent`: ranks that do not answer; `apart`: ranks that do not reach each other
 //! - `alike`: ranks of one model and build
 //! - `devices`: devices set aside
+//! - `adapters`: LoRA adapters that come and go
+mod adapters;
 mod alike;
 mod apart;
 mod degrees;
@@ -54,6 +56,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
         collective_timeout: Duration::from_secs(5),
         form_timeout: Duration::from_secs(60),
         lora: Lora::default(),
+        model_names: vec!["m".to_owned()],
         draft_model: None,
         worker_stats: true,
         collective_key: Secret::of_random([5; 32]),
@@ -124,6 +127,7 @@ fn bring_up(cluster: &mut Cluster, now: Duration, epoch: u64, workers: &[u32]) -
             weight_bytes: 1,
             load_seconds: 0.0,
             identity: ModelIdentity(1),
+            adapters: 0,
         };
         cluster.worker_formed(now, WorkerId(*worker), formed, &mut effects);
     }

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use shared::hub::Hub;
 use shared::log::SharedLog;
 use shared::membership::PinnedRevision;
 use shared::metrics::compat::Compat;
@@ -98,6 +99,8 @@ pub struct CoordinatorOptions {
     pub run: u64,
     /// The last lines of this process's log.
     pub log: SharedLog,
+    /// Where models of the hub come from, or why there is none.
+    pub hub: Result<Hub, String>,
 }
 
 /// Where workers and front ends load what they serve from: folders, which they see at the same

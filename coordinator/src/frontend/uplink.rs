@@ -20,10 +20,12 @@ use shared::wire::frame::FrameKind;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{MissedTickBehavior, interval};
 
+use super::adapters::Adapting;
 use super::dial::{Dialler, JoinedLink};
 use super::held::{HELD_FOR, Outage};
 use super::requests::{LinkNumber, Requests};
 use super::{FrontendError, FrontendOptions};
+use crate::adapters::{AdapterAsk, AdapterChanges, ServedAdapters};
 use crate::engine::EngineCommand;
 use crate::http::gate::Gate;
 use crate::http::state::{Readiness, ReadinessCheck};
@@ -52,6 +54,7 @@ pub(super) struct Uplink {
     process: SharedStats,
     gate: Gate,
     requests: Requests,
+    adapting: Adapting,
     /// Whether a report of stats is due.
     report_is_due: bool,
     /// The link's number in the actor runtime.
@@ -92,6 +95,7 @@ impl Uplink {
             readiness: Arc::new(Mutex::new(readiness)),
             process: SharedStats::default(),
             gate: Gate::default(),
+            adapting: Adapting::new(ServedAdapters::default(), AdapterChanges::channel().1),
             report_is_due: false,
             peer: None,
             dialler,
@@ -101,6 +105,11 @@ impl Uplink {
     /// Sets the gate that the HTTP side's requests pass.
     pub(super) fn behind(self, gate: Gate) -> Self {
         Self { gate, ..self }
+    }
+
+    /// Keeps this list of adapters up to date, and passes commands about them on.
+    pub(super) fn adapting(self, served: ServedAdapters, asks: mpsc::Receiver<AdapterAsk>) -> Self {
+        Self { adapting: Adapting::new(served, asks), ..self }
     }
 
     /// Returns a check whether requests can be served now.
@@ -119,6 +128,7 @@ impl Uplink {
         loop {
             let welcome = &joined.2;
             self.hello.slot = Some(welcome.frontend);
+            self.adapting.serve(&welcome.serving.adapters);
             tracing::info!(frontend = %welcome.frontend, coordinator = joined.0.address, "joined");
             let to = joined.0.clone();
             let link = self.requests.linked(self.clock.now(), again);
@@ -132,6 +142,7 @@ impl Uplink {
                     tracing::warn!(%reason, "the link to the coordinator ended; dialling again");
                     self.set_readiness(false, self.waiting(&reason));
                     self.requests.link_lost(self.clock.now(), &reason);
+                    self.adapting.link_lost(&reason);
                 }
             }
             (joined, again) = tokio::select! {
@@ -218,6 +229,7 @@ impl Uplink {
                 Some(command) = self.commands.recv(), if takes => {
                     self.requests.command(self.clock.now(), command);
                 }
+                ask = self.adapting.ask() => self.adapting.take(ask),
                 _ = timer.tick() => {
                     let now = self.clock.now();
                     self.requests.find_gone(now);
@@ -239,7 +251,7 @@ impl Uplink {
         {
             return Some(report);
         }
-        self.requests.next(self.clock.now())
+        self.adapting.next_message().or_else(|| self.requests.next(self.clock.now()))
     }
 
     /// Ends all requests and leaves.
@@ -326,6 +338,8 @@ impl Uplink {
                 }
                 self.set_readiness(ready, message);
             }
+            ToFrontend::Adapters(adapters) => self.adapting.serve(&adapters),
+            ToFrontend::AdapterChanged(ask, outcome) => self.adapting.changed(ask, outcome),
             ToFrontend::Events(events) => {
                 let now = self.clock.now();
                 for (id, event) in events {

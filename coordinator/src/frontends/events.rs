@@ -9,6 +9,7 @@ use shared::ids::RequestId;
 use shared::protocol::{EngineEvent, ToFrontend};
 use tokio::sync::{Notify, mpsc};
 
+use crate::adapters::ServedAdapters;
 use crate::engine::{EngineError, PROMPT_LOGPROBS_PIECE, ReceiverGone};
 use crate::http::gate::Visit;
 use crate::http::state::ReadinessCheck;
@@ -231,29 +232,35 @@ fn weight(event: &EngineEvent) -> usize {
     }
 }
 
-/// Tells the front end whether requests can be served, at every change.
-pub(super) async fn send_readiness(
-    readiness: ReadinessCheck,
+/// Tells the front end whether requests can be served and which adapters there are, at every
+/// change.
+pub(super) async fn send_state(
+    (readiness, adapters): (ReadinessCheck, ServedAdapters),
     link: PeerAddr<ToFrontend>,
     open: Arc<LinkState>,
 ) {
     let mut timer = tokio::time::interval(READINESS_INTERVAL);
-    let mut told = None;
+    let (mut told, mut told_adapters) = (None, None);
     while open.is_open() {
         timer.tick().await;
-        let now = readiness();
-        if told.as_ref() == Some(&now) {
-            continue;
+        let (now, adapters) = (readiness(), adapters.all());
+        let mut news = Vec::new();
+        if told_adapters.as_ref() != Some(&adapters) {
+            news.push(ToFrontend::Adapters(adapters.clone()));
         }
-        let (ready, message) = (now.ready, now.message.clone());
-        let message = ToFrontend::Readiness { ready, message };
-        let sent = tokio::select! {
-            sent = link.tell_when_room(&message) => sent,
-            () = open.closed() => return,
-        };
-        if sent.is_err() {
-            return;
+        if told.as_ref() != Some(&now) {
+            let (ready, message) = (now.ready, now.message.clone());
+            news.push(ToFrontend::Readiness { ready, message });
         }
-        told = Some(now);
+        for message in news {
+            let sent = tokio::select! {
+                sent = link.tell_when_room(&message) => sent,
+                () = open.closed() => return,
+            };
+            if sent.is_err() {
+                return;
+            }
+        }
+        (told, told_adapters) = (Some(now), Some(adapters));
     }
 }

@@ -13,7 +13,7 @@ use shared::wire::frame::FrameKind;
 use super::Frontends;
 use super::events::LinkRequests;
 use super::preparation::PendingRequests;
-use crate::engine::{EngineCommand, EngineError};
+use crate::engine::{EngineCommand, EngineError, EventSender};
 use crate::links::link_end;
 
 /// A front end's request numbers are below 2^40; the bits above hold the link's number.
@@ -109,6 +109,10 @@ impl Receiver {
                 self.frontends.report(self.id, self.incarnation, &stats);
                 true
             }
+            FromFrontend::ChangeAdapter(ask, command) => {
+                self.frontends.change_adapter(self.id, self.link_number, ask, command);
+                true
+            }
             FromFrontend::Goodbye { reason } => {
                 tracing::info!(frontend = %self.id, %reason, "the front end says goodbye");
                 self.frontends.hub.observer().record().frontend_leaves(self.id);
@@ -142,8 +146,13 @@ impl Receiver {
             let _ = events.send(EngineEvent::Failed(EngineError::ShuttingDown));
             return true;
         }
+        let Some(adapter) = frontends.adapter_of(&submit) else {
+            let error = EngineError::NoAdapter { name: submit.adapter_name };
+            frontends.refuse(&EventSender::Remote(events), error);
+            return true;
+        };
         let request = match self.engine_id(submit.id) {
-            Some(id) => frontends.request(id, submit),
+            Some(id) => frontends.request(id, submit, adapter),
             None => Err(id_out_of_range(submit.id)),
         };
         let request = match request {

@@ -8,6 +8,7 @@ use shared::protocol::{AcceptedChoice, SubmitRequest};
 use shared::sampling::SUPPRESSED_MAX;
 
 use super::Frontends;
+use crate::adapters::AdapterUse;
 use crate::engine::{GenerateRequest, Resumed, ResumedChoice, StopCheck};
 use crate::text::stream::StopRules;
 
@@ -15,12 +16,21 @@ use crate::text::stream::StopRules;
 const RESPONSE_ID_MAX: usize = 256;
 
 impl Frontends {
+    /// The adapter of a request. The front end may not know yet that its name means another one
+    /// now, which a request without accepted tokens gets.
+    pub(super) fn adapter_of(&self, submit: &SubmitRequest) -> Option<AdapterUse> {
+        let (number, name) = (submit.adapter, submit.adapter_name.as_str());
+        let found = self.adapters.numbered(number, name);
+        found.or_else(|| self.adapters.find(name).filter(|_| submit.accepted.is_empty()))
+    }
+
     /// Turns a front end's request into the engine's. The front end has already validated it for
     /// its client; the checks here only keep a broken front end from harming the engine.
     pub(super) fn request(
         &self,
         id: RequestId,
         submit: SubmitRequest,
+        adapter: AdapterUse,
     ) -> Result<GenerateRequest, String> {
         let max = self.serving.max_model_len;
         let vocab = self.text.vocab_size;
@@ -53,10 +63,6 @@ impl Frontends {
         if submit.response_id.len() > RESPONSE_ID_MAX {
             let len = submit.response_id.len();
             return Err(format!("a response id of {len} bytes, at most {RESPONSE_ID_MAX}"));
-        }
-        let adapters = self.serving.adapters.len();
-        if submit.adapter as usize > adapters {
-            return Err(format!("adapter {} of {adapters}", submit.adapter));
         }
         if let Some(spec) = &submit.guide {
             spec.check().map_err(|error| format!("the output's constraint {error}"))?;
@@ -95,7 +101,7 @@ impl Frontends {
             // A front end may not know yet that the coordinator no longer uses priorities.
             priority: if self.serving.priorities { submit.priority } else { 0 },
             cache_salt: submit.cache_salt,
-            adapter: submit.adapter,
+            adapter,
             end_tokens: submit.end_tokens,
             stops: submit.stops.into(),
             keep_special: submit.keep_special,

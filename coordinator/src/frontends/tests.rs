@@ -10,6 +10,7 @@ use tokio::sync::Semaphore;
 
 use super::link::LINK_SHIFT;
 use super::*;
+use crate::adapters::AdapterUse;
 use crate::engine::FinishReason;
 use crate::http::state::Readiness;
 use crate::text::samples::sentencepiece_bpe;
@@ -53,6 +54,7 @@ fn receiver_for(
         commands,
         text,
         serving,
+        (ServedAdapters::default(), AdapterChanges::channel().0),
         Arc::new(ready),
         ActorRuntime::hub("coordinator", 1, clock),
         Gate::default(),
@@ -85,6 +87,7 @@ fn request() -> SubmitRequest {
         priority: 0,
         cache_salt: 0,
         adapter: 0,
+        adapter_name: String::new(),
         end_tokens: vec![1; SUPPRESSED_MAX],
         waited_us: 0,
         response_id: "cmpl-1".into(),
@@ -137,7 +140,10 @@ fn what_was_never_accepted_ends_the_link() {
     let kept = |change: Change<'_>| {
         let mut submit = request();
         change(&mut submit);
-        receiver.frontends.request(submit.id, submit).map(|request| request.resumed.is_some())
+        receiver
+            .frontends
+            .request(submit.id, submit, AdapterUse::default())
+            .map(|request| request.resumed.is_some())
     };
     assert_eq!(kept(&|_| ()), Ok(false));
     assert_eq!(kept(&|it| with_accepted(it, goes_on(vec![3; 5]))), Ok(true));
@@ -176,7 +182,7 @@ async fn what_was_accepted_is_told_to_stop_checks_and_guides() {
         submit.accepted =
             vec![AcceptedChoice::Over { tokens: 2 }, goes_on(vec![a]), goes_on(vec![a, b])];
         change(&mut submit);
-        let request = receiver.frontends.request(submit.id, submit).unwrap();
+        let request = receiver.frontends.request(submit.id, submit, AdapterUse::default()).unwrap();
         let made = receiver.frontends.prepare(Box::new(request), &Semaphore::new(1), || true).await;
         let request = made.unwrap();
         let choices: Vec<u32> = request.sampling.iter().map(|it| it.choice).collect();

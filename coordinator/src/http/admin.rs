@@ -23,6 +23,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use super::error::ApiError;
 use super::server::BODY_DEADLINE_S;
 use super::state::AppState;
+use crate::adapters::AdapterUse;
 use crate::cluster::actor::{ClusterActor, Drain, GetLogs, GetStatus, Scale};
 use crate::cluster::records::WhichProcess;
 use crate::cluster::status::{Node, NodeLogs};
@@ -134,15 +135,24 @@ fn allowed<'a>(state: &'a AppState, request: &HttpRequest) -> Result<&'a Admin, 
     let Some(admin) = &state.admin else {
         return Err(ApiError::not_here("This is a front end: ask the coordinator"));
     };
-    match &admin.secret {
+    operates(admin.secret.as_ref(), request).map(|()| admin)
+}
+
+/// Checks that a request comes from an operator: with a cluster secret, one that holds it,
+/// otherwise one on this host.
+///
+/// # Errors
+/// 401 or 403.
+pub(super) fn operates(secrets: Option<&Keyring>, request: &HttpRequest) -> Result<(), ApiError> {
+    match secrets {
         Some(secrets) => {
             let header = request.headers().get(AUTHORIZATION).and_then(|v| v.to_str().ok());
             let token = header.and_then(|header| header.strip_prefix("Bearer "));
             let known = token.is_some_and(|token| secrets.verify_token(TOKEN_PURPOSE, token));
-            if known { Ok(admin) } else { Err(ApiError::no_token()) }
+            if known { Ok(()) } else { Err(ApiError::no_token()) }
         }
         None => match stranger(request.peer_addr(), request.headers()) {
-            None => Ok(admin),
+            None => Ok(()),
             Some(why) => Err(ApiError::forbidden(format!(
                 "Without a cluster secret, only an operator on this host is answered here, and \
                  {why}: start the coordinator with --cluster-secret-file, and use it here too"
@@ -205,7 +215,7 @@ async fn status(state: Data<AppState>, request: HttpRequest) -> Result<HttpRespo
     let mut status = admin.cluster.send(GetStatus).await.map_err(gone)?;
     let readiness = (state.readiness)();
     (status.ready, status.message) = (readiness.ready, readiness.message);
-    status.model = state.models.name(0).to_string();
+    status.model = state.models.name(&AdapterUse::default()).to_string();
     status.commands.stored = admin.membership.as_ref().map(|view| {
         let count = status.commands.count;
         count == 0 || is_stored(&view.borrow(), admin.run, count)
@@ -348,15 +358,28 @@ async fn drain(
 
 /// Waits until the next leader would know of this many commands, if there can be one.
 async fn stored(admin: &Admin, commands: u64) -> Result<(), ApiError> {
-    let Some(mut view) = admin.membership.clone() else { return Ok(()) };
-    let is_stored = view.wait_for(|view| is_stored(view, admin.run, commands));
+    let stored = are_stored(admin.membership.clone(), admin.run, commands).await;
+    stored.map_err(ApiError::overloaded)
+}
+
+/// Waits until the next leader would know of this many commands, if there can be one.
+///
+/// # Errors
+/// Why it may not, in a sentence.
+pub async fn are_stored(
+    view: Option<watch::Receiver<View>>,
+    run: u64,
+    commands: u64,
+) -> Result<(), &'static str> {
+    let Some(mut view) = view else { return Ok(()) };
+    let is_stored = view.wait_for(|view| is_stored(view, run, commands));
     match tokio::time::timeout(STORED_DEADLINE, is_stored).await {
         Ok(Ok(_)) => Ok(()),
-        Ok(Err(_)) | Err(_) => Err(ApiError::overloaded(
-            "the command is in force, but may not be stored: etcd does not answer, or another \
+        Ok(Err(_)) | Err(_) => {
+            Err("the command is in force, but may not be stored: etcd does not answer, or another \
              coordinator leads. This coordinator stores it when etcd is back; one that takes over \
-             before that does not know of it",
-        )),
+             before that does not know of it")
+        }
     }
 }
 

@@ -26,7 +26,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let Started { common, running, rules, shows_reasoning, told, ids, id } =
         dialogue::start(state, fields, Form::Chat).await?;
     let object = if common.stream { "chat.completion.chunk" } else { "chat.completion" };
-    let envelope = Envelope::new(state, common.adapter, id, object);
+    let envelope = Envelope::new(state, &common.adapter, id, object);
     let choice = Choice::new(rules, shows_reasoning);
     let choices = vec![choice; common.n as usize];
     let state = state.clone();

@@ -93,7 +93,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         .into_iter()
         .map(|(tokens, max)| RunningPrompt::start(state, &common, tokens, max, arrived, &id))
         .collect::<Result<Vec<_>, _>>()?;
-    let envelope = Envelope::new(state, common.adapter, id, "text_completion");
+    let envelope = Envelope::new(state, &common.adapter, id, "text_completion");
     let state = state.clone();
     let mut completion = Completion { state, common, envelope, running, turn: 0, choices };
     if completion.common.stream {

@@ -106,7 +106,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
             false => error,
         })?;
     let usage = Usage { prompt_tokens: tokens, total_tokens: tokens };
-    let model = state.models.name(common.adapter);
+    let model = state.models.name(&common.adapter);
     let tail = Tail { model: &model, usage };
     let (head, tail) = (serde_json::to_string(&*id), serde_json::to_string(&tail));
     let failed = |error: serde_json::Error| ApiError::internal(error.to_string());

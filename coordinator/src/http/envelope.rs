@@ -9,6 +9,7 @@ use serde_json::Value;
 use shared::clock::since_1970;
 
 use super::state::AppState;
+use crate::adapters::AdapterUse;
 
 /// The fields that stay the same while a request is answered.
 #[derive(Clone, Debug)]
@@ -37,7 +38,7 @@ pub struct Answer<'a, C> {
 impl Envelope {
     /// Makes the envelope of the answer with this id, for the model or one of its adapters.
     #[must_use]
-    pub fn new(state: &AppState, adapter: u32, id: Arc<str>, object: &'static str) -> Self {
+    pub fn new(state: &AppState, adapter: &AdapterUse, id: Arc<str>, object: &'static str) -> Self {
         let model = state.models.name(adapter);
         Self { id, object, created: since_1970().as_secs(), model }
     }

@@ -183,6 +183,12 @@ impl ApiError {
         Self { code: Some("request_timeout"), ..Self::new(StatusCode::GATEWAY_TIMEOUT, message) }
     }
 
+    /// Says more.
+    #[must_use]
+    pub fn noting(self, more: &str) -> Self {
+        Self { message: self.message + more, ..self }
+    }
+
     /// The server's own fault: 500.
     #[must_use]
     pub fn internal(message: impl Into<String>) -> Self {
@@ -325,6 +331,7 @@ impl From<EngineError> for ApiError {
             EngineError::Unavailable { .. } | EngineError::ShuttingDown => {
                 Self::overloaded(message)
             }
+            EngineError::NoAdapter { name } => Self::unknown_model(&name),
             EngineError::Guide { .. } => Self::new(StatusCode::BAD_REQUEST, message),
             EngineError::Overloaded { retry_after_s, .. } => {
                 Self { retry_after_s: Some(retry_after_s), ..Self::overloaded(message) }

@@ -133,7 +133,7 @@ impl RunningPrompt {
             open_ended: common.is_open_ended(),
             priority: common.priority,
             cache_salt: common.cache_salt,
-            adapter: common.adapter,
+            adapter: common.adapter.clone(),
             end_tokens: common.end_tokens.clone(),
             stops: common.stops.as_slice().into(),
             keep_special: common.keep_special,

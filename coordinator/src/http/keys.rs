@@ -149,6 +149,12 @@ impl ApiKeys {
         accounts.get(place).map(|account| (place as u64 + 1, account.clone()))
     }
 
+    /// Whether whoever sends these headers is admitted.
+    #[must_use]
+    pub(super) fn knows(&self, headers: &HeaderMap) -> bool {
+        self.admit(headers).is_ok()
+    }
+
     /// Returns the owner of a request with these headers, if keys are required.
     ///
     /// # Errors
@@ -175,11 +181,16 @@ struct Unknown;
 const OPEN: [&str; 8] =
     ["/", "/health", "/live", "/load", "/metrics", "/ping", "/ready", "/version"];
 
+/// Paths that operators use without a key, and others perhaps with one: see
+/// [`super::adapters::allowed`].
+const ADAPTERS: [&str; 2] = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"];
+
 /// Whether a path, as written in the request, needs a key: every path that is not known to be open.
-/// `/admin` has its own secret. Routes are matched after percent-decoding, so a path that does not
-/// name an open one letter by letter needs a key, however it is spelt.
+/// `/admin` has its own secret, and changes of adapters have their own rule. Routes are matched
+/// after percent-decoding, so a path that does not name an open one letter by letter needs a key,
+/// however it is spelt.
 fn is_guarded(path: &str) -> bool {
-    !OPEN.contains(&path) && !path.starts_with("/admin/")
+    !OPEN.contains(&path) && !path.starts_with("/admin/") && !ADAPTERS.contains(&path)
 }
 
 /// Rejects requests without a key where one is needed, and notes the owner of the others. Browsers

@@ -127,7 +127,7 @@ impl Answering {
         Self {
             running,
             id,
-            model: state.models.name(common.adapter),
+            model: state.models.name(&common.adapter),
             request_id,
             reading: Reading::new(rules, shows_reasoning),
             output: Output::new(ids),

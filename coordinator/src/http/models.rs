@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use serde_json::{Value, json};
-use shared::protocol::{Adapter, Serving};
+use shared::protocol::Serving;
 
 use super::error::ApiError;
 use super::state::AppState;
+use crate::adapters::{AdapterUse, ServedAdapters};
 
 /// The names that requests may give as `model`.
 #[derive(Clone, Debug, Default)]
@@ -15,38 +16,36 @@ pub struct Models {
     names: Arc<[Arc<str>]>,
     /// Its folder.
     folder: Arc<str>,
-    adapters: Arc<[(Arc<str>, Adapter)]>,
+    adapters: ServedAdapters,
 }
 
 impl Models {
-    /// Collects the names of what is served.
+    /// Collects the names of what is served; the adapters may change.
     #[must_use]
-    pub fn of(serving: &Serving) -> Self {
+    pub fn of(serving: &Serving, adapters: ServedAdapters) -> Self {
         let names = [&serving.served_model_name].into_iter().chain(&serving.model_aliases);
-        let named = |adapter: &Adapter| (adapter.name.as_str().into(), adapter.clone());
         Self {
             names: names.map(|name| name.as_str().into()).collect(),
             folder: serving.model.as_str().into(),
-            adapters: serving.adapters.iter().map(named).collect(),
+            adapters,
         }
     }
 
-    /// Returns the adapter with this name, 0 for the model alone; `None` if nothing has that name.
+    /// Returns the adapter with this name, none for the model alone; `None` if nothing has that
+    /// name.
     #[must_use]
-    pub fn find(&self, name: &str) -> Option<u32> {
+    pub fn find(&self, name: &str) -> Option<AdapterUse> {
         if self.names.iter().any(|known| **known == *name) {
-            return Some(0);
+            return Some(AdapterUse::default());
         }
-        let place = self.adapters.iter().position(|(known, _)| **known == *name)?;
-        u32::try_from(place + 1).ok()
+        self.adapters.find(name)
     }
 
-    /// Returns the name of an adapter, or of the model if it is 0.
+    /// Returns the name of an adapter, or of the model if there is none.
     #[must_use]
-    pub fn name(&self, adapter: u32) -> Arc<str> {
-        let place = adapter.checked_sub(1).map(|place| place as usize);
-        let found = place.and_then(|place| self.adapters.get(place));
-        found.map(|(name, _)| name).or(self.names.first()).cloned().unwrap_or_default()
+    pub fn name(&self, adapter: &AdapterUse) -> Arc<str> {
+        let own = || self.names.first().cloned().unwrap_or_default();
+        adapter.name().map_or_else(own, Into::into)
     }
 
     /// Lists everything that has a name, as vLLM does: the root is the model's or the adapter's
@@ -61,8 +60,9 @@ impl Models {
         };
         let models = self.names.iter().map(|name| card(name, &self.folder, None));
         let parent = self.names.first().map(|name| &**name);
-        let adapters = self.adapters.iter();
-        models.chain(adapters.map(|(name, it)| card(name, &it.path, parent))).collect()
+        let adapters = self.adapters.all();
+        let adapters = adapters.iter().map(|it| card(&it.name, &it.path, parent));
+        models.chain(adapters).collect()
     }
 }
 

@@ -30,6 +30,8 @@ pub struct ApiOptions {
     pub share_prefix_cache: bool,
     /// How many connections one address may have.
     pub connections: ConnectionBound,
+    /// Whether all who may use the API may load and unload LoRA adapters.
+    pub runtime_adapters: bool,
 }
 
 /// How many connections one address may have at a time.
@@ -63,6 +65,7 @@ impl Default for ApiOptions {
             tls: None,
             share_prefix_cache: false,
             connections: ConnectionBound::default(),
+            runtime_adapters: false,
         }
     }
 }

@@ -15,6 +15,7 @@ pub use super::fields::Fields;
 pub use super::limits::Limits;
 use super::models::Models;
 use super::structured::{self, Asked};
+use crate::adapters::AdapterUse;
 use crate::engine::TokenGuide;
 use crate::guide::Grammar;
 use crate::text::model::TextModel;
@@ -38,8 +39,8 @@ pub struct Common {
     pub priority: i32,
     /// Requests with another salt share no cached prompts with it.
     pub cache_salt: u64,
-    /// The adapter it is computed with; 0 for none.
-    pub adapter: u32,
+    /// The adapter it is computed with.
+    pub adapter: AdapterUse,
     /// End tokens.
     pub end_tokens: Vec<u32>,
     /// End tokens of the model itself.
@@ -92,14 +93,15 @@ pub enum StreamUsage {
     Every,
 }
 
-/// Returns the adapter that a request's `model` names; 0 for the model itself, or if it names none.
+/// Returns the adapter that a request's `model` names; none for the model itself, or if it names
+/// nothing.
 ///
 /// # Errors
 /// 404 if it is not served.
-pub fn adapter(fields: &Fields, models: &Models) -> Result<u32, ApiError> {
+pub fn adapter(fields: &Fields, models: &Models) -> Result<AdapterUse, ApiError> {
     match fields.string("model", 4096)? {
         Some(model) => models.find(model).ok_or_else(|| ApiError::unknown_model(model)),
-        None => Ok(0),
+        None => Ok(AdapterUse::default()),
     }
 }
 

@@ -106,7 +106,7 @@ impl Answering {
             id: id.clone(),
             object: "response",
             created_at: since_1970().as_secs(),
-            model: state.models.name(common.adapter),
+            model: state.models.name(&common.adapter),
             background: false,
             previous_response_id: (),
             service_tier: "default",

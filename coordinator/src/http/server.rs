@@ -25,8 +25,8 @@ use super::room::{Room, Share};
 use super::state::{AppState, Readiness};
 use super::terms::Terms;
 use super::{
-    access, admin, chat, completions, embeddings, keys, messages, metrics, models, pool, responses,
-    terms,
+    access, adapters, admin, chat, completions, embeddings, keys, messages, metrics, models, pool,
+    responses, terms,
     tls::{self, Tls},
     tokenize,
 };
@@ -46,7 +46,7 @@ const UNSENT_MAX: u32 = 128 << 10;
 const CONNECTIONS_MAX: usize = 20_000;
 
 /// Every path and its methods, for `Allow` and for the labels of HTTP metrics.
-const ROUTES: [(&str, &str); 18] = [
+const ROUTES: [(&str, &str); 20] = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
     ("/v1/responses", "POST"),
@@ -55,6 +55,8 @@ const ROUTES: [(&str, &str); 18] = [
     ("/v1/embeddings", "POST"),
     ("/v1/models", "GET, HEAD"),
     ("/v1/models/{id}", "GET, HEAD"),
+    ("/v1/load_lora_adapter", "POST"),
+    ("/v1/unload_lora_adapter", "POST"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
     ("/health", "GET, HEAD"),
@@ -148,6 +150,8 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             "/v1/messages" => web::post().to(post_messages),
             "/v1/messages/count_tokens" => web::post().to(post_count_tokens),
             "/v1/embeddings" => web::post().to(post_embeddings),
+            "/v1/load_lora_adapter" => web::post().to(post_load_adapter),
+            "/v1/unload_lora_adapter" => web::post().to(post_unload_adapter),
             "/tokenize" => web::post().to(post_tokenize),
             "/detokenize" => web::post().to(post_detokenize),
             "/ping" => {
@@ -290,6 +294,30 @@ fn terms(state: &AppState, request: &HttpRequest) -> Result<Terms, ApiError> {
     let owner = keys::owner(request).filter(|_| !state.share_prefix_cache);
     let deadline = timeout.map(|timeout| Instant::now() + timeout);
     Ok(Terms { deadline, salts: state.salts.of(owner) })
+}
+
+async fn post_load_adapter(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    let changed = async {
+        let changes = adapters::allowed(&state, &request)?;
+        adapters::load(changes, &read(&state, &request, body).await?).await
+    };
+    changed.await.inspect_err(|error| count(&state, error))
+}
+
+async fn post_unload_adapter(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    let changed = async {
+        let changes = adapters::allowed(&state, &request)?;
+        adapters::unload(changes, &read(&state, &request, body).await?).await
+    };
+    changed.await.inspect_err(|error| count(&state, error))
 }
 
 async fn post_tokenize(

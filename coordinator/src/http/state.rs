@@ -25,6 +25,7 @@ use super::room::Room;
 use super::structured::Asked;
 use super::terms::Salts;
 use super::tls::Tls;
+use crate::adapters::AdapterChanges;
 use crate::engine::EngineHandle;
 use crate::guide::GrammarError;
 use crate::metrics::FrontendStats;
@@ -103,6 +104,12 @@ pub struct AppState {
     pub connections: Connections,
     /// How much memory request bodies may take together.
     pub room: Room,
+    /// Carries out changes of LoRA adapters, if there is room for any.
+    pub adapter_changes: Option<AdapterChanges>,
+    /// Whether all who may use the API may ask for them; operators always may.
+    pub runtime_adapters: bool,
+    /// The cluster's secrets, if it has any, by which operators are known.
+    pub operators: Option<Keyring>,
     /// Runs work on text.
     texts: TextPool,
 }
@@ -150,6 +157,9 @@ impl AppState {
             salts: Salts::default(),
             share_prefix_cache: false,
             connections: Connections::default(),
+            adapter_changes: None,
+            runtime_adapters: false,
+            operators: None,
             texts: TextPool::default(),
         }
     }
@@ -176,6 +186,7 @@ impl AppState {
             tls: options.tls.clone(),
             share_prefix_cache: options.share_prefix_cache,
             connections: Connections::new(options.connections),
+            runtime_adapters: options.runtime_adapters,
             ..self
         }
     }
@@ -209,7 +220,13 @@ impl AppState {
     /// Of a cluster with these secrets, if it has any.
     #[must_use]
     pub fn of_cluster(self, secrets: Option<&Keyring>) -> Self {
-        Self { salts: Salts::new(secrets), ..self }
+        Self { salts: Salts::new(secrets), operators: secrets.cloned(), ..self }
+    }
+
+    /// Sends changes of adapters there.
+    #[must_use]
+    pub fn with_adapter_changes(self, changes: Option<AdapterChanges>) -> Self {
+        Self { adapter_changes: changes, ..self }
     }
 
     /// Adds the cluster's metrics at `/metrics`.

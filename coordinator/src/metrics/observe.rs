@@ -114,10 +114,10 @@ struct GlobalSeries {
 #[derive(Debug)]
 struct ReplicaCells {
     running: UpDownGauge,
-    /// Running requests of each adapter.
-    adapters: Vec<UpDownGauge>,
-    /// Waiting or swapped requests of each adapter.
-    adapters_waiting: Vec<UpDownGauge>,
+    /// Requests of each adapter, of name.
+    adapters: BTreeMap<String, AdapterLevels>,
+    /// Whether the replica serves.
+    serves: bool,
     swapped: UpDownGauge,
     waiting: [UpDownGauge; WAITING_AT_REPLICA.len()],
     prompt_tokens: Counter,
@@ -263,10 +263,15 @@ impl Recording<'_> {
         stats.add(cells.prefix_hits, tokens.found);
     }
 
-    /// Sets the adapters served, in the order of their numbers. Call it before there are replicas.
+    /// Sets the adapters that are served. Those not served any more are counted until their last
+    /// request ends.
     pub fn adapters<'a>(&mut self, names: impl Iterator<Item = &'a str>) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.adapters = names.map(str::to_owned).collect();
+        let Cells { stats, adapters, replicas, .. } = cells;
+        for (replica, cells) in replicas {
+            cells.set_adapters(stats, adapters, *replica);
+        }
     }
 
     /// Sets how KV caches are used: the value of `--dtype`, and whether prefixes are looked up.
@@ -362,12 +367,59 @@ impl Cells {
 impl ReplicaCells {
     /// Sets whether the replica serves; its load is then published even when it is 0.
     fn serves(&mut self, stats: &mut LocalStats, serves: bool) {
-        let running = [&mut self.running].into_iter().chain(&mut self.adapters);
-        let waiting = self.waiting.iter_mut().chain(&mut self.adapters_waiting);
-        for level in running.chain(waiting) {
+        for level in [&mut self.running].into_iter().chain(&mut self.waiting) {
             level.show_zero(stats, serves);
         }
+        self.serves = serves;
+        for levels in self.adapters.values_mut() {
+            levels.show_zero(stats, serves && levels.is_served);
+        }
         stats.set(self.up, if serves { 1.0 } else { 0.0 });
+    }
+}
+
+impl ReplicaCells {
+    /// Other adapters are served than before.
+    fn set_adapters(&mut self, stats: &mut LocalStats, names: &[String], replica: ReplicaId) {
+        let replica = replica.0.to_string();
+        for name in names {
+            let resolve = || AdapterLevels::resolve(stats, name, &replica);
+            self.adapters.entry(name.clone()).or_insert_with(resolve);
+        }
+        for (name, levels) in &mut self.adapters {
+            levels.is_served = names.contains(name);
+            levels.show_zero(stats, self.serves && levels.is_served);
+        }
+        self.adapters.retain(|_, levels| levels.is_served || levels.is_used());
+    }
+}
+
+/// Requests of one adapter at one replica.
+#[derive(Debug)]
+struct AdapterLevels {
+    running: Level,
+    /// Waiting or swapped.
+    waiting: Level,
+    is_served: bool,
+}
+
+impl AdapterLevels {
+    fn resolve(stats: &mut LocalStats, adapter: &str, replica: &str) -> Self {
+        let labels = [adapter, replica];
+        Self {
+            running: Level::new(stats.gauge(catalogue::LORA_REQUESTS, labels)),
+            waiting: Level::new(stats.gauge(catalogue::LORA_REQUESTS_WAITING, labels)),
+            is_served: true,
+        }
+    }
+
+    fn show_zero(&mut self, stats: &mut LocalStats, shows_zero: bool) {
+        self.running.show_zero(stats, shows_zero);
+        self.waiting.show_zero(stats, shows_zero);
+    }
+
+    fn is_used(&self) -> bool {
+        self.running.is_used() || self.waiting.is_used()
     }
 }
 
@@ -433,18 +485,9 @@ impl ReplicaCells {
             running: UpDownGauge::new(running),
             adapters: adapters
                 .iter()
-                .map(|adapter| {
-                    UpDownGauge::new(stats.gauge(catalogue::LORA_REQUESTS, [adapter, &name]))
-                })
+                .map(|adapter| (adapter.clone(), AdapterLevels::resolve(stats, adapter, &name)))
                 .collect(),
-            adapters_waiting: adapters
-                .iter()
-                .map(|adapter| {
-                    UpDownGauge::new(
-                        stats.gauge(catalogue::LORA_REQUESTS_WAITING, [adapter, &name]),
-                    )
-                })
-                .collect(),
+            serves: false,
             swapped: UpDownGauge::new(swapped),
             waiting: WAITING_AT_REPLICA.map(|reason| {
                 let labels = [reason.as_str(), &name];

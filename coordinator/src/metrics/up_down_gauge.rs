@@ -28,6 +28,11 @@ impl UpDownGauge {
         self.publish(stats);
     }
 
+    /// Whether it counts anything.
+    pub(super) fn is_used(&self) -> bool {
+        self.count > 0
+    }
+
     pub(super) fn up(&mut self, stats: &mut LocalStats) {
         self.count += 1;
         self.publish(stats);

@@ -179,7 +179,7 @@ impl ReplicaDriver {
             cached_tokens: 0,
         };
         let (arrived, response_id) = (request.arrived, request.response_id.clone());
-        let (guide_spec, adapter) = (request.guide_spec.take(), request.adapter);
+        let (guide_spec, adapter) = (request.guide_spec.take(), request.adapter.clone());
         let pools = request.sampling.first().is_some_and(|it| it.pooling.is_some());
         let resumed = request.resumed.clone();
         match self.scheduler.submit(request) {

@@ -96,6 +96,21 @@ pub trait Tensors {
     /// As [`Self::load_stack`].
     fn load_int8_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<Self::Stack, KernelError>;
 
+    /// Replaces matrix `index` of a stack that [`Self::load_stack`] made of 16- or 32-bit floats.
+    /// The stack stays where it is, so recorded steps remain good. Operations begun before still
+    /// use the old matrix, those begun later the new one; no step may be open.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] if there is no such matrix or it has another shape;
+    /// [`KernelError::Unsupported`] for other stacks; [`KernelError::OutOfMemory`],
+    /// [`KernelError::Device`].
+    fn replace_in_stack(
+        &mut self,
+        stack: &mut Self::Stack,
+        index: usize,
+        matrix: &HostMatrix<'_>,
+    ) -> Result<(), KernelError>;
+
     /// Uploads a vector.
     ///
     /// # Errors

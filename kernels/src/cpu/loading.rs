@@ -55,6 +55,15 @@ impl Tensors for CpuBackend {
         CpuStack::pack(&mut self.pool, Format::Int8, matrices)
     }
 
+    fn replace_in_stack(
+        &mut self,
+        stack: &mut CpuStack,
+        index: usize,
+        matrix: &HostMatrix<'_>,
+    ) -> Result<(), KernelError> {
+        stack.replace(&mut self.pool, index, matrix)
+    }
+
     fn load_vector(&mut self, values: &[f32]) -> Result<CpuVector, KernelError> {
         CpuVector::new(values)
     }

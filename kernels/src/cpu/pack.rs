@@ -303,6 +303,27 @@ impl CpuStack {
         Ok(Self { packed, shape })
     }
 
+    /// Replaces matrix `index`.
+    pub(crate) fn replace(
+        &mut self,
+        pool: &mut Pool,
+        index: usize,
+        matrix: &HostMatrix<'_>,
+    ) -> Result<(), KernelError> {
+        let Shape { count, rows, cols } = self.shape;
+        check::replacement((count, rows, cols), index, matrix)?;
+        let shape = Shape { count: 1, ..self.shape };
+        let made = pack_all(pool, Format::Bf16, shape, &|_| std::slice::from_ref(matrix))?;
+        match (&mut self.packed, made) {
+            (Packed::Bf16(all), Packed::Bf16(made)) => {
+                let len = all.len() / count;
+                all[index * len..][..len].copy_from_slice(&made);
+                Ok(())
+            }
+            _ => Err(KernelError::Unsupported("only stacks in bf16 change".to_owned())),
+        }
+    }
+
     /// Number of matrices.
     pub(crate) fn count(&self) -> usize {
         self.shape.count

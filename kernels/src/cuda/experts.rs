@@ -29,7 +29,7 @@ pub struct CudaStack {
 
 impl CudaStack {
     /// Number of matrices; rows and columns of each.
-    fn sizes(&self) -> StackSizes {
+    pub(super) fn sizes(&self) -> StackSizes {
         (self.count, self.all.rows() / self.count.max(1), self.all.cols())
     }
 }

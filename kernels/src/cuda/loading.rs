@@ -87,6 +87,27 @@ impl Tensors for CudaBackend {
         self.load_stack_with(matrices, Uploader::load_int8)
     }
 
+    fn replace_in_stack(
+        &mut self,
+        stack: &mut CudaStack,
+        index: usize,
+        matrix: &HostMatrix<'_>,
+    ) -> Result<(), KernelError> {
+        check::replacement(stack.sizes(), index, matrix)?;
+        if self.step.is_open() {
+            let message = "a step is open".to_owned();
+            return Err(KernelError::Shape { op: "replace_in_stack", message });
+        }
+        let Device { context, stream, .. } = &self.device;
+        let mut uploader = match self.uploader.take() {
+            Some(uploader) => uploader,
+            None => Uploader::new(context)?,
+        };
+        let replaced = uploader.replace(stream, &stack.all, index * matrix.rows, matrix);
+        self.uploader = Some(uploader);
+        replaced
+    }
+
     fn load_vector(&mut self, values: &[f32]) -> Result<CudaVector, KernelError> {
         CudaVector::new(&self.device.context, &self.device.stream, values)
     }

@@ -54,6 +54,18 @@ impl Tensors for ReferenceBackend {
         stack(matrices, ReferenceMatrix::quantise)
     }
 
+    fn replace_in_stack(
+        &mut self,
+        stack: &mut Self::Stack,
+        index: usize,
+        matrix: &HostMatrix<'_>,
+    ) -> Result<(), KernelError> {
+        let (rows, cols) = stack.first().map_or((0, 0), |it| (it.rows(), it.cols()));
+        check::replacement((stack.len(), rows, cols), index, matrix)?;
+        stack[index] = ReferenceMatrix::widen(std::slice::from_ref(matrix))?;
+        Ok(())
+    }
+
     fn load_vector(&mut self, values: &[f32]) -> Result<Self::Vector, KernelError> {
         Ok(values.to_vec())
     }

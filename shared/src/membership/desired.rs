@@ -2,6 +2,9 @@
 //! the next one.
 use serde::{Deserialize, Serialize};
 
+use crate::protocol::Adapter;
+use crate::protocol::lora::ADAPTERS_MAX;
+
 /// Maximum number of remembered workers that were told to leave; the oldest are forgotten first.
 const LEAVING_MAX: usize = 256;
 
@@ -18,6 +21,20 @@ pub struct DesiredState {
     /// Workers that were told to leave, oldest first.
     #[serde(default)]
     pub leaving: Vec<DrainedWorker>,
+    /// What became of the LoRA adapters of the leader's own options.
+    #[serde(default)]
+    pub adapters: ChangedAdapters,
+}
+
+/// LoRA adapters that were loaded and unloaded while coordinators ran.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChangedAdapters {
+    /// Loaded, in the order in which they came; each takes the place of one of the same name.
+    pub loaded: Vec<Adapter>,
+    /// Names of those of a leader's options that were unloaded.
+    pub unloaded: Vec<String>,
+    /// Numbers from this one on were never used.
+    pub next: u32,
 }
 
 /// A worker that was told to leave. A later process of the same node may stay.
@@ -34,6 +51,30 @@ impl DesiredState {
     pub fn scale(&mut self, replicas: Option<u32>) {
         self.generation += 1;
         self.replicas = replicas;
+    }
+
+    /// An adapter was loaded, or the one of this name unloaded; `is_option` if the leader's options
+    /// have one of this name.
+    pub fn change_adapter(
+        &mut self,
+        name: &str,
+        loaded: Option<&Adapter>,
+        is_option: bool,
+        next: u32,
+    ) {
+        self.generation += 1;
+        let ChangedAdapters { loaded: all, unloaded, next: unused } = &mut self.adapters;
+        *unused = next;
+        all.retain(|adapter| adapter.name != name);
+        unloaded.retain(|it| it != name);
+        match loaded {
+            Some(adapter) => all.push(adapter.clone()),
+            None if is_option => unloaded.push(name.to_owned()),
+            None => {}
+        }
+        // Leaders with other options may follow each other for ever.
+        let over = unloaded.len().saturating_sub(ADAPTERS_MAX);
+        unloaded.drain(..over);
     }
 
     /// Tells a worker to leave.

@@ -340,6 +340,9 @@ pub struct Formed {
     pub load_seconds: f64,
     /// Identity of the model folder's contents on the rank's host.
     pub identity: ModelIdentity,
+    /// Fingerprint of the contents of the adapters' folders, where their list may change (the
+    /// identity covers them otherwise); else 0.
+    pub adapters: u64,
 }
 
 /// Why a replica could not be formed.

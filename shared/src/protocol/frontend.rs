@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::control::WorkerStats;
 use super::guide::GuideSpec;
-use super::lora::Adapter;
+use super::lora::{Adapter, AdapterCommand, AdapterError};
 use super::step::TokenLogprobs;
 use crate::actor::peer::RemoteMessage;
 use crate::hub::HubModel;
@@ -111,18 +111,16 @@ pub struct Serving {
 impl Serving {
     /// Whether a request for one can be served by the other: the path of the folder on the
     /// coordinator's host does not matter, but two states of a model on the hub are two models.
+    /// Adapters come and go; each request tells its own.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         let of = |it: &Self| (it.max_model_len, it.text_fingerprint);
-        let names = |(a, b): (&Adapter, &Adapter)| a.name == b.name;
         let states = (HubModel::parse(&self.model), HubModel::parse(&other.model));
         let differ = matches!(&states, (Some(own), Some(its)) if own != its);
         !differ
             && self.served_model_name == other.served_model_name
             && self.model_aliases == other.model_aliases
             && of(self) == of(other)
-            && self.adapters.len() == other.adapters.len()
-            && self.adapters.iter().zip(&other.adapters).all(names)
     }
 }
 
@@ -156,6 +154,8 @@ pub struct SubmitRequest {
     pub cache_salt: u64,
     /// Number of its LoRA adapter; 0 for none.
     pub adapter: u32,
+    /// Name of that adapter: another leader may have given the number to another one.
+    pub adapter_name: String,
     /// Tokens that end a sequence.
     pub end_tokens: Vec<u32>,
     /// Microseconds since the front end received it. An age rather than a time, since the clocks of
@@ -277,6 +277,12 @@ pub enum EngineError {
         /// What is being waited for.
         message: String,
     },
+    /// Its LoRA adapter is not served.
+    #[error("The model `{name}` does not exist")]
+    NoAdapter {
+        /// The adapter's name.
+        name: String,
+    },
     /// The model produced values that are not finite.
     #[error("the model produced invalid numbers for this request")]
     Corrupted,
@@ -322,7 +328,7 @@ impl From<&EngineError> for RejectReason {
             | EngineError::Quarantined { .. }
             | EngineError::Broke { .. } => Self::Unavailable,
             EngineError::Overloaded { .. } => Self::Overloaded,
-            EngineError::Guide { .. } => Self::Invalid,
+            EngineError::Guide { .. } | EngineError::NoAdapter { .. } => Self::Invalid,
             EngineError::ShuttingDown => Self::ShuttingDown,
         }
     }
@@ -337,6 +343,8 @@ pub enum FromFrontend {
     Cancel(RequestId),
     /// Cumulative stats, on a timer.
     Stats(WorkerStats),
+    /// An operator's command about an adapter, with a number for the answer.
+    ChangeAdapter(u64, AdapterCommand),
     /// The front end is leaving on purpose.
     Goodbye {
         /// Why, for the coordinator's log.
@@ -356,13 +364,19 @@ pub enum ToFrontend {
         /// What is being waited for, if not ready.
         message: String,
     },
+    /// The adapters that are served, whenever that changes.
+    Adapters(Vec<Adapter>),
+    /// The outcome of a command about an adapter.
+    AdapterChanged(u64, Result<(), AdapterError>),
 }
 
 impl RemoteMessage for FromFrontend {
     fn kind(&self) -> FrameKind {
         match self {
             Self::Submit(_) => FrameKind::Request,
-            Self::Cancel(_) | Self::Stats(_) | Self::Goodbye { .. } => FrameKind::Control,
+            Self::Cancel(_) | Self::Stats(_) | Self::ChangeAdapter(..) | Self::Goodbye { .. } => {
+                FrameKind::Control
+            }
         }
     }
 }
@@ -371,7 +385,9 @@ impl RemoteMessage for ToFrontend {
     fn kind(&self) -> FrameKind {
         match self {
             Self::Events(_) => FrameKind::Events,
-            Self::Readiness { .. } => FrameKind::Control,
+            Self::Readiness { .. } | Self::Adapters(_) | Self::AdapterChanged(..) => {
+                FrameKind::Control
+            }
         }
     }
 }
@@ -379,6 +395,7 @@ impl RemoteMessage for ToFrontend {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::protocol::Lora;
 
     #[test]
     fn a_model_has_some_names_each_once() {
@@ -419,11 +436,9 @@ mod tests {
             Serving { model_aliases: vec!["n".into()], ..serving.clone() },
             Serving { max_model_len: 65, ..serving.clone() },
             Serving { text_fingerprint: 8, ..serving.clone() },
-            Serving {
-                adapters: vec![Adapter { name: "a".into(), path: "/a".into() }],
-                ..serving.clone()
-            },
         ];
+        let adapters = Lora::fixed([("a".into(), "/a".into())], 16).adapters;
+        assert!(serving.is_same(&Serving { adapters, ..serving.clone() }), "they come and go");
         assert!(others.iter().all(|other| !serving.is_same(other)));
     }
 }

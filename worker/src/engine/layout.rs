@@ -8,7 +8,6 @@ use super::ahead::Entry;
 use super::sequence::Sequence;
 use super::swap::HostBlocks;
 use super::{Engine, EngineError, HELD_PER_RUNNING, masks, verify};
-use crate::model::lora;
 
 /// Buffers of a step, reused from step to step.
 #[derive(Debug, Default)]
@@ -79,10 +78,8 @@ impl<B: Backend> Engine<B> {
                 let len = new.tokens.len();
                 return Err(fault(format!("{} has {len} tokens, the limit is {max}", new.seq)));
             }
-            let adapters = self.decoder.num_adapters();
-            if new.adapter > adapters {
-                let (seq, adapter) = (new.seq, new.adapter);
-                return Err(fault(format!("{seq} has adapter {adapter} of {adapters}")));
+            if self.decoder.adapter_row(new.adapter).is_none() {
+                return Err(fault(format!("{} has adapter {}, not loaded", new.seq, new.adapter)));
             }
             if new.num_prompt as usize > new.tokens.len() {
                 return Err(fault(format!("{} has fewer tokens than its prompt", new.seq)));
@@ -119,6 +116,9 @@ impl<B: Backend> Engine<B> {
                 .ok_or_else(|| fault(format!("{} is not known", entry.seq)))?;
             if seq.last_step.replace(plan.step) == Some(plan.step) {
                 return Err(fault(format!("{} occurs twice", entry.seq)));
+            }
+            if self.decoder.adapter_row(seq.adapter).is_none() {
+                return Err(fault(format!("{} has adapter {}, dropped", entry.seq, seq.adapter)));
             }
             seq.check(entry, &self.config, self.num_blocks)
                 .and_then(|()| masks::check(entry))
@@ -167,7 +167,8 @@ impl<B: Backend> Engine<B> {
             step.entry_rows.push(row_start);
             if self.decoder.num_adapters() > 0 {
                 let rows = step.adapters.len() + entry.count as usize;
-                step.adapters.resize(rows, lora::row_of(seq.adapter));
+                let row = self.decoder.adapter_row(seq.adapter).unwrap_or(NOT_ASSIGNED);
+                step.adapters.resize(rows, row);
             }
             let table_start = step.block_tables.len() as u32;
             step.block_tables.extend_from_slice(&seq.blocks);

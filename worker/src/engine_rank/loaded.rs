@@ -25,7 +25,7 @@ pub(super) struct LoadedKey {
     lora: Lora,
     /// Folder of rank 0's draft model, and its identity.
     draft: Option<(String, Option<ModelIdentity>)>,
-    /// Identity of the contents of the model's and adapters' folders.
+    /// Identity of the contents of the model's folder, and of the adapters' if they never change.
     pub(super) identity: ModelIdentity,
     dtype: Dtype,
     quantization: Quantization,
@@ -42,7 +42,7 @@ impl LoadedKey {
         let sizes = &form.engine;
         Self {
             model: form.model.clone(),
-            lora: form.lora.clone(),
+            lora: form.lora.lasting(),
             draft: draft_model(form).map(|folder| {
                 let identity = ModelIdentity::read(Path::new(folder), &Lora::default());
                 (folder.to_owned(), identity.ok())
@@ -112,7 +112,7 @@ pub(super) fn load<D: Device>(
     let adapters = adapters.load(&mut backend, &config, &shard, tokens_max)?;
     if let Some(loaded) = &adapters {
         let bytes = bytes_text(loaded.bytes());
-        tracing::info!(count = loaded.count(), bytes, "LoRA adapters loaded");
+        tracing::info!(places = loaded.count(), bytes, "room for LoRA adapters");
     }
     let decoder = Decoder::new(&mut backend, config, shard, weights, tokens_max, rows_max)?
         .with_adapters(adapters);

@@ -66,19 +66,22 @@ fn term(link: u64, command: &ExecutorCommand) -> Option<(u64, Epoch)> {
         ExecutorCommand::Start(start) => start.epoch,
         ExecutorCommand::Step(plan) => plan.epoch,
         ExecutorCommand::Release(epoch) => *epoch,
+        ExecutorCommand::Adapter(command) => command.epoch,
+        ExecutorCommand::Piece(piece) => piece.epoch,
+        ExecutorCommand::Read(done) => done.epoch,
         ExecutorCommand::Report => return None,
     };
     Some((link, epoch))
 }
 
-impl Commands {
+impl Shared {
     /// Queues a command; a release replaces the queued commands of epochs that it ends.
     ///
     /// # Errors
     /// [`ExecutorError`].
     pub(super) fn push(&self, link: u64, command: ExecutorCommand) -> Result<(), ExecutorError> {
-        let mut commands = self.0.lock();
-        if self.0.over.load(Ordering::Acquire) {
+        let mut commands = self.lock();
+        if self.over.load(Ordering::Acquire) {
             return Err(ExecutorError::Ended);
         }
         if let ExecutorCommand::Release(epoch) = command {
@@ -88,13 +91,37 @@ impl Commands {
             return Err(ExecutorError::Full);
         }
         if matches!(command, ExecutorCommand::Release(_)) {
-            self.0.leaving_since().get_or_insert_with(Instant::now);
+            self.leaving_since().get_or_insert_with(Instant::now);
         }
         commands.push_back((link, command));
-        self.0.count.store(commands.len(), Ordering::Release);
+        self.count.store(commands.len(), Ordering::Release);
         drop(commands);
-        self.0.changed.notify_one();
+        self.changed.notify_one();
         Ok(())
+    }
+}
+
+/// Queues commands from another thread; unlike [`Commands`], the receiver does not end with it.
+#[derive(Debug)]
+pub(super) struct Aside(Arc<Shared>);
+
+impl Aside {
+    /// See [`Commands::push`].
+    ///
+    /// # Errors
+    /// [`ExecutorError`].
+    pub(super) fn push(&self, link: u64, command: ExecutorCommand) -> Result<(), ExecutorError> {
+        self.0.push(link, command)
+    }
+}
+
+impl Commands {
+    /// Queues a command; a release replaces the queued commands of epochs that it ends.
+    ///
+    /// # Errors
+    /// [`ExecutorError`].
+    pub(super) fn push(&self, link: u64, command: ExecutorCommand) -> Result<(), ExecutorError> {
+        self.0.push(link, command)
     }
 
     /// Returns for how long the executor has failed to leave an epoch as told, without progress.
@@ -133,6 +160,11 @@ impl Receiver {
             }
             commands = self.0.changed.wait(commands).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// For another thread that queues commands.
+    pub(super) fn aside(&self) -> Aside {
+        Aside(self.0.clone())
     }
 
     /// Records progress of the executor.

@@ -104,6 +104,7 @@ impl Rank for ScriptedRank {
             weight_bytes: 10,
             load_seconds: 0.1,
             identity,
+            adapters: 0,
         })
     }
 

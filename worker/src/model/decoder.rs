@@ -3,7 +3,7 @@
 //! Activations live in buffers allocated once for the largest step; a step allocates nothing.
 //!
 //! - `pass`: one batch through the layers
-use kernels::backend::{AttentionShape, Batch, KvShape, Routing};
+use kernels::backend::{AttentionShape, Batch, KvShape, NOT_ASSIGNED, Routing};
 use kernels::{Backend, KernelError};
 
 use self::pass::{Pass, Pending};
@@ -148,10 +148,26 @@ impl<B: Backend> Decoder<B> {
         Self { adapters, ..self }
     }
 
-    /// Returns the number of adapters.
+    /// Returns the number of adapters that there is room for.
     #[must_use]
     pub fn num_adapters(&self) -> u32 {
         self.adapters.as_ref().map_or(0, Adapters::count)
+    }
+
+    /// Returns what stands for an adapter in the rows of [`Decoder::forward`]; `None` if it is not
+    /// here.
+    #[must_use]
+    pub fn adapter_row(&self, number: u32) -> Option<u32> {
+        if number == 0 {
+            return Some(NOT_ASSIGNED);
+        }
+        self.adapters.as_ref()?.row_of(number)
+    }
+
+    /// Returns the adapters, if there is room for any, and what their matrices depend on.
+    pub fn adapting(&mut self) -> Option<(&mut Adapters<B>, &ModelConfig, &Shard)> {
+        let Self { adapters, config, shard, .. } = self;
+        adapters.as_mut().map(|adapters| (adapters, &*config, &*shard))
     }
 
     /// Returns the model's configuration.
@@ -192,7 +208,7 @@ impl<B: Backend> Decoder<B> {
 
     /// Computes the batch's tokens: K and V go to the cache, the last layer's output stays in the
     /// decoder for [`Decoder::logits`]. `rows` holds the adapter of each row
-    /// ([`super::lora::row_of`]), and is empty if no row has one. Every rank must call it with the
+    /// ([`Decoder::adapter_row`]), and is empty if no row has one. Every rank must call it with the
     /// same batch.
     ///
     /// # Errors

@@ -2,6 +2,10 @@
 //! matrices of each row's own adapter. Every rank always holds its part of all adapters of the
 //! replica.
 //!
+//! Either the adapters never change, and their matrices take what they need; or there is a number
+//! of places, with matrices for every module and for the largest rank, so that adapters come and go
+//! without memory being allocated or moved while steps run.
+//!
 //! The adapters of a module form a stack of matrices of one shape, like the experts of a layer:
 //! smaller ranks, and adapters that leave the module unchanged, are padded with zeros. Modules with
 //! the same input are merged: q, k and v have one matrix A each, stacked vertically, and one
@@ -14,17 +18,21 @@
 //!
 //! - `config`: `adapter_config.json`
 //! - `files`: an adapter's matrices
+//! - `places`: adapters that come and go
 mod config;
 mod files;
+mod places;
 
 use std::ops::Range;
 
-use kernels::backend::{DType, EXPERT_SLOTS, HostMatrix, NOT_ASSIGNED, Routing};
+use kernels::backend::{DType, EXPERT_SLOTS, HostMatrix, Routing};
 use kernels::{Backend, KernelError};
-use shared::protocol::Lora;
+use shared::model_identity::ModelIdentity;
+use shared::protocol::{Adapter, Lora};
 
 pub use self::config::RANK_MAX;
 use self::files::AdapterFiles;
+pub use self::places::{Piece, Reading};
 use super::ModelError;
 use super::config::ModelConfig;
 use super::modules::Module;
@@ -104,6 +112,27 @@ impl Site {
 #[derive(Debug, Default)]
 pub struct LoraFiles {
     adapters: Vec<AdapterFiles>,
+    /// Where adapters come and go.
+    places: Option<Places>,
+}
+
+/// Room for adapters that come and go.
+#[derive(Clone, Copy, Debug)]
+struct Places {
+    count: usize,
+    /// The largest rank.
+    max_rank: usize,
+}
+
+impl Places {
+    fn of(lora: &Lora) -> Option<Self> {
+        let count = lora.places as usize;
+        (count > 0).then_some(Self { count, max_rank: largest_rank(lora) })
+    }
+}
+
+fn largest_rank(lora: &Lora) -> usize {
+    (lora.max_rank as usize).clamp(1, RANK_MAX)
 }
 
 impl LoraFiles {
@@ -112,9 +141,15 @@ impl LoraFiles {
     /// # Errors
     /// [`ModelError`].
     pub fn open(lora: &Lora, config: &ModelConfig) -> Result<Self, ModelError> {
-        let max_rank = (lora.max_rank as usize).min(RANK_MAX);
+        let max_rank = largest_rank(lora);
         let open = |adapter| AdapterFiles::open(adapter, config, max_rank);
-        Ok(Self { adapters: lora.adapters.iter().map(open).collect::<Result<_, _>>()? })
+        let adapters = lora.adapters.iter().map(open).collect::<Result<_, _>>()?;
+        Ok(Self { adapters, places: Places::of(lora) })
+    }
+
+    /// For how many adapters there are matrices.
+    fn count(&self) -> usize {
+        self.places.map_or(0, |places| places.count).max(self.adapters.len())
     }
 
     /// Upper bound of the memory, in bytes, of this rank's part of all adapters and of the buffers
@@ -133,7 +168,8 @@ impl LoraFiles {
             let Some(joint) = self.joint(site, config, shard)? else { continue };
             let inputs: usize = joint.parts.iter().map(Range::len).sum();
             let (width, outputs) = (joint.width(), joint.outputs());
-            matrices += self.adapters.len() * config.num_layers * width * (inputs + outputs) * 2;
+            let layers = self.layers_with(&joint, config);
+            matrices += self.count() * layers * width * (inputs + outputs) * 2;
             room += tokens_max * (width * 2 + outputs * 4);
             widest = widest.max(outputs);
         }
@@ -154,13 +190,17 @@ impl LoraFiles {
         shard: &Shard,
         tokens_max: usize,
     ) -> Result<Option<Adapters<B>>, ModelError> {
-        let count = self.adapters.len();
+        let count = self.count();
         if count == 0 {
             return Ok(None);
         }
         let routing = Routing::softmax(count, 1, false);
+        let held = self.adapters.iter().map(|files| Some(Held::of(files, true)));
+        let mut held: Vec<Option<Held>> = held.collect();
+        held.resize_with(count, || None);
         let mut loaded = Adapters {
-            count: u32::try_from(count).unwrap_or(u32::MAX),
+            held,
+            places: self.places,
             layers: Vec::with_capacity(config.num_layers),
             routes: backend.new_routes(tokens_max, routing)?,
             rooms: [const { None }; Site::ALL.len()],
@@ -189,6 +229,14 @@ impl LoraFiles {
         Ok(Some(loaded))
     }
 
+    /// Upper bound of the number of layers in which a site has matrices.
+    fn layers_with(&self, joint: &Joint, config: &ModelConfig) -> usize {
+        match self.places {
+            Some(_) => (0..config.num_layers).filter(|layer| joint.is_in(config, *layer)).count(),
+            None => config.num_layers,
+        }
+    }
+
     /// The shapes of a site's matrices; `None` when no adapter changes the site in any layer.
     fn joint(
         &self,
@@ -196,6 +244,9 @@ impl LoraFiles {
         config: &ModelConfig,
         shard: &Shard,
     ) -> Result<Option<Joint>, ModelError> {
+        if let Some(places) = self.places {
+            return Ok(places.joint(site, config, shard));
+        }
         let (rows, parts) = site.cut(config, shard);
         let (mut used, mut rank) = (Vec::new(), 0);
         for module in site.modules() {
@@ -223,41 +274,37 @@ impl LoraFiles {
         layer: usize,
         bytes: &mut u64,
     ) -> Result<Option<SiteStacks<B::Stack>>, ModelError> {
-        let (width, rank) = (joint.width(), joint.rank);
-        let mut found = Vec::new();
-        for (index, adapter) in self.adapters.iter().enumerate() {
-            for module in &joint.used {
-                if let Some(factors) = adapter.factors(layer, *module, config)? {
-                    found.push((index, *module, factors));
-                }
-            }
-        }
-        if found.is_empty() {
+        let made = self.adapters.iter().map(|adapter| joint.matrices(adapter, config, layer));
+        let made: Vec<Option<Matrices>> = made.collect::<Result<_, _>>()?;
+        let is_there = match self.places {
+            Some(_) => joint.is_in(config, layer),
+            None => made.iter().any(Option::is_some),
+        };
+        if !is_there {
             return Ok(None);
         }
-        let place =
-            |module: Module| joint.used.iter().position(|used| *used == module).unwrap_or(0);
+        let none = joint.zeros();
+        let made: Vec<&Matrices> = (0..self.count())
+            .map(|index| made.get(index).and_then(Option::as_ref).unwrap_or(&none))
+            .collect();
+        let width = joint.width();
         let mut downs = Vec::with_capacity(joint.parts.len());
-        for part in &joint.parts {
-            let cols = part.len();
-            let mut all = vec![vec![0.0; width * cols]; self.adapters.len()];
-            for (index, module, factors) in &found {
-                let at = place(*module) * rank * cols;
-                factors.write_a(part.start, cols, &mut all[*index][at..][..rank * cols]);
-            }
-            downs.push(stack(backend, &all, (width, cols), bytes)?);
+        for (index, part) in joint.parts.iter().enumerate() {
+            let all: Vec<&[u8]> = made.iter().map(|made| &*made.downs[index]).collect();
+            downs.push(stack(backend, &all, (width, part.len()), bytes)?);
         }
-        let mut all = vec![vec![0.0; joint.outputs() * width]; self.adapters.len()];
-        for (index, module, factors) in &found {
-            let (first, own) = joint.outputs_of(*module);
-            for (to, row) in (first..).zip(own) {
-                let at = to * width + place(*module) * rank;
-                factors.write_b(row, &mut all[*index][at..][..factors.rank]);
-            }
-        }
+        let all: Vec<&[u8]> = made.iter().map(|made| &*made.up).collect();
         let up = stack(backend, &all, (joint.outputs(), width), bytes)?;
-        Ok(Some(SiteStacks { downs, up }))
+        Ok(Some(SiteStacks { downs, up, width }))
     }
+}
+
+/// One adapter's merged matrices of a site in one layer, in f32.
+struct Matrices {
+    /// A, `[ranks, inputs]`, for each part of the inputs.
+    downs: Vec<Vec<u8>>,
+    /// B, scaled, `[outputs, ranks]`.
+    up: Vec<u8>,
 }
 
 /// The layout of a site's merged matrices on one rank.
@@ -280,6 +327,57 @@ impl Joint {
         self.used.len() * self.rank
     }
 
+    /// Whether a layer has one of its modules.
+    fn is_in(&self, config: &ModelConfig, layer: usize) -> bool {
+        self.used.iter().any(|module| module.is_in(config, layer))
+    }
+
+    /// The matrices of an adapter that changes nothing.
+    fn zeros(&self) -> Matrices {
+        let zeros = |rows: usize, cols: usize| vec![0; rows * cols * size_of::<f32>()];
+        let width = self.width();
+        Matrices {
+            downs: self.parts.iter().map(|part| zeros(width, part.len())).collect(),
+            up: zeros(self.outputs(), width),
+        }
+    }
+
+    /// The matrices of an adapter; `None` if it does not change the site in this layer.
+    fn matrices(
+        &self,
+        adapter: &AdapterFiles,
+        config: &ModelConfig,
+        layer: usize,
+    ) -> Result<Option<Matrices>, ModelError> {
+        let mut found = Vec::new();
+        for (place, module) in self.used.iter().enumerate() {
+            if let Some(factors) = adapter.factors(layer, *module, config)? {
+                found.push((place * self.rank, *module, factors));
+            }
+        }
+        if found.is_empty() {
+            return Ok(None);
+        }
+        let width = self.width();
+        let down = |part: &Range<usize>| {
+            let cols = part.len();
+            let mut all = vec![0.0; width * cols];
+            for (first, _, factors) in &found {
+                factors.write_a(part.start, cols, &mut all[first * cols..][..self.rank * cols]);
+            }
+            bytes_of(&all)
+        };
+        let downs = self.parts.iter().map(down).collect();
+        let mut all = vec![0.0; self.outputs() * width];
+        for (column, module, factors) in &found {
+            let (first, own) = self.outputs_of(*module);
+            for (to, row) in (first..).zip(own) {
+                factors.write_b(row, &mut all[to * width + column..][..factors.rank]);
+            }
+        }
+        Ok(Some(Matrices { downs, up: bytes_of(&all) }))
+    }
+
     /// Number of outputs of all modules, used or not.
     fn outputs(&self) -> usize {
         self.rows.iter().map(Range::len).sum()
@@ -293,29 +391,24 @@ impl Joint {
     }
 }
 
+fn bytes_of(matrix: &[f32]) -> Vec<u8> {
+    matrix.iter().flat_map(|x| x.to_le_bytes()).collect()
+}
+
+fn host(data: &[u8], (rows, cols): (usize, usize)) -> HostMatrix<'_> {
+    let dtype = DType::F32;
+    HostMatrix { data, dtype, rows, cols, col_start: 0, row_stride: cols, scales: None }
+}
+
 /// Loads matrices of one shape, one per adapter.
 fn stack<B: Backend>(
     backend: &mut B,
-    matrices: &[Vec<f32>],
+    matrices: &[&[u8]],
     (rows, cols): (usize, usize),
     bytes: &mut u64,
 ) -> Result<B::Stack, KernelError> {
-    let data: Vec<Vec<u8>> = matrices
-        .iter()
-        .map(|matrix| matrix.iter().flat_map(|x| x.to_le_bytes()).collect())
-        .collect();
-    let hosts: Vec<HostMatrix<'_>> = data
-        .iter()
-        .map(|data| HostMatrix {
-            data,
-            dtype: DType::F32,
-            rows,
-            cols,
-            col_start: 0,
-            row_stride: cols,
-            scales: None,
-        })
-        .collect();
+    let hosts: Vec<HostMatrix<'_>> =
+        matrices.iter().map(|matrix| host(matrix, (rows, cols))).collect();
     *bytes += (hosts.len() * rows * cols * DType::Bf16.bytes()) as u64;
     backend.load_stack(&hosts)
 }
@@ -327,6 +420,8 @@ struct SiteStacks<S> {
     downs: Vec<S>,
     /// B, scaled, `[outputs, ranks]`.
     up: S,
+    /// Number of ranks.
+    width: usize,
 }
 
 /// Buffers for the products of a site.
@@ -337,9 +432,28 @@ struct Room<B: Backend> {
     out: B::Buffer,
 }
 
+/// An adapter in a place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Held {
+    adapter: Adapter,
+    /// What its folder contained.
+    identity: Option<ModelIdentity>,
+    /// Whether all of its matrices are there.
+    is_whole: bool,
+}
+
+impl Held {
+    fn of(files: &AdapterFiles, is_whole: bool) -> Self {
+        Self { adapter: files.adapter().clone(), identity: files.identity(), is_whole }
+    }
+}
+
 /// The matrices of all adapters on one rank, by layer and site.
 pub struct Adapters<B: Backend> {
-    count: u32,
+    /// Which adapter has which place in the stacks.
+    held: Vec<Option<Held>>,
+    /// Where adapters come and go.
+    places: Option<Places>,
     layers: Vec<[Option<SiteStacks<B::Stack>>; Site::ALL.len()]>,
     /// The adapter of each row of the step.
     routes: B::Routes,
@@ -349,21 +463,24 @@ pub struct Adapters<B: Backend> {
 
 impl<B: Backend> std::fmt::Debug for Adapters<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Adapters").field("count", &self.count).finish_non_exhaustive()
+        f.debug_struct("Adapters").field("held", &self.held).finish_non_exhaustive()
     }
 }
 
-/// Index in a stack for rows of requests with this adapter; 0 is the base model alone.
-#[must_use]
-pub fn row_of(adapter: u32) -> u32 {
-    adapter.checked_sub(1).unwrap_or(NOT_ASSIGNED)
-}
-
 impl<B: Backend> Adapters<B> {
-    /// Number of adapters.
+    /// Number of adapters that there is room for.
     #[must_use]
     pub fn count(&self) -> u32 {
-        self.count
+        u32::try_from(self.held.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Returns the index in a stack for rows of requests with this adapter, which has all of its
+    /// matrices.
+    #[must_use]
+    pub fn row_of(&self, number: u32) -> Option<u32> {
+        let is_it = |held: &Held| held.is_whole && held.adapter.number == number;
+        let place = self.held.iter().position(|held| held.as_ref().is_some_and(is_it))?;
+        u32::try_from(place).ok()
     }
 
     /// Size of their matrices, in bytes.
@@ -372,7 +489,8 @@ impl<B: Backend> Adapters<B> {
         self.bytes
     }
 
-    /// Sets the adapters of this step's rows: see [`row_of`].
+    /// Sets the adapters of this step's rows: [`Adapters::row_of`], or
+    /// [`NOT_ASSIGNED`](kernels::backend::NOT_ASSIGNED).
     pub(super) fn begin(&mut self, backend: &mut B, rows: &[u32]) -> Result<(), KernelError> {
         backend.assign(rows, &mut self.routes)
     }
@@ -387,7 +505,7 @@ impl<B: Backend> Adapters<B> {
     ) -> Result<Option<&B::Buffer>, KernelError> {
         let Self { layers, routes, rooms, .. } = self;
         let stacks = layers[layer][site as usize].as_ref();
-        let (Some(SiteStacks { downs, up }), Some(room)) = (stacks, &mut rooms[site as usize])
+        let (Some(SiteStacks { downs, up, .. }), Some(room)) = (stacks, &mut rooms[site as usize])
         else {
             return Ok(None);
         };

@@ -107,19 +107,20 @@ fn folder(args: &DoctorArgs) -> Result<PathBuf, Finding> {
 /// Something served beside the model: the bytes it takes on a worker, and the finding.
 type ExtraModel = (u64, Finding);
 
-/// Checks the adapters of `--lora-modules`, if any; each worker holds them.
+/// Checks the adapters of `--lora-modules`, if any, and the room for others; each worker has both.
 fn adapters(folder: &Path, args: &DoctorArgs) -> Option<ExtraModel> {
     let count = args.lora.adapters().count();
-    if count == 0 {
+    if count == 0 && args.lora.max_loras.is_none() {
         return None;
     }
+    let places = args.lora.max_loras.map_or(String::new(), |places| format!(" of {places}"));
     let found = local(adapters_of(&args.lora), &args.hub).and_then(|lora| {
         let bytes = worker::check::adapters(folder, &lora, args.tensor_parallel);
         bytes.map_err(|error| error.to_string())
     });
     Some(match found {
         Ok(bytes) => {
-            let text = format!("{count} adapter(s), {} on each worker", mib(bytes));
+            let text = format!("{count}{places} adapter(s), {} on each worker", mib(bytes));
             (bytes, Finding::ok(ADAPTERS, text))
         }
         Err(error) => {

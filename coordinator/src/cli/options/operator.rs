@@ -1,7 +1,7 @@
 //! Options of the commands that ask a running coordinator, this machine or a file.
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, Subcommand};
 use coordinator::http::admin::LOCAL_WORKERS_MAX;
 use shared::protocol::{Dtype, Quantization};
 
@@ -83,6 +83,48 @@ pub(crate) struct DrainArgs {
     /// The worker's node name, as `tutti status` shows it
     #[arg(value_name = "NODE")]
     pub(crate) node: String,
+}
+
+/// Options of `tutti adapters`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct AdaptersArgs {
+    #[command(subcommand)]
+    pub(crate) command: AdapterCommand,
+}
+
+/// What to do about an adapter; `tutti status` lists them.
+#[derive(Clone, Debug, Subcommand)]
+pub(crate) enum AdapterCommand {
+    /// Load an adapter on all workers, and serve it as a model of its own
+    Load(LoadArgs),
+    /// Serve an adapter no longer; requests that use it end undisturbed
+    Unload(UnloadArgs),
+}
+
+/// Options of `tutti adapters load`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct LoadArgs {
+    #[command(flatten)]
+    pub(crate) operator: OperatorArgs,
+    /// Its name in the API
+    #[arg(value_name = "NAME")]
+    pub(crate) name: String,
+    /// Its folder, the same on every worker's host, or its name on Hugging Face's hub (ORG/NAME)
+    #[arg(value_name = "PATH")]
+    pub(crate) path: String,
+    /// Take the place of an adapter of the same name, whose requests end undisturbed
+    #[arg(long)]
+    pub(crate) replace: bool,
+}
+
+/// Options of `tutti adapters unload`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct UnloadArgs {
+    #[command(flatten)]
+    pub(crate) operator: OperatorArgs,
+    /// Its name in the API
+    #[arg(value_name = "NAME")]
+    pub(crate) name: String,
 }
 
 /// Options of `tutti bench`.

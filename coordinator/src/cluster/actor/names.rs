@@ -65,7 +65,7 @@ impl AffectedActors {
                 | Effect::ReplicaBroken { replica, .. }
                 | Effect::ReplicaRemoved { replica }
                 | Effect::Unservable { replica, .. } => drop(affected.replicas.insert(*replica)),
-                Effect::StoreDesired(_) => {}
+                Effect::StoreDesired(_) | Effect::Adapters | Effect::AdapterChanged { .. } => {}
             }
         }
         affected

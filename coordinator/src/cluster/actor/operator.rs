@@ -71,6 +71,8 @@ impl Handler<GetStatus> for ClusterActor {
                 scaled: self.core.desired().replicas.is_some(),
                 stored: None,
             },
+            adapters: self.core.adapter_statuses(),
+            adapter_places: Some(self.core.adapter_places()).filter(|places| *places > 0),
             nodes: nodes.collect(),
             replicas: replicas
                 .iter()

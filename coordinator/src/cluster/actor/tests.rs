@@ -61,6 +61,7 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
         collective_timeout: Duration::from_secs(5),
         form_timeout: Duration::from_secs(60),
         lora: Lora::default(),
+        model_names: vec!["m".to_owned()],
         draft_model: None,
         worker_stats: true,
         collective_key: Secret::of_random([5; 32]),
@@ -176,6 +177,7 @@ fn a_replica_whose_actor_is_gone_forms_anew_under_another() {
                 weight_bytes: 1,
                 load_seconds: 0.0,
                 identity: ModelIdentity(1),
+                adapters: 0,
             };
             actor.core.worker_formed(Duration::ZERO, worker, formed, &mut effects);
             actor.core.worker_started(now, worker, Started { epoch }, &mut effects);

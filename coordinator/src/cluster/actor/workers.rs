@@ -160,6 +160,13 @@ impl ClusterActor {
             FromWorker::Started(started) => {
                 self.core.worker_started(now, worker, started, &mut effects);
             }
+            FromWorker::Adapter(done) => {
+                if let Err(reason) = &done.outcome {
+                    let node = self.node_of(worker);
+                    tracing::warn!(worker = node, slot = worker.0, reason, "no adapter loaded");
+                }
+                self.core.adapter_done(now, worker, done, &mut effects);
+            }
             FromWorker::StepFailed(failed) => {
                 self.core.executor_heard(now, worker);
                 if let Some(replica) = self.replica_of(worker) {

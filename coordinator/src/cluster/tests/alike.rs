@@ -11,6 +11,7 @@ fn formed_with(cluster: &mut Cluster, worker: u32, epoch: u64, identity: u64) ->
         weight_bytes: 1,
         load_seconds: 0.0,
         identity: ModelIdentity(identity),
+        adapters: 0,
     };
     cluster.worker_formed(secs(1), WorkerId(worker), formed, &mut effects);
     effects

@@ -16,6 +16,7 @@ fn serve(cluster: &mut Cluster, now: Duration, effects: &[Effect]) {
             weight_bytes: 1,
             load_seconds: 0.0,
             identity: ModelIdentity(1),
+            adapters: 0,
         };
         cluster.worker_formed(now, WorkerId(worker), formed, &mut Vec::new());
     }
@@ -164,6 +165,7 @@ impl Twins {
                         weight_bytes: 1,
                         load_seconds: 0.0,
                         identity: ModelIdentity(1),
+                        adapters: 0,
                     };
                     self.both(|it, now, effects| it.worker_formed(now, worker, done, effects));
                 }

@@ -32,6 +32,7 @@ fn formed(cluster: &mut Cluster, at: u64, worker: u32, epoch: u64) {
         weight_bytes: 1,
         load_seconds: 0.0,
         identity: ModelIdentity(1),
+        adapters: 0,
     };
     cluster.worker_formed(secs(at), WorkerId(worker), done, &mut Vec::new());
 }

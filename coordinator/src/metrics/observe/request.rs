@@ -13,6 +13,7 @@ use shared::metrics::labels::{
 use shared::protocol::GuideSpec;
 
 use super::{Cells, Observer, Recording, UpDownGauge, WAITING_AT_REPLICA};
+use crate::adapters::AdapterUse;
 use crate::engine::{EngineError, EventSender, Resumed};
 
 /// One accepted request. End it with [`Recording::finished`], [`Recording::aborted`],
@@ -22,8 +23,8 @@ use crate::engine::{EngineError, EventSender, Resumed};
 #[must_use = "a request that is never ended stays in flight"]
 pub struct RequestTrack {
     place: RequestGauge,
-    /// The adapter it is computed with; 0 for none.
-    adapter: u32,
+    /// The adapter it is computed with.
+    adapter: AdapterUse,
     /// Whether its output is an embedding.
     pools: bool,
     /// Whether it continues what another coordinator accepted, which observed its beginning.
@@ -90,8 +91,8 @@ impl RequestSummary {
 }
 
 impl RequestTrack {
-    /// Sets the adapter it is computed with; 0 for none.
-    pub fn with_adapter(self, adapter: u32) -> Self {
+    /// Sets the adapter it is computed with.
+    pub fn with_adapter(self, adapter: AdapterUse) -> Self {
         Self { adapter, ..self }
     }
 
@@ -145,7 +146,7 @@ impl Recording<'_> {
         }
         RequestTrack {
             place: RequestGauge::NoReplica,
-            adapter: 0,
+            adapter: AdapterUse::default(),
             pools: false,
             resumed: false,
             response_id: response_id.clone(),
@@ -325,10 +326,10 @@ impl Cells {
             RequestGauge::Waiting(replica, _) | RequestGauge::Swapped(replica) => (replica, false),
             RequestGauge::Running(replica) => (replica, true),
         };
-        let place = track.adapter.checked_sub(1)? as usize;
+        let name = track.adapter.name()?;
         let (cells, stats) = self.replica(replica);
-        let levels = if runs { &mut cells.adapters } else { &mut cells.adapters_waiting };
-        Some((levels.get_mut(place)?, stats))
+        let levels = cells.adapters.get_mut(name)?;
+        Some((if runs { &mut levels.running } else { &mut levels.waiting }, stats))
     }
 
     fn level(&mut self, place: RequestGauge) -> (&mut UpDownGauge, &mut LocalStats) {

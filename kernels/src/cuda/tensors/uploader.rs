@@ -138,8 +138,23 @@ impl Uploader {
         }
         let bytes = rows.saturating_mul(words_per_row).saturating_mul(2);
         let memory = DeviceMemory::new(context, bytes, "weights")?;
-        let mut at = 0;
         let mut scales = vec![0.0; rows];
+        self.upload_rows(stream, &memory, 0, parts, words_per_row, &mut scales, write)?;
+        Ok((CudaMatrix { memory, scales: None, groups: None, rows, cols, stride }, scales))
+    }
+
+    /// Uploads rows of `words_per_row` words, from row `at` of `memory` on.
+    fn upload_rows(
+        &mut self,
+        stream: &Stream,
+        memory: &DeviceMemory,
+        mut at: usize,
+        parts: &[HostMatrix<'_>],
+        words_per_row: usize,
+        mut scales: &mut [f32],
+        write: &Write,
+    ) -> Result<(), KernelError> {
+        let rows_per_piece = PIECE / 2 / words_per_row;
         for part in parts {
             let mut row = 0;
             while row < part.rows {
@@ -148,20 +163,38 @@ impl Uploader {
                 self.next = 1 - self.next;
                 travelled.wait(std::time::Duration::from_secs(60))?;
                 let words = &mut piece.as_mut_slice()[..count * words_per_row];
-                let scales = &mut scales[at..at + count];
-                fill(&mut self.pool, part, row, words, scales, write)?;
-                memory.upload_pinned(
-                    stream,
-                    at * words_per_row * 2,
-                    piece,
-                    count * words_per_row,
-                )?;
+                let (own, rest) = std::mem::take(&mut scales).split_at_mut(count);
+                fill(&mut self.pool, part, row, words, own, write)?;
+                let (offset, len) = (at * words_per_row * 2, count * words_per_row);
+                memory.upload_pinned(stream, offset, piece, len)?;
                 travelled.record(stream)?;
+                scales = rest;
                 row += count;
                 at += count;
             }
         }
-        Ok((CudaMatrix { memory, scales: None, groups: None, rows, cols, stride }, scales))
+        Ok(())
+    }
+
+    /// Overwrites rows of a matrix in bf16, from row `first` on, behind all work that is queued on
+    /// the stream.
+    pub(in crate::cuda) fn replace(
+        &mut self,
+        stream: &Stream,
+        matrix: &CudaMatrix,
+        first: usize,
+        part: &HostMatrix<'_>,
+    ) -> Result<(), KernelError> {
+        if matrix.scales.is_some() || matrix.groups.is_some() {
+            return Err(KernelError::Unsupported("only stacks in bf16 change".to_owned()));
+        }
+        let mut scales = vec![0.0; part.rows];
+        let parts = std::slice::from_ref(part);
+        let write: &Write = &|part, row, room, out| {
+            copy_row(part, row, &mut room.wide, out);
+            1.0
+        };
+        self.upload_rows(stream, &matrix.memory, first, parts, matrix.stride, &mut scales, write)
     }
 }
 

@@ -3,6 +3,7 @@ use std::path::Path;
 
 use kernels::backend::DType;
 use kernels::weights;
+use shared::model_identity::ModelIdentity;
 use shared::protocol::Adapter;
 
 use super::config::LoraConfig;
@@ -15,6 +16,9 @@ use crate::model::safetensors::{TensorView, WeightFiles};
 /// An adapter whose matrices are checked, but not read yet.
 #[derive(Debug)]
 pub(super) struct AdapterFiles {
+    adapter: Adapter,
+    /// What the folder contains.
+    identity: Option<ModelIdentity>,
     config: LoraConfig,
     files: WeightFiles,
 }
@@ -51,9 +55,24 @@ impl AdapterFiles {
                            save the adapter with safe_serialization";
             return Err(ModelError::file(&path, message));
         }
-        let opened = Self { config: own, files: WeightFiles::of_file(path)? };
+        let files = WeightFiles::of_file(path)?;
+        let identity = ModelIdentity::of_adapter(folder).ok();
+        let opened = Self { adapter: adapter.clone(), identity, config: own, files };
         opened.check(config)?;
+        if adapter.identity.is_some() && adapter.identity != identity {
+            let message = "has other contents than when the adapter was loaded: unload it, and \
+                           load it again";
+            return Err(ModelError::file(folder, message));
+        }
         Ok(opened)
+    }
+
+    pub(super) fn adapter(&self) -> &Adapter {
+        &self.adapter
+    }
+
+    pub(super) fn identity(&self) -> Option<ModelIdentity> {
+        self.identity
     }
 
     /// Checks that every tensor belongs to a module that adapters may change, and that every module

@@ -1,0 +1,74 @@
+//! Carries out commands about LoRA adapters: finds what is on the hub, asks the cluster, and waits
+//! until the next leader would know.
+use std::path::Path;
+use std::sync::Arc;
+
+use actix::Addr;
+use shared::hub::name::DEFAULT_REVISION;
+use shared::hub::{Hub, ModelArgument, Part, Wanted, Watch};
+use shared::membership::View;
+use shared::protocol::{AdapterCommand, AdapterError};
+use tokio::sync::{mpsc, watch};
+
+use crate::adapters::AdapterAsk;
+use crate::cluster::actor::{ChangeAdapters, ClusterActor};
+use crate::http::admin::are_stored;
+
+/// What carries out commands.
+#[derive(Clone, Debug)]
+pub(super) struct Changes {
+    pub(super) cluster: Addr<ClusterActor>,
+    /// Where adapters of the hub come from, or why there is none.
+    pub(super) hub: Result<Hub, String>,
+    /// The cluster as etcd has it, if there is etcd.
+    pub(super) view: Option<watch::Receiver<View>>,
+    /// This process run.
+    pub(super) run: u64,
+}
+
+impl Changes {
+    /// Carries out all commands.
+    pub(super) async fn run(self, mut asks: mpsc::Receiver<AdapterAsk>) {
+        while let Some(AdapterAsk { command, answer }) = asks.recv().await {
+            let changes = self.clone();
+            actix::spawn(async move {
+                let _ = answer.send(changes.change(command).await);
+            });
+        }
+    }
+
+    async fn change(self, command: AdapterCommand) -> Result<(), AdapterError> {
+        let command = match command {
+            AdapterCommand::Load { name, path, replace } => {
+                let path = self.found(path).await?;
+                AdapterCommand::Load { name, path, replace }
+            }
+            unload @ AdapterCommand::Unload { .. } => unload,
+        };
+        let gone = |_| AdapterError::NotNow("the cluster does not answer".to_owned());
+        let commands = self.cluster.send(ChangeAdapters(command)).await.map_err(gone)??;
+        let stored = are_stored(self.view, self.run, commands).await;
+        stored.map_err(|why| AdapterError::NotNow(why.to_owned()))
+    }
+
+    /// A folder as it is, or which state of an adapter of the hub it is; that is fetched here
+    /// first, so that what is not there fails early.
+    async fn found(&self, path: String) -> Result<String, AdapterError> {
+        let read = ModelArgument::read(Path::new(&path), Path::exists);
+        let name = match read.map_err(AdapterError::Wrong)? {
+            ModelArgument::Folder(folder) => {
+                let folder = std::path::absolute(&folder).unwrap_or(folder);
+                return Ok(folder.to_string_lossy().into_owned());
+            }
+            ModelArgument::Hub(name) => name,
+        };
+        let hub = self.hub.clone().map_err(AdapterError::Wrong)?;
+        let wanted = Wanted { name, revision: DEFAULT_REVISION.to_owned() };
+        let watch = Arc::new(Watch::default());
+        let fetch = move || hub.fetch(&wanted, Part::Adapter, &watch);
+        let fetched = tokio::task::spawn_blocking(fetch).await;
+        let fetched = fetched.map_err(|error| AdapterError::NotNow(error.to_string()))?;
+        let fetched = fetched.map_err(|error| AdapterError::Wrong(error.to_string()))?;
+        Ok(fetched.model.to_string())
+    }
+}

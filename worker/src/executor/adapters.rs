@@ -1,0 +1,119 @@
+//! LoRA adapters that are loaded while steps run. A thread reads the adapter's files; its pieces
+//! wait in the queue among the steps, one at a time, so between two steps there is at most one
+//! piece: the matrices of one site (such as q, k and v) of one layer.
+use std::sync::mpsc;
+
+use shared::ids::Epoch;
+use shared::protocol::{Adapter, AdapterChange, AdapterDone, ChangeAdapter, FromWorker};
+
+use super::queue::{Aside, Receiver};
+use super::{ExecutorCommand, Loop, Outbox};
+use crate::model::lora::Piece;
+use crate::rank::{AdapterReading, Rank};
+
+/// A piece of an adapter, on its way to the rank.
+#[derive(Debug)]
+pub struct AdapterPiece {
+    pub(super) epoch: Epoch,
+    number: u32,
+    piece: Piece,
+    /// Told what became of the piece; dropped with it if the epoch ends.
+    taken: mpsc::SyncSender<Result<(), String>>,
+}
+
+/// The thread that reads one adapter.
+struct Reader {
+    queue: Aside,
+    link: u64,
+    epoch: Epoch,
+    number: u32,
+}
+
+impl Reader {
+    /// Reads, and queues pieces and the outcome. Ends early when its epoch does.
+    fn run(&self, reading: AdapterReading) {
+        let mut refused = None;
+        let mut take = |piece| match self.hand_over(piece) {
+            Some(Ok(())) => true,
+            Some(Err(reason)) => {
+                refused = Some(reason);
+                false
+            }
+            None => false,
+        };
+        let read = reading(&mut take);
+        let outcome = match refused {
+            Some(reason) => Err(reason),
+            None => read,
+        };
+        let done = AdapterDone { epoch: self.epoch, number: self.number, outcome };
+        // If its epoch is over, the outcome is dropped there.
+        let _ = self.queue.push(self.link, ExecutorCommand::Read(done));
+    }
+
+    /// Queues a piece, and waits until the rank has it; `None` if the epoch is over.
+    fn hand_over(&self, piece: Piece) -> Option<Result<(), String>> {
+        let (taken, answer) = mpsc::sync_channel(1);
+        let Self { epoch, number, .. } = *self;
+        let piece = AdapterPiece { epoch, number, piece, taken };
+        self.queue.push(self.link, ExecutorCommand::Piece(piece)).ok()?;
+        answer.recv().ok()
+    }
+}
+
+impl<R: Rank, O: Outbox> Loop<R, O> {
+    fn is_in(&self, epoch: Epoch) -> bool {
+        self.epoch == Some((self.entered, epoch))
+    }
+
+    /// Begins to load an adapter, or drops one.
+    pub(super) fn change_adapter(&mut self, command: &ChangeAdapter, commands: &Receiver) {
+        let epoch = command.epoch;
+        if !self.is_in(epoch) {
+            return;
+        }
+        match &command.change {
+            AdapterChange::Drop(number) => self.rank.drop_adapter(*number),
+            AdapterChange::Load(adapter) => {
+                if let Err(reason) = self.read_adapter(epoch, adapter, commands) {
+                    let number = adapter.number;
+                    self.adapter_read(AdapterDone { epoch, number, outcome: Err(reason) });
+                }
+            }
+        }
+    }
+
+    fn read_adapter(
+        &mut self,
+        epoch: Epoch,
+        adapter: &Adapter,
+        commands: &Receiver,
+    ) -> Result<(), String> {
+        let reading = self.rank.open_adapter(adapter)?;
+        let (queue, link, number) = (commands.aside(), self.entered, adapter.number);
+        let reader = Reader { queue, link, epoch, number };
+        let thread = std::thread::Builder::new().name("adapter".to_owned());
+        let spawned = thread.spawn(move || reader.run(reading));
+        spawned.map(drop).map_err(|error| format!("no thread to read the adapter with: {error}"))
+    }
+
+    /// Hands a piece to the rank.
+    pub(super) fn put_adapter(&mut self, piece: AdapterPiece) {
+        let AdapterPiece { epoch, number, piece, taken } = piece;
+        if self.is_in(epoch) {
+            let _ = taken.send(self.rank.put_adapter(number, &piece));
+        }
+    }
+
+    /// An adapter has been read, or cannot be: tells the coordinator.
+    pub(super) fn adapter_read(&mut self, done: AdapterDone) {
+        if !self.is_in(done.epoch) {
+            return;
+        }
+        match &done.outcome {
+            Ok(identity) => self.rank.complete_adapter(done.number, *identity),
+            Err(_) => self.rank.drop_adapter(done.number),
+        }
+        self.outbox.send(self.entered, FromWorker::Adapter(done));
+    }
+}
