@@ -384,7 +384,7 @@ fn cluster_config(options: &CoordinatorOptions, engine: EngineConfig) -> Cluster
         identity: identity(options),
         dtype: options.dtype,
         quantization: options.quantization,
-        lora: told_lora(options),
+        lora: lora_sources(options),
         model_names: [&options.served_model_name]
             .into_iter()
             .chain(&options.model_aliases)
@@ -402,14 +402,14 @@ fn cluster_config(options: &CoordinatorOptions, engine: EngineConfig) -> Cluster
 
 /// The adapters as workers are told of them. Where they may change, each with what its folder
 /// contains here, if it can be read.
-fn told_lora(options: &CoordinatorOptions) -> Lora {
-    let mut told = options.told.lora.clone();
-    if told.places > 0 {
-        for (told, here) in told.adapters.iter_mut().zip(&options.lora.adapters) {
-            told.identity = ModelIdentity::of_adapter(Path::new(&here.path)).ok();
+fn lora_sources(options: &CoordinatorOptions) -> Lora {
+    let mut sources = options.sources.lora.clone();
+    if sources.places > 0 {
+        for (source, here) in sources.adapters.iter_mut().zip(&options.lora.adapters) {
+            source.identity = ModelIdentity::of_adapter(Path::new(&here.path)).ok();
         }
     }
-    told
+    sources
 }
 
 fn serving(options: &CoordinatorOptions, max_model_len: u32, text_fingerprint: u64) -> Serving {

@@ -184,7 +184,7 @@ impl Frontends {
             let outcome = frontends.changes.ask(command).await;
             let link = {
                 let slots = frontends.slots.lock().unwrap_or_else(PoisonError::into_inner);
-                let is_it = |(_, of, link): &(&str, FrontendId, &Linked)| {
+                let is_it = |(_, of, link): &(&str, FrontendId, &LinkedFrontend)| {
                     *of == id && link.number == link_number
                 };
                 slots.linked().find(is_it).map(|(_, _, link)| link.handle.clone())

@@ -13,7 +13,7 @@ use testkit::adapters::AdapterSpec;
 use testkit::models::{goldens, variant};
 use worker::device::{CpuDevice, CudaDevice, Device};
 use worker::engine_rank::EngineRank;
-use worker::rank::{AbortSlot, FormNews, NoSteps, Rank as _};
+use worker::rank::{AbortSlot, FormObserver, EmptyStepSource, Rank as _};
 
 use crate::adapters::Scratch;
 use crate::rig::fake_nccl_options;
@@ -23,7 +23,7 @@ const BLOCK: u32 = 16;
 
 struct NoNews;
 
-impl FormNews for NoNews {
+impl FormObserver for NoNews {
     fn progress(&mut self, _: u64, _: u64) {}
     fn group_id(&mut self, _: Vec<u8>) {}
 }
@@ -114,7 +114,7 @@ impl<D: Device> Serving<D> {
             sequences: vec![SequenceStep { seq, start, count, new_blocks, sample, masked, drafts }],
         };
         let mut outputs = Vec::new();
-        self.rank.step(&plan, &mut NoSteps, &mut outputs)?;
+        self.rank.step(&plan, &mut EmptyStepSource, &mut outputs)?;
         let output = &outputs[0];
         let logprob = output.logprobs.as_ref().unwrap().logprob.to_bits();
         running.told.push((output.token.unwrap(), logprob));

@@ -17,7 +17,7 @@ use kernels::backend::prelude::*;
 use kernels::collective::{AbortAll, single_rank};
 use kernels::{Collective, KernelError};
 use shared::hub::cache::located;
-use shared::hub::{Hub, HubModel, Part};
+use shared::hub::{Hub, HubModel, ModelPart};
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{Adapter, Form, SequenceOutput, StepPlan, StepTimings};
 
@@ -121,8 +121,8 @@ impl<D: Device> EngineRank<D> {
         adapter.path = folder.to_string_lossy().into_owned();
         let hub = self.hub.clone();
         let fetch = move || match (hub, wanted) {
-            (Some(hub), Some(model)) if !hub.has(&model, Part::Adapter) => {
-                let fetched = hub.fetch(&model.wanted(), Part::Adapter, &Arc::default());
+            (Some(hub), Some(model)) if !hub.has(&model, ModelPart::Adapter) => {
+                let fetched = hub.fetch(&model.wanted(), ModelPart::Adapter, &Arc::default());
                 fetched.map(drop).map_err(|error| error.to_string())
             }
             _ => Ok(()),
@@ -139,7 +139,7 @@ impl<D: Device> EngineRank<D> {
         let matched = adapters::match_list(self.loaded.as_mut(), &form.lora);
         matched.map_err(|error| {
             if let ModelError::Kernel(error) = &error {
-                self.note(error);
+                self.record(error);
             }
             FormError { permanent: error.is_permanent(), message: error.to_string() }
         })
@@ -331,7 +331,7 @@ impl<D: Device> Rank for EngineRank<D> {
 
     fn put_adapter(&mut self, number: u32, piece: &Piece) -> Result<(), String> {
         adapters::put(self.loaded.as_mut(), number, piece).map_err(|error| {
-            self.note(&error);
+            self.record(&error);
             error.to_string()
         })
     }

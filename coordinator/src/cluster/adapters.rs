@@ -18,7 +18,7 @@ use shared::protocol::{
 
 use super::replica::Replica;
 use super::status::AdapterStatus;
-use super::{Cluster, Desired, Effect};
+use super::{Cluster, DesiredState, Effect};
 use crate::scheduler::EpochEnd;
 
 /// Identifies a command for the shell that gave it.
@@ -64,7 +64,7 @@ impl Adapters {
     }
 
     /// Adopts what operators told the last leader; returns how many adapters found no room.
-    pub(super) fn go_by(&mut self, desired: &Desired) -> usize {
+    pub(super) fn adopt_desired(&mut self, desired: &DesiredState) -> usize {
         if self.options.places == 0 {
             return desired.adapters.loaded.len();
         }
@@ -92,7 +92,7 @@ impl Adapters {
     }
 
     /// Notes in what operators want that an adapter was loaded, or unloaded.
-    fn note(&self, desired: &mut Desired, name: &str, loaded: Option<&Adapter>) {
+    fn note(&self, desired: &mut DesiredState, name: &str, loaded: Option<&Adapter>) {
         let is_option = self.options.adapters.iter().any(|it| it.name == name);
         desired.change_adapter(name, loaded, is_option, self.next);
     }
@@ -258,7 +258,7 @@ impl Cluster {
         let number = load.adapter.number;
         let owes = |(_, replica): (ReplicaId, &Replica)| replica.owing(number);
         let owing: Vec<String> =
-            self.replicas.iter().flat_map(owes).map(|worker| self.named(worker)).collect();
+            self.replicas.iter().flat_map(owes).map(|worker| self.display_name(worker)).collect();
         let seconds = self.config.form_timeout.as_secs();
         let reason = match owing.is_empty() {
             true => format!("no replica has served for {seconds} s"),
@@ -276,7 +276,7 @@ impl Cluster {
         effects: &mut Vec<Effect>,
     ) {
         let AdapterDone { epoch, number, outcome } = done;
-        self.silence.heard(now, worker);
+        self.pending_answers.heard(now, worker);
         let heard = self.replicas.in_epoch(worker, epoch, |replica| {
             replica.advanced(now);
             replica.has_answered(worker, number)
@@ -296,20 +296,20 @@ impl Cluster {
                 self.complete_load(now, effects);
             }
             (Err(reason), true) => {
-                let reason = format!("{}: {reason}", self.named(worker));
+                let reason = format!("{}: {reason}", self.display_name(worker));
                 self.end_load(now, Err(AdapterError::Wrong(reason)), effects);
             }
             (Ok(()), false) => {
                 let Some(id) = self.replicas.of(worker) else { return };
                 if self.replicas.get(id).is_some_and(|replica| !replica.owes(worker)) {
-                    self.silence.answered(worker);
+                    self.pending_answers.answered(worker);
                 }
                 self.serve_if_complete(now, id, effects);
             }
             (Err(reason), false) => {
-                self.silence.answered(worker);
+                self.pending_answers.answered(worker);
                 let Some(id) = self.replicas.of(worker) else { return };
-                let why = format!("{}: {reason}", self.named(worker));
+                let why = format!("{}: {reason}", self.display_name(worker));
                 self.break_replica(now, id, EpochEnd::Failed, &why, effects);
                 self.replicas.change(id, |replica| replica.hold(now));
                 effects.push(Effect::Unservable { replica: id, reason });
@@ -360,7 +360,7 @@ impl Cluster {
                 self.adapters.note(&mut self.desired, &adapter.name, Some(&adapter));
                 self.adapters.served.push(adapter);
                 effects.push(Effect::Adapters);
-                effects.push(Effect::Desire(self.desired.clone()));
+                effects.push(Effect::StoreDesired(self.desired.clone()));
             }
             Err(_) => self.drop_everywhere(adapter.number, effects),
         }
@@ -381,7 +381,7 @@ impl Cluster {
         self.adapters.leaving.push(adapter);
         self.adapters.note(&mut self.desired, name, None);
         effects.push(Effect::Adapters);
-        effects.push(Effect::Desire(self.desired.clone()));
+        effects.push(Effect::StoreDesired(self.desired.clone()));
         Ok(())
     }
 
@@ -436,7 +436,7 @@ impl Cluster {
         if !missing.is_empty() {
             for adapter in &missing {
                 for rank in self.ask_for(id, adapter, effects) {
-                    self.silence.told(now, rank);
+                    self.pending_answers.expect(now, rank);
                 }
             }
             return;
@@ -446,8 +446,8 @@ impl Cluster {
             .change(id, |replica| (replica.serve(now), replica.ranks(), replica.epoch()));
         let Some((Some((num_blocks, host_blocks)), ranks, epoch)) = served else { return };
         for rank in &ranks {
-            self.silence.serves(*rank);
-            self.vain.forget(*rank);
+            self.pending_answers.serves(*rank);
+            self.failed_formations.forget(*rank);
         }
         let ready = Effect::ReplicaReady { replica: id, epoch, ranks, num_blocks, host_blocks };
         effects.push(ready);

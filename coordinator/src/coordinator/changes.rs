@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use actix::Addr;
 use shared::hub::name::DEFAULT_REVISION;
-use shared::hub::{Hub, ModelArgument, Part, Wanted, Watch};
+use shared::hub::{Hub, ModelArgument, ModelPart, RequestedModel, DownloadHandle};
 use shared::membership::View;
 use shared::protocol::{AdapterCommand, AdapterError};
 use tokio::sync::{mpsc, watch};
@@ -63,9 +63,9 @@ impl Changes {
             ModelArgument::Hub(name) => name,
         };
         let hub = self.hub.clone().map_err(AdapterError::Wrong)?;
-        let wanted = Wanted { name, revision: DEFAULT_REVISION.to_owned() };
-        let watch = Arc::new(Watch::default());
-        let fetch = move || hub.fetch(&wanted, Part::Adapter, &watch);
+        let wanted = RequestedModel { name, revision: DEFAULT_REVISION.to_owned() };
+        let watch = Arc::new(DownloadHandle::default());
+        let fetch = move || hub.fetch(&wanted, ModelPart::Adapter, &watch);
         let fetched = tokio::task::spawn_blocking(fetch).await;
         let fetched = fetched.map_err(|error| AdapterError::NotNow(error.to_string()))?;
         let fetched = fetched.map_err(|error| AdapterError::Wrong(error.to_string()))?;

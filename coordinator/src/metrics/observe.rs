@@ -397,9 +397,9 @@ impl ReplicaCells {
 /// Requests of one adapter at one replica.
 #[derive(Debug)]
 struct AdapterLevels {
-    running: Level,
+    running: UpDownGauge,
     /// Waiting or swapped.
-    waiting: Level,
+    waiting: UpDownGauge,
     is_served: bool,
 }
 
@@ -407,8 +407,8 @@ impl AdapterLevels {
     fn resolve(stats: &mut LocalStats, adapter: &str, replica: &str) -> Self {
         let labels = [adapter, replica];
         Self {
-            running: Level::new(stats.gauge(catalogue::LORA_REQUESTS, labels)),
-            waiting: Level::new(stats.gauge(catalogue::LORA_REQUESTS_WAITING, labels)),
+            running: UpDownGauge::new(stats.gauge(catalogue::LORA_REQUESTS, labels)),
+            waiting: UpDownGauge::new(stats.gauge(catalogue::LORA_REQUESTS_WAITING, labels)),
             is_served: true,
         }
     }

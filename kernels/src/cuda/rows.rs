@@ -138,11 +138,11 @@ impl RowOps for CudaBackend {
         let to = out.of(Element::Bf16, op, "out")?;
         out.set_rows(rows)?;
         let (delta, weight) = added.unwrap_or_default();
-        if self.step.skips(op, [from.0, delta.0, weight.0]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.0, delta.0, weight.0]) || rows == 0 {
             return Ok(());
         }
         let most = most.min(residual.rows_max()).min(out.rows_max());
-        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
         let call = launch::add_normed(from, added, to, width, eps, count, live);
         // SAFETY: shapes were checked.
         unsafe { self.device.launch(call) }

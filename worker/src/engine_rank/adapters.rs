@@ -3,7 +3,7 @@ use kernels::KernelError;
 use shared::protocol::{Adapter, Lora};
 
 use super::NOTHING_LOADED;
-use super::loaded::Loaded;
+use super::loaded::LoadedShard;
 use crate::device::Device;
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
@@ -15,7 +15,7 @@ use crate::rank::AdapterReading;
 type Adapting<'a, B> = (&'a mut B, &'a mut Adapters<B>, &'a ModelConfig, &'a Shard);
 
 /// The adapters of what is loaded, if there is room for any.
-pub(super) fn of<D: Device>(loaded: Option<&mut Loaded<D>>) -> Option<Adapting<'_, D::Backend>> {
+pub(super) fn of<D: Device>(loaded: Option<&mut LoadedShard<D>>) -> Option<Adapting<'_, D::Backend>> {
     loaded?.engine.adapting()
 }
 
@@ -24,7 +24,7 @@ pub(super) fn of<D: Device>(loaded: Option<&mut Loaded<D>>) -> Option<Adapting<'
 /// # Errors
 /// One sentence.
 pub(super) fn open<D: Device>(
-    loaded: Option<&mut Loaded<D>>,
+    loaded: Option<&mut LoadedShard<D>>,
     adapter: &Adapter,
 ) -> Result<AdapterReading, String> {
     let Some((_, adapters, config, shard)) = of(loaded) else {
@@ -39,7 +39,7 @@ pub(super) fn open<D: Device>(
 /// # Errors
 /// [`KernelError`].
 pub(super) fn put<D: Device>(
-    loaded: Option<&mut Loaded<D>>,
+    loaded: Option<&mut LoadedShard<D>>,
     number: u32,
     piece: &Piece,
 ) -> Result<(), KernelError> {
@@ -54,7 +54,7 @@ pub(super) fn put<D: Device>(
 /// # Errors
 /// [`ModelError`]; the adapter at fault has no place then.
 pub(super) fn match_list<D: Device>(
-    loaded: Option<&mut Loaded<D>>,
+    loaded: Option<&mut LoadedShard<D>>,
     lora: &Lora,
 ) -> Result<(), ModelError> {
     let Some((backend, adapters, config, shard)) = of(loaded) else { return Ok(()) };

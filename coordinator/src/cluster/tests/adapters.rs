@@ -301,7 +301,7 @@ fn the_next_leader_serves_what_operators_loaded() {
     let number = number_of(&told, "b");
     answer(&mut cluster, 0, 1, number, Ok(1));
     let mut next = Cluster::new(ClusterConfig { run: u64::MAX, ..with_room(1) });
-    assert_eq!(next.go_by(cluster.desired().clone()), 0);
+    assert_eq!(next.adopt_desired(cluster.desired().clone()), 0);
     assert_eq!(next.adapters(), cluster.adapters());
     let mut effects = Vec::new();
     next.worker_joined(secs(0), member(0, 1, "a"), &mut effects);
@@ -313,8 +313,8 @@ fn the_next_leader_serves_what_operators_loaded() {
     let mut other = ClusterConfig { run: 0, ..with_room(1) };
     other.lora = Lora { places: 1, ..Lora::fixed([("b".into(), "/other".into())], 16) };
     let mut other = Cluster::new(other);
-    assert_eq!(other.go_by(cluster.desired().clone()), 0);
+    assert_eq!(other.adopt_desired(cluster.desired().clone()), 0);
     assert_eq!((other.adapters().len(), &*other.adapters()[0].path), (1, "/b"));
     let mut fixed = Cluster::new(config(1));
-    assert_eq!(fixed.go_by(cluster.desired().clone()), 1, "no room at all");
+    assert_eq!(fixed.adopt_desired(cluster.desired().clone()), 1, "no room at all");
 }
