@@ -15,8 +15,8 @@ use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use self::compute::parse_workers;
 pub(crate) use self::compute::{ComputeArgs, CudaArgs, Device, Workers};
 pub(crate) use self::operator::{
-    BenchArgs, CheckConfigArgs, DevicesArgs, DrainArgs, LogsArgs, MetricsArgs, OperatorArgs,
-    ScaleArgs, StatusArgs,
+    ActorsArgs, BenchArgs, CheckConfigArgs, DevicesArgs, DrainArgs, LogsArgs, MetricsArgs,
+    OperatorArgs, ScaleArgs, StatusArgs,
 };
 pub(crate) use self::serving::{
     CompatArg, PolicyArg, ServingArgs, parse_quantization, parse_swap_space,
@@ -59,6 +59,8 @@ pub(crate) enum Command {
     Scale(ScaleArgs),
     /// Remove a worker gracefully: its requests continue elsewhere, then its process exits
     Drain(DrainArgs),
+    /// Show the named actors and the processes that host classes of them; or kill an actor
+    Actors(ActorsArgs),
     /// Check whether this host can run as a node, and say how to fix any problems
     Doctor(DoctorArgs),
     /// Measure the engine on this machine: prefill and decode tokens/s, as one JSON line

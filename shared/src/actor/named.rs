@@ -60,18 +60,28 @@ impl ActorSpec {
     }
 }
 
-/// A message in a mailbox. If it is dropped unanswered, the waiter is told that the actor failed.
+/// A message in a mailbox. If it is dropped unanswered, the waiter is told that the actor failed,
+/// or that it never got the message.
 #[derive(Debug)]
 pub(super) struct Envelope {
     runtime: WeakRuntime,
+    to: String,
+    /// Whether the actor has it.
+    taken: bool,
     id: u64,
     wants: Wants,
     body: Vec<u8>,
 }
 
 impl Envelope {
-    pub(super) fn new(runtime: WeakRuntime, id: u64, wants: Wants, body: Vec<u8>) -> Self {
-        Self { runtime, id, wants, body }
+    pub(super) fn new(
+        runtime: WeakRuntime,
+        to: &str,
+        id: u64,
+        wants: Wants,
+        body: Vec<u8>,
+    ) -> Self {
+        Self { runtime, to: to.to_owned(), taken: false, id, wants, body }
     }
 
     /// Drops the message without an answer, because the sender is told by other means.
@@ -79,7 +89,9 @@ impl Envelope {
         self.wants = Wants::Nothing;
     }
 
+    /// The message, for the actor.
     pub(super) fn take_body(&mut self) -> Vec<u8> {
+        self.taken = true;
         std::mem::take(&mut self.body)
     }
 
@@ -97,7 +109,11 @@ impl Drop for Envelope {
         if self.wants == Wants::Reply
             && let Some(runtime) = self.runtime.upgrade()
         {
-            runtime.answer(self.id, Err(AskError::Failed("it ended".to_owned())));
+            let error = match self.taken {
+                true => AskError::Failed("it ended".to_owned()),
+                false => AskError::Unavailable(std::mem::take(&mut self.to)),
+            };
+            runtime.answer(self.id, Err(error));
         }
     }
 }

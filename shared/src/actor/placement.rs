@@ -72,7 +72,7 @@ pub enum Effect {
     },
     /// Tell the registry what an actor is now.
     Publish {
-        /// Where messages for it go; [`Home::Here`] while it is nowhere.
+        /// Where messages for it go; [`Home::Here`] while it takes none.
         home: Home,
         /// The node where it is, or was last.
         node: String,
@@ -407,9 +407,9 @@ impl Placement {
     fn publish(&self, name: &str, effects: &mut Vec<Effect>) {
         let Some(actor) = self.actors.get(name) else { return };
         let life = actor.life();
-        let alive = life == ActorLife::Alive;
+        let (alive, moves) = (life == ActorLife::Alive, life == ActorLife::Draining);
         effects.push(Effect::Publish {
-            home: actor.home().unwrap_or(Home::Here),
+            home: actor.home().filter(|_| !moves).unwrap_or(Home::Here),
             node: actor.node.clone(),
             report: ActorReport {
                 life,

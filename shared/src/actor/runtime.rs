@@ -343,4 +343,6 @@ impl fmt::Debug for WeakRuntime {
 }
 
 #[cfg(test)]
+mod created_tests;
+#[cfg(test)]
 mod tests;

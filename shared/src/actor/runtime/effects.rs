@@ -56,7 +56,7 @@ impl ActorRuntime {
                     self.requested(state, id, &body);
                 }
                 Effect::Deliver { to, id, wants, body } => {
-                    let envelope = Envelope::new(self.downgrade(), id, wants, body);
+                    let envelope = Envelope::new(self.downgrade(), &to, id, wants, body);
                     match state.put(&to, envelope) {
                         Ok(()) => {
                             self.inner

@@ -10,11 +10,12 @@ use super::state::{Hosted, Mailbox, State};
 use super::{ActorRuntime, Role};
 use crate::actor::exchange::{self, PeerId};
 use crate::actor::hosting::{self, ActorClass, ActorContext, Controller, HUNG_MAX, Start};
+use crate::actor::placement::room::{Amounts, Host};
 use crate::actor::placement::{Effect, Wanted};
 use crate::actor::registry::{Home, RegistryError};
 use crate::protocol::NodeResources;
 use crate::protocol::actors::creation::{
-    Begin, Creation, EndHow, Hosting, Instance, Needs, Placed, PlacementError, PlacementReply,
+    Begin, Creation, EndHow, Hosting, Instance, Placed, PlacementError, PlacementReply,
     PlacementRequest, check_class,
 };
 use crate::protocol::actors::{ActorFrame, ActorLife, AskError};
@@ -25,8 +26,8 @@ use crate::wire::codec;
 pub struct CreatedActor {
     /// Its name.
     pub name: String,
-    /// What it takes.
-    pub needs: Needs,
+    /// What it takes, in words.
+    pub needs: String,
     /// Which start of it this is.
     pub incarnation: u32,
 }
@@ -141,8 +142,8 @@ impl ActorRuntime {
         let names = state.registry.list().map(|known| known.report.name.clone());
         let created = |name: String| {
             let created = state.placement.created(&name)?;
-            let (needs, instance) = (created.creation.needs.clone(), created.instance);
-            Some(CreatedActor { name, needs, incarnation: instance.incarnation })
+            let needs = Amounts::needed(&created.creation.needs).to_string();
+            Some(CreatedActor { name, needs, incarnation: created.instance.incarnation })
         };
         names.filter_map(created).collect()
     }
@@ -151,7 +152,7 @@ impl ActorRuntime {
     #[must_use]
     pub fn class_hosts(&self) -> Vec<ClassHost> {
         let state = self.state();
-        let host = |host: &crate::actor::placement::room::Host| ClassHost {
+        let host = |host: &Host| ClassHost {
             node: host.node.clone(),
             classes: host.hosting.classes.clone(),
             actors: host.actors(),

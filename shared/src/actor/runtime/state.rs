@@ -140,6 +140,8 @@ impl State {
                 Some(peer) => Route::Peer(peer),
                 None => away("the coordinator"),
             },
+            // It was here when the hub passed the message on; the next one finds out more.
+            (Role::Spoke, None) => away(name),
             _ => nobody(),
         }
     }
@@ -161,7 +163,7 @@ impl State {
             }
             mpsc::error::TrySendError::Closed(envelope) => {
                 envelope.forget();
-                AskError::NoSuchActor(name.to_owned())
+                AskError::Unavailable(name.to_owned())
             }
         })
     }

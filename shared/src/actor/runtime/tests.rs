@@ -13,7 +13,7 @@ use crate::actor::{ActorMessage, ActorSpec, NamedActor};
 use crate::clock::SystemClock;
 
 /// Time limit that is generous enough for a busy machine.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 /// More than a link's queue holds.
 const MANY: usize = 1000;
 
@@ -21,20 +21,20 @@ const MANY: usize = 1000;
 type Ends = UnboundedReceiver<String>;
 
 /// Both ends of a link between two runtimes.
-struct Pair {
+pub(super) struct Pair {
     hub: LinkHandle,
     spoke: LinkHandle,
     ends: Ends,
 }
 
 impl Pair {
-    fn is_whole(&mut self) {
+    pub(super) fn is_whole(&mut self) {
         if let Ok(end) = self.ends.try_recv() {
             panic!("a link ended: {end}");
         }
     }
 
-    fn cut(self) {
+    pub(super) fn cut(self) {
         self.hub.close();
         self.spoke.close();
     }
@@ -63,7 +63,7 @@ fn start(
     link
 }
 
-async fn pair(hub: &ActorRuntime, spoke: &ActorRuntime, node: &str) -> Pair {
+pub(super) async fn pair(hub: &ActorRuntime, spoke: &ActorRuntime, node: &str) -> Pair {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let (dialled, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());
@@ -73,11 +73,11 @@ async fn pair(hub: &ActorRuntime, spoke: &ActorRuntime, node: &str) -> Pair {
     Pair { hub, spoke, ends }
 }
 
-fn hub() -> ActorRuntime {
+pub(super) fn hub() -> ActorRuntime {
     ActorRuntime::hub("hub", 1 << 40, Arc::new(SystemClock::start()))
 }
 
-fn spoke(node: &str, run: u64) -> ActorRuntime {
+pub(super) fn spoke(node: &str, run: u64) -> ActorRuntime {
     ActorRuntime::spoke(node, run << 40, Arc::new(SystemClock::start()))
 }
 
@@ -115,7 +115,7 @@ fn spawn_many(actors: &ActorRuntime) {
     }
 }
 
-async fn until(what: &str, mut holds: impl FnMut() -> bool) {
+pub(super) async fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let waiting = async {
         while !holds() {
             tokio::time::sleep(Duration::from_millis(5)).await;
