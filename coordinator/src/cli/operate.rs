@@ -121,8 +121,9 @@ fn actors_table(status: &Status) -> Vec<String> {
         "{:<28} {:<16} {:<20} {:<10} {:>9}  {:<24} reason",
         "ACTOR", "CLASS", "NODE", "STATE", "RESTARTS", "TAKES"
     )];
-    // Those with a slash are the cluster's own, which tutti status shows.
-    for actor in status.actors.iter().filter(|actor| !actor.name.contains('/')) {
+    // The cluster's own are in tutti status.
+    let own = |actor: &&Actor| actor.name.contains('/') || actor.name.starts_with("log:");
+    for actor in status.actors.iter().filter(|actor| !own(actor)) {
         lines.push(format!(
             "{:<28} {:<16} {:<20} {:<10} {:>9}  {:<24} {}",
             actor.name,

@@ -59,7 +59,7 @@ pub(crate) enum Command {
     Scale(ScaleArgs),
     /// Remove a worker gracefully: its requests continue elsewhere, then its process exits
     Drain(DrainArgs),
-    /// Show the named actors and the processes that host classes of them; or kill an actor
+    /// Show the actors of applications and the processes that host their classes; or kill an actor
     Actors(ActorsArgs),
     /// Check whether this host can run as a node, and say how to fix any problems
     Doctor(DoctorArgs),

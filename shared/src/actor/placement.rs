@@ -282,11 +282,15 @@ impl Placement {
 
     fn room_for(&self, creation: &Creation) -> Result<(), PlacementError> {
         if self.actors.len() >= CREATED_MAX {
-            return Err(PlacementError::Full(format!("there are {CREATED_MAX} created actors")));
+            return Err(PlacementError::Full(format!(
+                "there are {CREATED_MAX} created actors, which is the limit"
+            )));
         }
         if self.bytes + creation.size() > CREATED_BYTES_MAX {
             let mib = CREATED_BYTES_MAX >> 20;
-            return Err(PlacementError::Full(format!("created actors take {mib} MiB here")));
+            return Err(PlacementError::Full(format!(
+                "created actors take {mib} MiB at the coordinator, which is the limit"
+            )));
         }
         Ok(())
     }

@@ -423,7 +423,11 @@ impl Registry {
         self.watches.len()
     }
 
-    fn room(&self) -> Result<(), RegistryError> {
+    /// Whether there is room for one more living actor.
+    ///
+    /// # Errors
+    /// [`RegistryError::Full`].
+    pub fn room(&self) -> Result<(), RegistryError> {
         let alive = self.actors.len() - self.dead.len();
         if alive >= ACTORS_MAX { Err(RegistryError::Full(ACTORS_MAX)) } else { Ok(()) }
     }

@@ -62,7 +62,7 @@ pub(in crate::actor) async fn run(start: Start) {
         Ok(reason) = &mut killed => reason,
         reason = lives => reason,
     };
-    // First the report: whoever is told that a message failed finds a dead actor.
+    // First the report: those whose messages were never handled are told after it, and ask again.
     life(ActorLife::Dead, Some(reason));
     mailbox.close();
 }

@@ -188,6 +188,13 @@ impl ActorRuntime {
                 let name = &creation.name;
                 let taken = state.placement.created(name).is_none();
                 let taken = state.registry.living(name).filter(|_| taken).map(str::to_owned);
+                if taken.is_none() && state.placement.created(name).is_none() {
+                    if let Err(error) = state.registry.room() {
+                        let error = PlacementError::Full(error.to_string());
+                        effects.push(Effect::Answer { asker: id, outcome: Err(error) });
+                        return self.decided(state, effects);
+                    }
+                }
                 let wanted = Wanted { asker: id, creation, generation, again, or_get, within };
                 state.placement.create(now, wanted, taken.as_deref(), &mut effects);
             }

@@ -349,7 +349,7 @@ pub enum PlacementError {
     #[error("{0}")]
     Invalid(String),
     /// A limit of the cluster is reached.
-    #[error("{0}, which is the limit")]
+    #[error("{0}")]
     Full(String),
     /// It could not be started, or ended before it could be used.
     #[error("it was not started: {0}")]
