@@ -8,7 +8,7 @@
 //! - `state`: what the lock guards, and sending
 //! - `links`: linked processes and their frames
 //! - `effects`: carries out what the pure cores decided
-//! - `placing`: created actors: which process starts them, and those that this one was told to start
+//! - `placing`: created actors: who starts them, and those that this process was told to start
 //! - `deadlines`: the thread that enforces the deadlines of asks and watches
 //! - `waiting`: handles for those who wait for an outcome or a death
 mod deadlines;

@@ -1,5 +1,6 @@
 //! The thread that enforces the deadlines of asks, of watches that wait for their actors, and of
-//! created actors that wait for a place. It starts with the first deadline and is parked while there are none.
+//! created actors that wait for a place. It starts with the first deadline, and is parked while
+//! there are none.
 use std::time::Duration;
 
 use super::state::State;
