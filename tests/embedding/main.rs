@@ -117,7 +117,7 @@ fn coordinator(
 ) -> Result<(CoordinatorAddress, Option<EtcdMembership>), String> {
     let Some(endpoint) = option("--etcd") else {
         let address = option("--coordinator").unwrap_or_else(|| "127.0.0.1:8001".to_owned());
-        return Ok((address.into(), None));
+        return Ok((address.as_str().into(), None));
     };
     let options = EtcdOptions {
         endpoints: vec![endpoint],
@@ -160,8 +160,8 @@ fn converse(actors: &ActorRuntime, name: &str) {
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
         // A line that was sent when the process died may have been counted; it is sent once more,
         // to a count that begins anew.
-        let reply = words.ask_again(&Text(line), Duration::from_secs(30), 1);
-        match runtime.block_on(reply) {
+        let line = Text(line);
+        match runtime.block_on(words.ask_again(&line, Duration::from_secs(30), 1)) {
             Ok((words, node)) => println!("{words} words, counted on {node}"),
             Err(error) => println!("not counted: {error}"),
         }
