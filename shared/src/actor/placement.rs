@@ -248,7 +248,8 @@ impl Placement {
         creation.check().map_err(PlacementError::Invalid)?;
         if let Some(actor) = self.actors.get_mut(&creation.name) {
             let same = actor.generation == generation;
-            if !same && !(or_get && actor.creation.class == creation.class) {
+            let will_do = or_get && actor.creation.class == creation.class;
+            if !same && !will_do {
                 let node = if actor.node.is_empty() { "no node yet" } else { &actor.node };
                 return Err(PlacementError::NameTaken(node.to_owned()));
             }

@@ -47,9 +47,10 @@ impl Placement {
     /// Answers the askers whose time is over; an actor whose creator gave up is not started.
     fn call_off(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         let late = |asker: &(u64, Duration)| asker.1 <= now;
-        let names = self.actors.iter().filter(|(_, actor)| {
-            actor.creator.iter().chain(&actor.getters).any(|asker| late(asker))
-        });
+        let names = self
+            .actors
+            .iter()
+            .filter(|(_, actor)| actor.creator.iter().chain(&actor.getters).any(late));
         let names: Vec<String> = names.map(|(name, _)| name.clone()).collect();
         for name in names {
             let error = self.why_not(now, &name);

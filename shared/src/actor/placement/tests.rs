@@ -85,11 +85,10 @@ fn ended(effects: &[Effect]) -> Vec<(Home, Instance, EndHow)> {
 }
 
 fn life(effects: &[Effect]) -> Option<ActorReport> {
-    let lives = effects.iter().rev().find_map(|effect| match effect {
+    effects.iter().rev().find_map(|effect| match effect {
         Effect::Publish { report, .. } => Some(report.clone()),
         _ => None,
-    });
-    lives
+    })
 }
 
 fn says(

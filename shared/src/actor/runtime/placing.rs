@@ -188,12 +188,13 @@ impl ActorRuntime {
                 let name = &creation.name;
                 let taken = state.placement.created(name).is_none();
                 let taken = state.registry.living(name).filter(|_| taken).map(str::to_owned);
-                if taken.is_none() && state.placement.created(name).is_none() {
-                    if let Err(error) = state.registry.room() {
-                        let error = PlacementError::Full(error.to_string());
-                        effects.push(Effect::Answer { asker: id, outcome: Err(error) });
-                        return self.decided(state, effects);
-                    }
+                if taken.is_none()
+                    && state.placement.created(name).is_none()
+                    && let Err(error) = state.registry.room()
+                {
+                    let error = PlacementError::Full(error.to_string());
+                    effects.push(Effect::Answer { asker: id, outcome: Err(error) });
+                    return self.decided(state, effects);
                 }
                 let wanted = Wanted { asker: id, creation, generation, again, or_get, within };
                 state.placement.create(now, wanted, taken.as_deref(), &mut effects);
@@ -411,10 +412,11 @@ pub(super) fn ends(
     let is_it = |mailbox: &Mailbox| mailbox.instance == instance;
     let is_open = state.mailboxes.get(&name).is_some_and(is_it);
     if instance.incarnation == 0 {
-        if is_open && let Some(mailbox) = state.mailboxes.remove(&name) {
-            if let (EndHow::Kill, Some(kill)) = (how, mailbox.kill) {
-                let _ = kill.send(reason);
-            }
+        if is_open
+            && let Some(mailbox) = state.mailboxes.remove(&name)
+            && let (EndHow::Kill, Some(kill)) = (how, mailbox.kill)
+        {
+            let _ = kill.send(reason);
         }
         return None;
     }
