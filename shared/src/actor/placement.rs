@@ -445,6 +445,4 @@ fn report_of(name: &str, actor: &Actor) -> ActorReport {
 }
 
 #[cfg(test)]
-mod properties;
-#[cfg(test)]
 mod tests;

@@ -343,6 +343,4 @@ impl fmt::Debug for WeakRuntime {
 }
 
 #[cfg(test)]
-mod created_tests;
-#[cfg(test)]
 mod tests;

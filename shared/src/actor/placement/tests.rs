@@ -1,3 +1,8 @@
+//! What becomes of created actors, one event after the other.
+//!
+//! - `properties`: random histories
+mod properties;
+
 use std::time::Duration;
 
 use super::*;

@@ -1,4 +1,8 @@
 //! The runtimes of a hub and its spokes, over real loopback links.
+//!
+//! - `created`: actors created by class
+mod created;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +17,7 @@ use crate::actor::{ActorMessage, ActorSpec, NamedActor};
 use crate::clock::SystemClock;
 
 /// Time limit that is generous enough for a busy machine.
-pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(60);
 /// More than a link's queue holds.
 const MANY: usize = 1000;
 
@@ -21,20 +25,20 @@ const MANY: usize = 1000;
 type Ends = UnboundedReceiver<String>;
 
 /// Both ends of a link between two runtimes.
-pub(super) struct Pair {
+struct Pair {
     hub: LinkHandle,
     spoke: LinkHandle,
     ends: Ends,
 }
 
 impl Pair {
-    pub(super) fn is_whole(&mut self) {
+    fn is_whole(&mut self) {
         if let Ok(end) = self.ends.try_recv() {
             panic!("a link ended: {end}");
         }
     }
 
-    pub(super) fn cut(self) {
+    fn cut(self) {
         self.hub.close();
         self.spoke.close();
     }
@@ -63,7 +67,7 @@ fn start(
     link
 }
 
-pub(super) async fn pair(hub: &ActorRuntime, spoke: &ActorRuntime, node: &str) -> Pair {
+async fn pair(hub: &ActorRuntime, spoke: &ActorRuntime, node: &str) -> Pair {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let (dialled, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());
@@ -73,11 +77,11 @@ pub(super) async fn pair(hub: &ActorRuntime, spoke: &ActorRuntime, node: &str) -
     Pair { hub, spoke, ends }
 }
 
-pub(super) fn hub() -> ActorRuntime {
+fn hub() -> ActorRuntime {
     ActorRuntime::hub("hub", 1 << 40, Arc::new(SystemClock::start()))
 }
 
-pub(super) fn spoke(node: &str, run: u64) -> ActorRuntime {
+fn spoke(node: &str, run: u64) -> ActorRuntime {
     ActorRuntime::spoke(node, run << 40, Arc::new(SystemClock::start()))
 }
 
@@ -115,7 +119,7 @@ fn spawn_many(actors: &ActorRuntime) {
     }
 }
 
-pub(super) async fn until(what: &str, mut holds: impl FnMut() -> bool) {
+async fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let waiting = async {
         while !holds() {
             tokio::time::sleep(Duration::from_millis(5)).await;

@@ -2,8 +2,8 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use super::tests::{PATIENCE, hub, pair, spoke, until};
-use super::*;
+use super::super::*;
+use super::{PATIENCE, hub, pair, spoke, until};
 use crate::actor::{ActorClass, ActorContext, ActorSpec, CreateError, CreateOptions, NamedActor};
 use crate::clock::SystemClock;
 use crate::protocol::NodeResources;

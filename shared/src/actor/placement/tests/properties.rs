@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::room::Amounts;
-use super::*;
+use super::super::room::Amounts;
+use super::super::*;
 use crate::actor::exchange::PeerId;
 use crate::protocol::NodeResources;
 use crate::protocol::actors::creation::{Needs, Placed, Where};
