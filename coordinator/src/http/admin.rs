@@ -1,4 +1,5 @@
-//! The operator's API: shows the cluster's processes, scales replicas, drains workers, kills actors.
+//! The operator's API: shows the cluster's processes, scales replicas, drains workers, ends
+//! actors.
 //!
 //! With a cluster secret, a request carries a token that only holders of the secret can make.
 //! Without one, only this host is answered, but no proxy or browser on it that speaks for others.
