@@ -27,19 +27,19 @@ use crate::scaling::operate;
 use crate::{STORY, greedy, up};
 
 /// Time limit for a reply; generous enough for a busy machine.
-const REPLY: Duration = Duration::from_secs(10);
+pub(crate) const REPLY: Duration = Duration::from_secs(10);
 /// Time limit that is generous enough for a busy machine.
-const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A program that embeds a worker, on its own thread.
-struct Program {
-    actors: ActorRuntime,
+pub(crate) struct Program {
+    pub(crate) actors: ActorRuntime,
     stop: Option<oneshot::Sender<String>>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
 impl Program {
-    fn start(coordinator: impl Into<CoordinatorAddress>, node: &str, run: u64) -> Self {
+    pub(crate) fn start(coordinator: impl Into<CoordinatorAddress>, node: &str, run: u64) -> Self {
         let coordinator = coordinator.into();
         let actors = ActorRuntime::spoke(node, run, Arc::new(SystemClock::start()));
         let (stop, stopped) = oneshot::channel();
@@ -128,6 +128,28 @@ fn adder(actors: &ActorRuntime, spec: ActorSpec) -> Arc<AtomicU32> {
     made
 }
 
+/// A program's entry in etcd, by which it follows the leader.
+pub(crate) fn member(meeting: &Meeting, node: &str, run: u64) -> EtcdMembership {
+    let options = EtcdOptions {
+        endpoints: vec![meeting.etcd.endpoint()],
+        cluster: "tutti".to_owned(),
+        user: None,
+        tls: None,
+        lease_ttl: Duration::from_secs(10),
+    };
+    let record = Record {
+        node: node.to_owned(),
+        role: Role::Worker,
+        incarnation: run,
+        address: String::new(),
+        http: String::new(),
+        pid: std::process::id(),
+        version: String::new(),
+        model: None,
+    };
+    EtcdMembership::start(options, record, false).unwrap()
+}
+
 async fn two_programs(fleet: &Fleet) -> (Program, Program) {
     let (a, b) = (
         Program::start(fleet.address(), "program-a", 1 << 40),
@@ -149,7 +171,7 @@ async fn total(actors: &ActorRuntime, name: &str) -> u64 {
     }
 }
 
-async fn status_until(client: &Client, wanted: impl Fn(&Value) -> bool) -> Value {
+pub(crate) async fn status_until(client: &Client, wanted: impl Fn(&Value) -> bool) -> Value {
     let began = Instant::now();
     loop {
         let status = client.get("/admin/status").await.unwrap().body;
@@ -160,7 +182,7 @@ async fn status_until(client: &Client, wanted: impl Fn(&Value) -> bool) -> Value
     }
 }
 
-fn actor<'a>(status: &'a Value, name: &str) -> &'a Value {
+pub(crate) fn actor<'a>(status: &'a Value, name: &str) -> &'a Value {
     let all = status["actors"].as_array().unwrap();
     all.iter().find(|actor| actor["name"] == name).unwrap_or(&Value::Null)
 }
@@ -322,28 +344,8 @@ async fn a_watched_actor_lives_on_under_the_next_coordinator() {
     let Some(meeting) = Meeting::new().await else { return };
     let mut first = meeting.coordinator_of("1", &["--leader-lease", "2"]).await;
     let second = meeting.coordinator_of("1", &["--leader-lease", "2"]).await;
-    let member = |node: &str, run| {
-        let options = EtcdOptions {
-            endpoints: vec![meeting.etcd.endpoint()],
-            cluster: "tutti".to_owned(),
-            user: None,
-            tls: None,
-            lease_ttl: Duration::from_secs(10),
-        };
-        let record = Record {
-            node: node.to_owned(),
-            role: Role::Worker,
-            incarnation: run,
-            address: String::new(),
-            http: String::new(),
-            pid: std::process::id(),
-            version: String::new(),
-            model: None,
-        };
-        EtcdMembership::start(options, record, false).unwrap()
-    };
     let runs = [("program-a", 1_u64 << 40), ("program-b", 2 << 40)];
-    let members = runs.map(|(node, run)| member(node, run));
+    let members = runs.map(|(node, run)| member(&meeting, node, run));
     let start = |at: usize| {
         let (node, run) = runs[at];
         Program::start(CoordinatorAddress::Followed(members[at].view()), node, run)

@@ -6,6 +6,7 @@
 //! - [`serving`]: completions and chat against golden values, streaming, concurrency, disconnects
 //! - [`commands`]: operators' commands outlive the coordinator that received them
 //! - [`counters`]: `/metrics` equals what the client counted
+//! - [`created`]: actors that are created by class and come back when their process is killed
 //! - [`dead_ranks`]: what remains of dead workers
 //! - [`doctor`]: what a host needs to become a node
 //! - [`draining`]: processes told to end finish their requests first
@@ -48,6 +49,7 @@ mod api;
 mod by_hand;
 mod commands;
 mod counters;
+mod created;
 mod dead_ranks;
 mod doctor;
 mod draining;

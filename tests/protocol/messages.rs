@@ -5,7 +5,13 @@ use shared::ids::{
 };
 use shared::log::LogLines;
 use shared::model_identity::ModelIdentity;
-use shared::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, Wants};
+use shared::protocol::actors::creation::{
+    ARGUMENT_MAX, Begin, CLASSES_MAX, Creation, EndHow, Hosting, Instance, Needs, Placed,
+    PlacementError, PlacementReply, PlacementRequest, Restarted, Where,
+};
+use shared::protocol::actors::{
+    ACTOR_NAME_MAX, ActorFrame, ActorLife, ActorReport, AskError, Wants,
+};
 use shared::protocol::control::{RESOURCE_NAME_MAX, RESOURCES_MAX};
 use shared::protocol::lora::{ADAPTER_NAME_MAX, ADAPTER_PATH_MAX, ADAPTERS_MAX};
 use shared::protocol::{
@@ -303,12 +309,127 @@ fn actor_frames() -> Vec<ActorFrame> {
         answer(Err(AskError::Failed("f".to_owned()))),
         answer(Err(AskError::Malformed("m".to_owned()))),
         answer(Err(AskError::TooLarge(1 << 40))),
+        answer(Err(AskError::Unavailable("a".to_owned()))),
         ActorFrame::Watch { id: 1, name: "a".to_owned(), generation: Some(2) },
         ActorFrame::Watching { id: 1, generation: 2 },
         ActorFrame::Unwatch { id: 1 },
         ActorFrame::Died { id: 1, reason: "r".to_owned() },
         ActorFrame::NotWatched { id: 1, reason: "r".to_owned() },
+        ActorFrame::Hosting(Hosting { classes: vec!["c".to_owned()], offer: offer() }),
+        ActorFrame::Begin(Box::new(begin())),
+        placed(None),
+        placed(Some((begin().creation, begin().restarted))),
+        end(EndHow::Finish),
+        end(EndHow::Kill),
     ]
+}
+
+fn offer() -> NodeResources {
+    NodeResources {
+        cpus: 8,
+        gpus: 1,
+        memory_bytes: 1 << 40,
+        custom: [("seats".to_owned(), 3)].into(),
+        labels: [("zone".to_owned(), "west".to_owned())].into(),
+    }
+}
+
+fn begin() -> Begin {
+    Begin {
+        instance: Instance { generation: u64::MAX, incarnation: 2 },
+        restarted: Restarted { total: 9, in_a_row: 1 },
+        creation: Creation {
+            name: "a".to_owned(),
+            class: "c".to_owned(),
+            argument: vec![1, 2, 3],
+            needs: Needs::nothing().cpus(0.25).gpus(1.0).memory(1 << 33).custom("seats", 1),
+            at: Where::rather("n").label("zone", "west"),
+            max_restarts: Some(3),
+            mailbox: 64,
+            start_limit_ms: 60_000,
+            message_limit_ms: 0,
+        },
+    }
+}
+
+fn placed(known: Option<(Creation, Restarted)>) -> ActorFrame {
+    let (name, reason) = ("a".to_owned(), Some("r".to_owned()));
+    let instance = begin().instance;
+    ActorFrame::Placed(Box::new(Placed { name, instance, life: ActorLife::Dead, reason, known }))
+}
+
+fn end(how: EndHow) -> ActorFrame {
+    let (name, reason) = ("a".to_owned(), "r".to_owned());
+    ActorFrame::End { name, instance: begin().instance, how, reason }
+}
+
+#[test]
+fn requests_about_created_actors_survive_and_every_cut_is_noticed() {
+    let name = || "a".to_owned();
+    let creation = begin().creation;
+    let create = PlacementRequest::Create {
+        creation,
+        generation: u64::MAX,
+        again: true,
+        or_get: true,
+        within_ms: u32::MAX,
+    };
+    let kill = PlacementRequest::Kill { name: name(), restart: true };
+    [create, kill, PlacementRequest::Find { name: name() }].iter().for_each(round_trip);
+    let errors = [
+        PlacementError::NoHost(name()),
+        PlacementError::NoMatch { asked: name(), hosts: name() },
+        PlacementError::NoRoom { asked: name(), free: name() },
+        PlacementError::NameTaken(name()),
+        PlacementError::Invalid(name()),
+        PlacementError::Full(name()),
+        PlacementError::NotStarted(name()),
+        PlacementError::Settling,
+        PlacementError::NoSuchActor(name()),
+        PlacementError::NotYours(name()),
+    ];
+    let replies = errors.into_iter().map(Err).chain([Ok(PlacementReply { node: name() })]);
+    replies.for_each(|reply: Result<PlacementReply, PlacementError>| round_trip(&reply));
+}
+
+#[test]
+fn the_largest_actor_that_may_be_created_fits_its_frame() {
+    let text = |len: usize, number: usize| format!("{number:a>len$}");
+    let labels = (0..RESOURCES_MAX)
+        .map(|n| (text(RESOURCE_NAME_MAX, n), text(RESOURCE_NAME_MAX, 0)))
+        .collect();
+    let custom: std::collections::BTreeMap<String, u64> =
+        (0..RESOURCES_MAX).map(|n| (text(RESOURCE_NAME_MAX, n), 1 << 48)).collect();
+    let mut largest = begin();
+    largest.creation = Creation {
+        name: text(ACTOR_NAME_MAX, 0),
+        class: text(ACTOR_NAME_MAX, 0),
+        argument: vec![0xff; ARGUMENT_MAX],
+        needs: Needs { custom: custom.clone(), ..largest.creation.needs },
+        at: Where { node: Some(text(ACTOR_NAME_MAX, 0)), labels, ..Where::default() },
+        ..largest.creation
+    };
+    assert_eq!(largest.creation.check(), Ok(()));
+    let frame = ActorFrame::Begin(Box::new(largest.clone()));
+    assert!(codec::encode(&frame).unwrap().len() <= CONTROL_MAX as usize / 8);
+    let more = |creation: Creation| creation.check().unwrap_err();
+    let Begin { creation, .. } = largest;
+    let argument = vec![0; ARGUMENT_MAX + 1];
+    assert!(more(Creation { argument, ..creation.clone() }).contains("the argument has 65537"));
+    let needs = Needs { cpus: u64::MAX, ..Needs::nothing() };
+    assert!(more(Creation { needs, ..creation.clone() }).contains("cpus"));
+    let needs = creation.needs.clone().custom("one more", 1);
+    assert!(more(Creation { needs, ..creation.clone() }).contains("9 resources"));
+    assert!(more(Creation { mailbox: 0, ..creation.clone() }).contains("mailbox of 0"));
+    assert!(more(Creation { class: String::new(), ..creation }).contains("class"));
+    let hosting = |count: usize| Hosting {
+        classes: (0..count).map(|n| text(ACTOR_NAME_MAX, n)).collect(),
+        offer: NodeResources { custom: custom.clone(), ..offer() },
+    };
+    assert_eq!(hosting(CLASSES_MAX).check(), Ok(()));
+    assert!(hosting(CLASSES_MAX + 1).check().unwrap_err().contains("65 classes"));
+    let frame = ActorFrame::Hosting(hosting(CLASSES_MAX));
+    assert!(codec::encode(&frame).unwrap().len() <= CONTROL_MAX as usize / 8);
 }
 
 #[test]

@@ -65,7 +65,7 @@ pub struct WorkerOptions {
     pub log: SharedLog,
     /// Operator-defined resources and labels of the node; cores and memory are detected.
     pub offer: NodeResources,
-    /// Named actors of the process; the program may have its own.
+    /// Named actors of the process; the program may have its own, and may host classes of them.
     pub actors: ActorRuntime,
     /// Where models of the hub come from, or why there is none: then only folders can be served.
     pub hub: Result<Hub, String>,
@@ -104,6 +104,8 @@ pub async fn run(
     let hub = options.hub.clone().ok();
     let StartedExecutor { executor, device, gpu, threads, offer } =
         start_executor(options.device, (listener, hub), outbox, options.offer, nvml.as_deref())?;
+    // Its rank has the GPU.
+    options.actors.offer_by_default(NodeResources { gpus: 0, ..offer.clone() });
     let hello = Hello {
         node: options.node,
         incarnation: Incarnation(options.incarnation),

@@ -1,15 +1,15 @@
-//! `tutti status`, `tutti logs`, `tutti scale`, `tutti drain`, `tutti adapters`: the operator's
-//! commands to a running coordinator.
+//! `tutti status`, `tutti logs`, `tutti scale`, `tutti drain`, `tutti adapters`,
+//! `tutti actors`: the operator's commands to a running coordinator.
 use std::path::Path;
 use std::time::Duration;
 
-use coordinator::cluster::status::{AdapterStatus, NodeLogs, Status};
-use coordinator::http::admin::{DrainRequest, ScaleRequest, TOKEN_PURPOSE};
+use coordinator::cluster::status::{Actor, AdapterStatus, NodeLogs, Status};
+use coordinator::http::admin::{DrainRequest, KillRequest, ScaleRequest, TOKEN_PURPOSE};
 use serde_json::{Value, json};
 use shared::clock::since_1970;
 
 use super::options::{
-    AdapterCommand, AdaptersArgs, DrainArgs, LoadArgs, LogsArgs, OperatorArgs, ScaleArgs,
+    ActorsArgs, AdapterCommand, AdaptersArgs, DrainArgs, LoadArgs, LogsArgs, OperatorArgs, ScaleArgs,
     StatusArgs, UnloadArgs,
 };
 use super::output::print_line;
@@ -100,6 +100,68 @@ pub(crate) fn drain(args: &DrainArgs) -> Result<(), CliError> {
     ask(&args.operator, "/admin/drain", &[], Some(body))?;
     print_line(&format!("{} is draining and will leave; see tutti status", args.node));
     Ok(())
+}
+
+pub(crate) fn actors(args: &ActorsArgs) -> Result<(), CliError> {
+    if let (Some(_), Some(actor)) = (&args.action, &args.actor) {
+        let request = KillRequest { actor: actor.clone(), restart: args.restart };
+        let body = serde_json::to_value(request).unwrap_or_default();
+        ask(&args.operator, "/admin/actors/kill", &[], Some(body))?;
+        print_line(&format!("{actor} is killed; see tutti actors"));
+        return Ok(());
+    }
+    let body = ask(&args.operator, "/admin/status", &[], None)?;
+    if args.json {
+        print_line(&json!({"actors": body["actors"], "hosts": body["hosts"]}).to_string());
+        return Ok(());
+    }
+    let status: Status = serde_json::from_value(body)
+        .map_err(|error| CliError::Failed(format!("the answer is not a status: {error}")))?;
+    actors_table(&status).iter().for_each(|line| print_line(line));
+    Ok(())
+}
+
+/// Formats the actors of applications, then the processes that host their classes.
+fn actors_table(status: &Status) -> Vec<String> {
+    let mut lines = vec![format!(
+        "{:<28} {:<16} {:<20} {:<10} {:>9}  {:<24} reason",
+        "ACTOR", "CLASS", "NODE", "STATE", "RESTARTS", "TAKES"
+    )];
+    // The cluster's own are in tutti status.
+    let own = |actor: &&Actor| actor.name.contains('/') || actor.name.starts_with("log:");
+    for actor in status.actors.iter().filter(|actor| !own(actor)) {
+        lines.push(format!(
+            "{:<28} {:<16} {:<20} {:<10} {:>9}  {:<24} {}",
+            actor.name,
+            actor.kind,
+            if actor.node.is_empty() { "-" } else { &actor.node },
+            actor.state,
+            restarts(actor),
+            actor.needs.as_deref().unwrap_or("-"),
+            actor.reason.as_deref().unwrap_or("-")
+        ));
+    }
+    lines.push(format!("\n{:<28} {:>6}  {:<32} {:<32} classes", "HOST", "ACTORS", "TAKEN", "FREE"));
+    for host in &status.hosts {
+        let drains = if host.draining { " (it drains)" } else { "" };
+        lines.push(format!(
+            "{:<28} {:>6}  {:<32} {:<32} {}{drains}",
+            host.node,
+            host.actors,
+            host.used,
+            host.free,
+            host.classes.join(", ")
+        ));
+    }
+    lines
+}
+
+/// Formats the number of restarts and its limit.
+fn restarts(actor: &Actor) -> String {
+    match actor.max_restarts {
+        Some(max) => format!("{}/{max}", actor.restarts),
+        None => actor.restarts.to_string(),
+    }
 }
 
 pub(crate) fn adapters(args: &AdaptersArgs) -> Result<(), CliError> {
@@ -240,10 +302,7 @@ fn table(status: &Status) -> Vec<String> {
         "ACTOR", "KIND", "NODE", "STATE", "EPOCH", "LOAD", "RESTARTS"
     ));
     for actor in &status.actors {
-        let restarts = match actor.max_restarts {
-            Some(max) => format!("{}/{max}", actor.restarts),
-            None => actor.restarts.to_string(),
-        };
+        let restarts = restarts(actor);
         lines.push(format!(
             "{:<28} {:<10} {:<20} {:<10} {:>6} {:>6} {restarts:>9}  {}",
             actor.name,

@@ -15,7 +15,7 @@ use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use self::compute::parse_workers;
 pub(crate) use self::compute::{ComputeArgs, CudaArgs, Device, Workers};
 pub(crate) use self::operator::{
-    AdapterCommand, AdaptersArgs, BenchArgs, CheckConfigArgs, DevicesArgs, DrainArgs, LoadArgs,
+    ActorsArgs, AdapterCommand, AdaptersArgs, BenchArgs, CheckConfigArgs, DevicesArgs, DrainArgs, LoadArgs,
     LogsArgs, MetricsArgs, OperatorArgs, ScaleArgs, StatusArgs, UnloadArgs,
 };
 pub(crate) use self::serving::{
@@ -59,6 +59,8 @@ pub(crate) enum Command {
     Scale(ScaleArgs),
     /// Remove a worker gracefully: its requests continue elsewhere, then its process exits
     Drain(DrainArgs),
+    /// Show the actors of applications and the processes that host their classes; or kill an actor
+    Actors(ActorsArgs),
     /// Load or unload a LoRA adapter while the cluster runs (--max-loras)
     Adapters(AdaptersArgs),
     /// Check whether this host can run as a node, and say how to fix any problems

@@ -34,6 +34,9 @@ pub struct Status {
     /// applications, including recently dead ones of applications.
     #[serde(default)]
     pub actors: Vec<Actor>,
+    /// Processes that host classes of actors.
+    #[serde(default)]
+    pub hosts: Vec<ActorHost>,
     /// Processes that are gone, newest first; bounded.
     pub dead: Vec<DeadProcess>,
 }
@@ -105,6 +108,26 @@ pub struct Actor {
     pub max_restarts: Option<u32>,
     /// Why it is restarting or dead.
     pub reason: Option<String>,
+    /// What it takes of its node's resources, in words; actors created by class only.
+    #[serde(default)]
+    pub needs: Option<String>,
+}
+
+/// A process that hosts classes of actors.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ActorHost {
+    /// Its node.
+    pub node: String,
+    /// The classes.
+    pub classes: Vec<String>,
+    /// Number of created actors in it.
+    pub actors: u32,
+    /// What they take, in words.
+    pub used: String,
+    /// What is left, in words.
+    pub free: String,
+    /// Whether it gets no more, because its node drains.
+    pub draining: bool,
 }
 
 /// One replica.

@@ -1,4 +1,5 @@
-//! The operator's API: shows the cluster's processes, scales replicas, drains workers.
+//! The operator's API: shows the cluster's processes, scales replicas, drains workers, ends
+//! actors.
 //!
 //! With a cluster secret, a request carries a token that only holders of the secret can make.
 //! Without one, only this host is answered, but no proxy or browser on it that speaks for others.
@@ -14,7 +15,7 @@ use actix_web::{Error, FromRequest as _, HttpRequest, HttpResponse};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use shared::actor::ActorRuntime;
+use shared::actor::{ActorRuntime, CreateError};
 use shared::log::{LogActor, LogQuery, SharedLog};
 use shared::membership::{Role, View};
 use shared::wire::keyring::Keyring;
@@ -85,12 +86,25 @@ pub struct DrainRequest {
     pub node: String,
 }
 
+/// The body of `POST /admin/actors/kill`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KillRequest {
+    /// The actor's name.
+    pub actor: String,
+    /// Whether it is started again, if it was created by class and may be.
+    #[serde(default)]
+    pub restart: bool,
+}
+
 /// The node name under which `GET /admin/logs` finds the coordinator's own log.
 pub const OWN_NODE: &str = "coordinator";
 /// How long a running worker has to report its newest lines.
 const FRESH_LOG_DEADLINE: Duration = Duration::from_millis(500);
 /// How long an operator waits until a command is in etcd.
 const STORED_DEADLINE: Duration = Duration::from_secs(4);
+/// How long an operator waits until an actor is told to end.
+const KILL_DEADLINE: Duration = Duration::from_secs(2);
 /// Maximum bytes of an operator's request body.
 const BODY_MAX: usize = 64 << 10;
 /// Maximum number of nodes that an error names.
@@ -127,7 +141,8 @@ pub(super) fn routes(config: &mut ServiceConfig) {
         .route("/admin/status", web::get().to(status))
         .route("/admin/logs", web::get().to(logs))
         .route("/admin/scale", web::post().to(scale))
-        .route("/admin/drain", web::post().to(drain));
+        .route("/admin/drain", web::post().to(drain))
+        .route("/admin/actors/kill", web::post().to(kill));
 }
 
 /// Returns the operator's API, if it is served here and the request may use it.
@@ -354,6 +369,21 @@ async fn drain(
     let drained = admin.cluster.send(Drain(body.node.clone())).await.map_err(gone)?;
     stored(admin, drained.map_err(|reason| ApiError::field("node", reason))?).await?;
     Ok(HttpResponse::Ok().json(json!({"drained": body.node})))
+}
+
+async fn kill(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, Error> {
+    let admin = allowed(&state, &request)?;
+    let body: KillRequest = read(&request, body).await?;
+    let killed = admin.actors.kill(&body.actor, body.restart, KILL_DEADLINE).await;
+    killed.map_err(|error| match error {
+        CreateError::Refused(refused) => ApiError::field("actor", refused.to_string()),
+        error => ApiError::overloaded(error.to_string()),
+    })?;
+    Ok(HttpResponse::Ok().json(json!({"killed": body.actor})))
 }
 
 /// Waits until the next leader would know of this many commands, if there can be one.

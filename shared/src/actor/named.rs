@@ -1,13 +1,14 @@
 //! The actor's own side: a bounded mailbox, a handler that takes one message at a time, and what
 //! happens when the handler fails.
 //!
-//! A handler fails by panicking or by returning an error. The asker is then told, and after a
-//! backoff the actor is re-created with the messages still in its mailbox. After too many failures
-//! in a row it is dead, and its watchers are told.
+//! A handler fails by panicking, by returning an error or by taking too long. The asker is then
+//! told, and after a backoff the actor is re-created with the messages still in its mailbox. After
+//! too many failures in a row it is dead, and its watchers are told.
 use std::panic::AssertUnwindSafe;
+use std::time::Duration;
 
 use futures_util::FutureExt as _;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 
 use super::registry::RegistryError;
 use super::remote::{ActorMessage, RemoteAddr};
@@ -42,6 +43,11 @@ pub struct ActorSpec {
     pub mailbox: usize,
     /// How often it is re-created, and with what backoff.
     pub restarts: RestartPolicy,
+    /// How long a message may take before the actor counts as failed. The handler is dropped where
+    /// it waits. One that blocks its thread is not noticed, since the actor shares that thread:
+    /// actors with such handlers are created by class, see
+    /// [`ActorRuntime::create`](super::ActorRuntime::create).
+    pub message_limit: Option<Duration>,
 }
 
 impl ActorSpec {
@@ -49,22 +55,33 @@ impl ActorSpec {
     #[must_use]
     pub fn new(name: &str, kind: &str) -> Self {
         let (name, kind) = (name.to_owned(), kind.to_owned());
-        Self { name, kind, mailbox: 64, restarts: RestartPolicy::default() }
+        let restarts = RestartPolicy::default();
+        Self { name, kind, mailbox: 64, restarts, message_limit: None }
     }
 }
 
-/// A message in a mailbox. If it is dropped unanswered, the waiter is told that the actor failed.
+/// A message in a mailbox. If it is dropped unanswered, the waiter is told that the actor failed,
+/// or that it never got the message.
 #[derive(Debug)]
 pub(super) struct Envelope {
     runtime: WeakRuntime,
+    to: String,
+    /// Whether the actor has it.
+    taken: bool,
     id: u64,
     wants: Wants,
     body: Vec<u8>,
 }
 
 impl Envelope {
-    pub(super) fn new(runtime: WeakRuntime, id: u64, wants: Wants, body: Vec<u8>) -> Self {
-        Self { runtime, id, wants, body }
+    pub(super) fn new(
+        runtime: WeakRuntime,
+        to: &str,
+        id: u64,
+        wants: Wants,
+        body: Vec<u8>,
+    ) -> Self {
+        Self { runtime, to: to.to_owned(), taken: false, id, wants, body }
     }
 
     /// Drops the message without an answer, because the sender is told by other means.
@@ -72,7 +89,13 @@ impl Envelope {
         self.wants = Wants::Nothing;
     }
 
-    fn answer(mut self, outcome: Outcome) {
+    /// The message, for the actor.
+    pub(super) fn take_body(&mut self) -> Vec<u8> {
+        self.taken = true;
+        std::mem::take(&mut self.body)
+    }
+
+    pub(super) fn answer(mut self, outcome: Outcome) {
         if std::mem::replace(&mut self.wants, Wants::Nothing) == Wants::Reply
             && let Some(runtime) = self.runtime.upgrade()
         {
@@ -86,18 +109,24 @@ impl Drop for Envelope {
         if self.wants == Wants::Reply
             && let Some(runtime) = self.runtime.upgrade()
         {
-            runtime.answer(self.id, Err(AskError::Failed("it ended".to_owned())));
+            let error = match self.taken {
+                true => AskError::Failed("it ended".to_owned()),
+                false => AskError::Unavailable(std::mem::take(&mut self.to)),
+            };
+            runtime.answer(self.id, Err(error));
         }
     }
 }
 
 impl ActorRuntime {
     /// Starts a named actor on the current tokio runtime; `make` creates it, initially and after
-    /// each failure. It lives until it has failed too often or [`ActorRuntime::stop`] is called.
+    /// each failure. It lives until it has failed too often, is killed, or [`ActorRuntime::stop`]
+    /// is called.
     ///
-    /// Starts a named actor on the current tokio runtime; `make` creates it, initially and after
-    /// each failure. It lives until it has failed too often or [`ActorRuntime::stop`] is called.
-    /// detected later: the actor then ends, and the log says why.
+    /// # Errors
+    /// [`RegistryError`]: the name is not valid, or another actor of this process has it. That an
+    /// actor of another process has it is detected later: the actor then ends, and the log says
+    /// why.
     pub fn spawn<A: NamedActor>(
         &self,
         spec: ActorSpec,
@@ -113,10 +142,28 @@ impl ActorRuntime {
             max_restarts: Some(spec.restarts.max_restarts),
             reason: None,
         };
-        report.generation = self.admit(report.clone(), sender)?;
+        let (kill, killed) = oneshot::channel();
+        report.generation = self.admit(report.clone(), sender, kill)?;
         let supervisor = Supervisor::new(spec.restarts, report.generation);
         let life = Life { runtime: self.downgrade(), report };
-        tokio::spawn(live(life, supervisor, mailbox, make));
+        let (limit, mut life) = (spec.message_limit, life);
+        tokio::spawn(async move {
+            let killed = async {
+                match killed.await {
+                    Ok(reason) => reason,
+                    // Nobody can kill it any more.
+                    Err(_) => std::future::pending().await,
+                }
+            };
+            let reason = tokio::select! {
+                biased;
+                reason = killed => Some(reason),
+                () = live(&mut life, supervisor, mailbox, make, limit) => None,
+            };
+            if let Some(reason) = reason {
+                life.ends(reason);
+            }
+        });
         Ok(self.addr(&spec.name))
     }
 }
@@ -155,14 +202,15 @@ impl Drop for Life {
 
 /// Runs an actor from its start to its death.
 async fn live<A: NamedActor>(
-    mut life: Life,
+    life: &mut Life,
     mut supervisor: Supervisor,
     mut mailbox: mpsc::Receiver<Envelope>,
     mut make: impl FnMut() -> A + Send + 'static,
+    limit: Option<Duration>,
 ) {
     loop {
         let reason = match std::panic::catch_unwind(AssertUnwindSafe(&mut make)) {
-            Ok(actor) => serve(actor, &mut mailbox).await,
+            Ok(actor) => serve(actor, &mut mailbox, limit).await,
             Err(panic) => Some(words_of(&*panic)),
         };
         let Some(reason) = reason else {
@@ -206,28 +254,21 @@ async fn live<A: NamedActor>(
 async fn serve<A: NamedActor>(
     mut actor: A,
     mailbox: &mut mpsc::Receiver<Envelope>,
+    limit: Option<Duration>,
 ) -> Option<String> {
     while let Some(mut envelope) = mailbox.recv().await {
-        let body = std::mem::take(&mut envelope.body);
-        let message = match codec::decode_message::<A::Message>(&body) {
-            Ok(message) => message,
-            Err(error) => {
-                envelope.answer(Err(AskError::Malformed(error.to_string())));
-                continue;
-            }
+        let body = envelope.take_body();
+        let handled = handled(&mut actor, &body);
+        let handled = match limit {
+            None => handled.await,
+            Some(limit) => tokio::time::timeout(limit, handled).await.unwrap_or_else(|_| {
+                Handled::Failed(format!("a message took over {} ms", limit.as_millis()))
+            }),
         };
-        let handled = AssertUnwindSafe(actor.handle(message)).catch_unwind().await;
         match handled {
-            Ok(Ok(reply)) => {
-                let reply = codec::encode(&reply);
-                envelope.answer(reply.map_err(|error| AskError::Malformed(error.to_string())));
-            }
-            Ok(Err(reason)) => {
-                envelope.answer(Err(AskError::Failed(reason.clone())));
-                return Some(reason);
-            }
-            Err(panic) => {
-                let reason = words_of(&*panic);
+            Handled::Reply(reply) => envelope.answer(Ok(reply)),
+            Handled::Malformed(error) => envelope.answer(Err(AskError::Malformed(error))),
+            Handled::Failed(reason) => {
                 envelope.answer(Err(AskError::Failed(reason.clone())));
                 return Some(reason);
             }
@@ -236,7 +277,33 @@ async fn serve<A: NamedActor>(
     None
 }
 
-fn words_of(panic: &(dyn std::any::Any + Send)) -> String {
+/// The outcome of one message.
+pub(super) enum Handled {
+    /// The encoded reply.
+    Reply(Vec<u8>),
+    /// The message, or its reply, has no encoding.
+    Malformed(String),
+    /// The actor cannot go on.
+    Failed(String),
+}
+
+/// Has an actor handle an encoded message.
+pub(super) async fn handled<A: NamedActor>(actor: &mut A, body: &[u8]) -> Handled {
+    let message = match codec::decode_message::<A::Message>(body) {
+        Ok(message) => message,
+        Err(error) => return Handled::Malformed(error.to_string()),
+    };
+    match AssertUnwindSafe(actor.handle(message)).catch_unwind().await {
+        Ok(Ok(reply)) => match codec::encode(&reply) {
+            Ok(reply) => Handled::Reply(reply),
+            Err(error) => Handled::Malformed(error.to_string()),
+        },
+        Ok(Err(reason)) => Handled::Failed(reason),
+        Err(panic) => Handled::Failed(words_of(&*panic)),
+    }
+}
+
+pub(super) fn words_of(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
     format!("it panicked: {}", text.unwrap_or_else(|| "no message".to_owned()))

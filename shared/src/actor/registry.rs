@@ -194,6 +194,49 @@ impl Registry {
         Ok(())
     }
 
+    /// Takes what the placement core says about an actor that it created. Its reports replace each
+    /// other, wherever the actor lives.
+    ///
+    /// # Errors
+    /// [`RegistryError`]; nothing changes then.
+    pub fn place(
+        &mut self,
+        home: Home,
+        node: &str,
+        mut report: ActorReport,
+        notices: &mut Vec<Notice>,
+    ) -> Result<(), RegistryError> {
+        check_name(&report.name)?;
+        if let Some(reason) = &mut report.reason {
+            truncate(reason, REASON_MAX);
+        }
+        let name = report.name.clone();
+        let (died, generation) = (report.life == ActorLife::Dead, report.generation);
+        let reason = report.reason.clone().unwrap_or_else(|| "it ended".to_owned());
+        match self.actors.get(&name) {
+            Some(old) if old.report.life == ActorLife::Dead && died => return Ok(()),
+            Some(old) if old.report.life != ActorLife::Dead => {
+                if old.report.generation != generation {
+                    self.tell_watchers(&name, "another actor has its name now", notices);
+                }
+            }
+            _ if died => {
+                self.ends_awaited(&name, generation, &reason, notices);
+                return Ok(());
+            }
+            _ => self.room()?,
+        }
+        self.dead.retain(|dead| *dead != name);
+        let restarts = report.restarts;
+        self.actors.insert(name.clone(), Known { report, node: node.to_owned(), home, restarts });
+        if died {
+            self.buried(&name, &reason, notices);
+        } else {
+            self.appeared(&name, generation, notices);
+        }
+        Ok(())
+    }
+
     /// For [`RETURN_GRACE`] from `now`, processes of the previous hub may still link to this one.
     pub fn settle(&mut self, now: Duration) {
         self.settles = now + RETURN_GRACE;
@@ -346,6 +389,21 @@ impl Registry {
         (known.report.life != ActorLife::Dead).then_some(known.home)
     }
 
+    /// The node of the actor `name`, if it is alive.
+    #[must_use]
+    pub fn living(&self, name: &str) -> Option<&str> {
+        let known = self.actors.get(name)?;
+        (known.report.life != ActorLife::Dead).then_some(known.node.as_str())
+    }
+
+    /// Where the actor `name` lives and which one it is, if it is alive.
+    #[must_use]
+    pub fn at(&self, name: &str) -> Option<(Home, u64)> {
+        let known = self.actors.get(name)?;
+        let at = (known.home, known.report.generation);
+        (known.report.life != ActorLife::Dead).then_some(at)
+    }
+
     /// Forgets a dead actor.
     pub fn forget(&mut self, name: &str) {
         if self.actors.get(name).is_some_and(|known| known.report.life == ActorLife::Dead) {
@@ -365,7 +423,11 @@ impl Registry {
         self.watches.len()
     }
 
-    fn room(&self) -> Result<(), RegistryError> {
+    /// Whether there is room for one more living actor.
+    ///
+    /// # Errors
+    /// [`RegistryError::Full`].
+    pub fn room(&self) -> Result<(), RegistryError> {
         let alive = self.actors.len() - self.dead.len();
         if alive >= ACTORS_MAX { Err(RegistryError::Full(ACTORS_MAX)) } else { Ok(()) }
     }

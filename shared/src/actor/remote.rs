@@ -11,6 +11,10 @@ use super::runtime::ActorRuntime;
 use crate::protocol::actors::{AskError, Wants};
 use crate::wire::codec;
 
+/// Bounds of the pause before an actor is asked again.
+const PAUSE_MIN: Duration = Duration::from_millis(20);
+const PAUSE_MAX: Duration = Duration::from_millis(500);
+
 /// A message for a named actor. Both sides must use the same Rust type.
 pub trait ActorMessage: Serialize + DeserializeOwned + Send + 'static {
     /// The type of its reply.
@@ -77,6 +81,44 @@ impl<M: ActorMessage> RemoteAddr<M> {
         let outgoing = self.outgoing(message, Wants::Reply, deadline)?;
         let reply = self.runtime.dispatch(outgoing).outcome().await?;
         codec::decode_message(&reply).map_err(|error| AskError::Malformed(error.to_string()))
+    }
+
+    /// Asks again until there is a reply or the deadline has passed: without limit while nothing
+    /// was delivered (the actor is being started, its mailbox is full, there is no link), and up to
+    /// `retries` times after the actor failed or a link was lost. The actor may then have handled
+    /// the message before, so messages that are sent again must bear being handled twice. Must be
+    /// called on a tokio runtime with time enabled.
+    ///
+    /// # Errors
+    /// The last [`AskError`].
+    pub async fn ask_again(
+        &self,
+        message: &M,
+        deadline: Duration,
+        retries: u32,
+    ) -> Result<M::Reply, AskError> {
+        let (until, mut retries) = (self.runtime.clock().now() + deadline, retries);
+        let mut pause = PAUSE_MIN;
+        loop {
+            let left = until.saturating_sub(self.runtime.clock().now());
+            let error = match self.ask(message, left).await {
+                Ok(reply) => return Ok(reply),
+                Err(error) => error,
+            };
+            let delivered = match &error {
+                AskError::Unavailable(_) | AskError::MailboxFull(_) | AskError::TooManyAsks(_) => {
+                    false
+                }
+                AskError::LinkLost(_) | AskError::Failed(_) if retries > 0 => true,
+                _ => return Err(error),
+            };
+            retries -= u32::from(delivered);
+            if self.runtime.clock().now() + pause >= until {
+                return Err(error);
+            }
+            tokio::time::sleep(pause).await;
+            pause = (2 * pause).min(PAUSE_MAX);
+        }
     }
 
     fn outgoing(&self, message: &M, wants: Wants, within: Duration) -> Result<Outgoing, AskError> {

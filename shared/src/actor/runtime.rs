@@ -8,11 +8,13 @@
 //! - `state`: what the lock guards, and sending
 //! - `links`: linked processes and their frames
 //! - `effects`: carries out what the pure cores decided
+//! - `placing`: created actors: who starts them, and those that this process was told to start
 //! - `deadlines`: the thread that enforces the deadlines of asks and watches
 //! - `waiting`: handles for those who wait for an outcome or a death
 mod deadlines;
 mod effects;
 mod links;
+mod placing;
 mod state;
 mod waiting;
 
@@ -21,6 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use tokio::sync::{mpsc, oneshot};
 
+pub use self::placing::{ClassHost, CreatedActor};
 use self::state::{Mailbox, State, Watch};
 pub(super) use self::waiting::Dispatched;
 pub use self::waiting::{DeathWatch, NotWatched};
@@ -33,6 +36,7 @@ use crate::metrics::catalogue::{ACTOR_MESSAGES, ACTOR_MESSAGES_REFUSED, ACTOR_RE
 use crate::metrics::labels::MessageRefusal;
 use crate::metrics::local::PerValue;
 use crate::metrics::{Counter, SharedStats};
+use crate::protocol::actors::creation::Instance;
 use crate::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, Wants};
 
 /// Outcome of a message, for its mailbox and its sender.
@@ -159,7 +163,9 @@ impl ActorRuntime {
     /// Tells a hub that took over from another that the other's processes are about to link to it.
     pub fn settle(&self) {
         let now = self.inner.clock.now();
-        self.state().registry.settle(now);
+        let mut state = self.state();
+        state.registry.settle(now);
+        state.placement.settle(now);
     }
 
     /// All actors known here: the whole cluster's at the hub, this process's elsewhere.
@@ -214,7 +220,7 @@ impl ActorRuntime {
         let (sender, outcome) = oneshot::channel();
         let mut effects = Vec::new();
         let mut state = self.state();
-        let route = state.route(&message.to, self.inner.role, false);
+        let route = state.route(now, &message.to, self.inner.role, false);
         let waiter = if wants == Wants::Nothing { 0 } else { state.number() };
         if waiter != 0 {
             state.waiters.insert(waiter, sender);
@@ -230,6 +236,7 @@ impl ActorRuntime {
         &self,
         mut report: ActorReport,
         sender: mpsc::Sender<Envelope>,
+        kill: oneshot::Sender<String>,
     ) -> Result<u64, RegistryError> {
         super::registry::check_name(&report.name)?;
         if report.name.contains('/') {
@@ -243,7 +250,8 @@ impl ActorRuntime {
         report.generation = generation;
         let name = report.name.clone();
         self.tell_of(&mut state, report)?;
-        state.mailboxes.insert(name, Mailbox { generation, sender });
+        let instance = Instance { generation, incarnation: 0 };
+        state.mailboxes.insert(name, Mailbox { instance, sender, kill: Some(kill) });
         Ok(generation)
     }
 
@@ -251,7 +259,9 @@ impl ActorRuntime {
     pub(super) fn became(&self, report: ActorReport) {
         let mut state = self.state();
         if report.life == ActorLife::Dead {
-            let same = |mailbox: &Mailbox| mailbox.generation == report.generation;
+            let same = |mailbox: &Mailbox| {
+                mailbox.instance == Instance { generation: report.generation, incarnation: 0 }
+            };
             if state.mailboxes.get(&report.name).is_some_and(same) {
                 state.mailboxes.remove(&report.name);
             }

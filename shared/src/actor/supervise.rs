@@ -54,10 +54,27 @@ impl Supervisor {
         Self { policy, in_a_row: 0, total: 0, started: Duration::ZERO, random: seed | 1 }
     }
 
+    /// Supervises a child that was restarted before, elsewhere.
+    #[must_use]
+    pub fn resumed(policy: RestartPolicy, seed: u64, in_a_row: u32, total: u64) -> Self {
+        Self { in_a_row, total, ..Self::new(policy, seed) }
+    }
+
     /// Number of restarts so far.
     #[must_use]
     pub fn restarts(&self) -> u64 {
         self.total
+    }
+
+    /// Number of restarts since the child last lived for a while.
+    #[must_use]
+    pub fn in_a_row(&self) -> u32 {
+        self.in_a_row
+    }
+
+    /// The child lives from `now` on, if that is later than expected.
+    pub fn began(&mut self, now: Duration) {
+        self.started = now;
     }
 
     /// Decides what to do about a child that ended at time `now`.

@@ -259,6 +259,8 @@ label_enum! {
         TooLarge = "too_large",
         /// Too many asks were under way.
         TooManyAsks = "too_many_asks",
+        /// It is about to be started, or the coordinator could not be reached.
+        Unavailable = "unavailable",
     }
 }
 

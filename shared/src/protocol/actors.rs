@@ -1,6 +1,12 @@
 //! Messages between named actors of any two processes. The coordinator is the hub of the star: it
 //! forwards messages between other processes.
+//!
+//! - [`creation`]: actors that are created by class
+pub mod creation;
+
 use serde::{Deserialize, Serialize};
+
+use self::creation::{Begin, EndHow, Hosting, Instance, Placed};
 
 /// Maximum length of an actor's name, in bytes.
 pub const ACTOR_NAME_MAX: usize = 128;
@@ -71,11 +77,29 @@ pub enum ActorFrame {
         /// Why, in one sentence.
         reason: String,
     },
-    /// The actor cannot be watched, which says nothing about its life. Stays the last variant,
-    /// because variants are encoded by index.
+    /// The actor cannot be watched, which says nothing about its life.
     NotWatched {
         /// The watcher's id.
         id: u64,
+        /// Why, in one sentence.
+        reason: String,
+    },
+    /// What the sender's process hosts. Over a new link it follows the reports on the actors that
+    /// it was told to start, so that their resources are known to be taken.
+    Hosting(Hosting),
+    /// The hub tells a process to start an actor.
+    Begin(Box<Begin>),
+    /// The state of an actor that the sender was told to start.
+    Placed(Box<Placed>),
+    /// The hub tells a process to end an actor. New variants go to the end, because variants are
+    /// encoded by index.
+    End {
+        /// The actor's name.
+        name: String,
+        /// Which start of it.
+        instance: Instance,
+        /// At once or not.
+        how: EndHow,
         /// Why, in one sentence.
         reason: String,
     },
@@ -171,4 +195,8 @@ pub enum AskError {
     /// The message is too large for a frame.
     #[error("a message of {0} bytes exceeds the limit of a frame")]
     TooLarge(u64),
+    /// The actor is not running at the moment: it is about to be started, or may be in a process
+    /// that has not linked again. Nothing was delivered.
+    #[error("`{0}` is not there at the moment")]
+    Unavailable(String),
 }

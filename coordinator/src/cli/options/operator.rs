@@ -85,6 +85,25 @@ pub(crate) struct DrainArgs {
     pub(crate) node: String,
 }
 
+/// Options of `tutti actors`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ActorsArgs {
+    #[command(flatten)]
+    pub(crate) operator: OperatorArgs,
+    /// kill: end an actor at once
+    #[arg(value_name = "kill", value_parser = ["kill"], requires = "actor", conflicts_with = "json")]
+    pub(crate) action: Option<String>,
+    /// The actor's name
+    #[arg(value_name = "ACTOR")]
+    pub(crate) actor: Option<String>,
+    /// With kill: start it again, if it was created by class and has restarts left
+    #[arg(long, requires = "action")]
+    pub(crate) restart: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
 /// Options of `tutti adapters`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct AdaptersArgs {

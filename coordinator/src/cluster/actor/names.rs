@@ -1,9 +1,10 @@
 //! The cluster's own actors by name: `worker/NODE` and `replica/N`, in the states that operators
 //! and watchers see.
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
 
 use actix::{Handler, Message};
+use shared::actor::runtime::ClassHost;
 use shared::ids::{ReplicaId, WorkerId};
 use shared::metrics::labels::ActorState;
 use shared::protocol::actors::{ActorLife, ActorReport};
@@ -95,6 +96,8 @@ impl ClusterActor {
     }
 
     pub(super) fn report_member(&self, member: &Member) {
+        // The created actors there move with it.
+        self.actors.drains(&member.node, member.draining);
         let life = if member.draining { ActorLife::Draining } else { ActorLife::Alive };
         self.report_worker(member.worker, &member.node, life, None);
     }
@@ -186,13 +189,29 @@ impl ClusterActor {
         }
     }
 
+    /// Returns the processes that host classes, for operators.
+    pub(super) fn host_statuses(&self) -> Vec<status::ActorHost> {
+        let with = |host: ClassHost| status::ActorHost {
+            node: host.node,
+            classes: host.classes,
+            actors: u32::try_from(host.actors).unwrap_or(u32::MAX),
+            used: host.used,
+            free: host.free,
+            draining: host.draining,
+        };
+        self.actors.class_hosts().into_iter().map(with).collect()
+    }
+
     /// Returns all actors, for operators.
     pub(super) fn actor_statuses(&self) -> Vec<status::Actor> {
+        let created = self.actors.created().into_iter();
+        let mut created: BTreeMap<String, String> =
+            created.map(|actor| (actor.name, actor.needs)).collect();
         let replicas: Vec<ReplicaStatus> = self.core.replicas().collect();
         let load = |id: ReplicaId| {
             self.replicas.get(&id).map(|running| running.load.in_flight.load(Ordering::Relaxed))
         };
-        let with = |known: shared::actor::registry::Known| {
+        let mut with = |known: shared::actor::registry::Known| {
             let report = known.report;
             let replica = match report.kind.as_str() {
                 "replica" => replicas.iter().find(|r| report.name == format!("replica/{}", r.id.0)),
@@ -203,6 +222,7 @@ impl ClusterActor {
                 _ => None,
             };
             status::Actor {
+                needs: created.remove(&report.name),
                 name: report.name,
                 kind: report.kind,
                 node: known.node,
@@ -214,7 +234,7 @@ impl ClusterActor {
                 reason: report.reason,
             }
         };
-        self.actors.list().into_iter().map(with).collect()
+        self.actors.list().into_iter().map(&mut with).collect()
     }
 }
 

@@ -87,6 +87,7 @@ impl Handler<GetStatus> for ClusterActor {
                 })
                 .collect(),
             actors: self.actor_statuses(),
+            hosts: self.host_statuses(),
             dead: self.records.dead().collect(),
             ..status::Status::default()
         })

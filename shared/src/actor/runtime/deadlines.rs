@@ -1,5 +1,6 @@
-//! The thread that enforces the deadlines of asks, and of watches that wait for their actors. It
-//! starts with the first deadline and is parked while there are none.
+//! The thread that enforces the deadlines of asks, of watches that wait for their actors, and of
+//! created actors that wait for a place. It starts with the first deadline, and is parked while
+//! there are none.
 use std::time::Duration;
 
 use super::state::State;
@@ -42,7 +43,12 @@ fn tick(runtime: &WeakRuntime) {
             let mut notices = Vec::new();
             state.registry.tick(now, &mut notices);
             runtime.notify(&mut state, notices);
-            state.ticks = state.exchange.outstanding() > 0 || state.registry.awaits();
+            let mut decided = Vec::new();
+            state.placement.tick(now, &mut decided);
+            runtime.decided(&mut state, decided);
+            state.ticks = state.exchange.outstanding() > 0
+                || state.registry.awaits()
+                || state.placement.awaits(now);
             !state.ticks
         };
         if idle {

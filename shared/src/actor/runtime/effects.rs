@@ -8,6 +8,7 @@ use crate::actor::exchange::Effect;
 use crate::actor::named::Envelope;
 use crate::actor::registry::{Home, Notice};
 use crate::metrics::labels::MessageRefusal;
+use crate::protocol::actors::creation::PLACER;
 use crate::protocol::actors::{ActorFrame, AskError, Wants};
 
 impl ActorRuntime {
@@ -51,8 +52,11 @@ impl ActorRuntime {
                         _ => self.count(&error),
                     }
                 }
+                Effect::Deliver { to, id, body, .. } if to == PLACER => {
+                    self.requested(state, id, &body);
+                }
                 Effect::Deliver { to, id, wants, body } => {
-                    let envelope = Envelope::new(self.downgrade(), id, wants, body);
+                    let envelope = Envelope::new(self.downgrade(), &to, id, wants, body);
                     match state.put(&to, envelope) {
                         Ok(()) => {
                             self.inner
@@ -96,6 +100,7 @@ impl ActorRuntime {
             AskError::Failed(_) => MessageRefusal::Failed,
             AskError::Malformed(_) => MessageRefusal::Malformed,
             AskError::TooLarge(_) => MessageRefusal::TooLarge,
+            AskError::Unavailable(_) => MessageRefusal::Unavailable,
         };
         self.inner.stats.with(|stats| stats.add(self.inner.counters.refused.get(reason), 1));
     }

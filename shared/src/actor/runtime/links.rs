@@ -1,11 +1,13 @@
 //! Linked processes: how they come and go, and how their frames are handled.
 use std::time::Duration;
 
+use super::placing::ends;
 use super::state::{Mailbox, Peer, State, Watch};
 use super::{ActorRuntime, NotWatched, Role};
 use crate::actor::exchange::{Origin, Outgoing, PeerId};
 use crate::actor::link::LinkHandle;
 use crate::actor::registry::{Home, Notice, Watching};
+use crate::protocol::actors::creation::Instance;
 use crate::protocol::actors::{ActorFrame, ActorReport};
 use crate::wire::codec;
 
@@ -42,6 +44,7 @@ impl ActorRuntime {
             for frame in watches {
                 let _ = state.send(peer, &frame);
             }
+            self.tell_placed(&mut state, peer);
         }
     }
 
@@ -52,6 +55,10 @@ impl ActorRuntime {
         let Some(lost) = state.peers.remove(&peer) else { return };
         state.exchange.peer_lost(peer, &lost.node, &mut effects);
         let reason = format!("the link to {} is gone: {reason}", lost.node);
+        // First the created actors there, which are not dead yet.
+        let (mut decided, now) = (Vec::new(), self.inner.clock.now());
+        state.placement.lost(now, Home::Peer(peer), &reason, &mut decided);
+        self.decided(&mut state, decided);
         state.registry.peer_lost(peer, &reason, &mut notices);
         self.notify(&mut state, notices);
         self.carry_out(&mut state, effects);
@@ -79,7 +86,7 @@ impl ActorRuntime {
                 // A spoke forwards nothing; otherwise two processes could send a message back and
                 // forth.
                 let is_spoke = self.inner.role == Role::Spoke;
-                let route = state.route(&to, self.inner.role, is_spoke);
+                let route = state.route(self.inner.clock.now(), &to, self.inner.role, is_spoke);
                 let within = Duration::from_millis(within_ms.into());
                 let message = Outgoing { to, wants, within, body };
                 let (now, origin) = (self.inner.clock.now(), Origin::Peer(peer, id));
@@ -90,7 +97,7 @@ impl ActorRuntime {
             }
             frame => match self.inner.role {
                 Role::Hub => self.told_by_spoke(&mut state, peer, &node, frame, &mut notices),
-                Role::Spoke => told_by_hub(&mut state, &node, frame),
+                Role::Spoke => self.told_by_hub(&mut state, peer, &node, frame),
             },
         }
         self.notify(&mut state, notices);
@@ -130,30 +137,58 @@ impl ActorRuntime {
                 }
             }
             ActorFrame::Unwatch { id } => return state.registry.unwatch((home, id)),
+            ActorFrame::Hosting(hosting) => {
+                return match hosting.check() {
+                    Ok(()) => {
+                        let (mut effects, now) = (Vec::new(), self.inner.clock.now());
+                        state.placement.hosting(now, home, node, hosting, &mut effects);
+                        self.decided(state, effects);
+                    }
+                    Err(error) => tracing::error!(node, error, "its classes are not taken"),
+                };
+            }
+            ActorFrame::Placed(placed) => {
+                let (mut effects, now) = (Vec::new(), self.inner.clock.now());
+                let taken = state.is_taken(&placed.name);
+                state.placement.placed(now, home, node, *placed, taken, &mut effects);
+                return self.decided(state, effects);
+            }
             other => return tracing::debug!(node, frame = ?other, "not for this side"),
         };
         let _ = state.send(peer, &answer);
     }
-}
 
-/// Handles what the hub tells a process about actors elsewhere and about its own.
-fn told_by_hub(state: &mut State, node: &str, frame: ActorFrame) {
-    match frame {
-        ActorFrame::Watching { id, generation } => {
-            if let Some(watch) = state.watches.get_mut(&id) {
-                watch.generation = Some(generation);
+    /// Handles what the hub tells a process about actors elsewhere and about its own.
+    fn told_by_hub(&self, state: &mut State, peer: PeerId, node: &str, frame: ActorFrame) {
+        match frame {
+            ActorFrame::Watching { id, generation } => {
+                if let Some(watch) = state.watches.get_mut(&id) {
+                    watch.generation = Some(generation);
+                }
             }
-        }
-        ActorFrame::Died { id, reason } => state.tell(id, Ok(reason)),
-        ActorFrame::NotWatched { id, reason } => state.tell(id, Err(NotWatched(reason))),
-        ActorFrame::Refused { name, generation, reason } => {
-            tracing::error!(actor = name, reason, "the coordinator does not take this actor");
-            let same = |mailbox: &Mailbox| mailbox.generation == generation;
-            if state.mailboxes.get(&name).is_some_and(same) {
-                // Dropping the actor's mailbox ends its task.
-                state.mailboxes.remove(&name);
+            ActorFrame::Died { id, reason } => state.tell(id, Ok(reason)),
+            ActorFrame::NotWatched { id, reason } => state.tell(id, Err(NotWatched(reason))),
+            ActorFrame::Refused { name, generation, reason } => {
+                tracing::error!(actor = name, reason, "the coordinator does not take this actor");
+                let instance = Instance { generation, incarnation: 0 };
+                let same = |mailbox: &Mailbox| mailbox.instance == instance;
+                if state.mailboxes.get(&name).is_some_and(same) {
+                    // Dropping the actor's mailbox ends its task.
+                    state.mailboxes.remove(&name);
+                }
             }
+            ActorFrame::Begin(begin) => {
+                if let Some(placed) = self.begins(state, *begin) {
+                    let _ = state.send(peer, &ActorFrame::Placed(Box::new(placed)));
+                }
+            }
+            ActorFrame::End { name, instance, how, reason } => {
+                tracing::info!(actor = name, ?how, reason, "told to end an actor");
+                if let Some(placed) = ends(state, name, instance, how, reason) {
+                    let _ = state.send(peer, &ActorFrame::Placed(Box::new(placed)));
+                }
+            }
+            other => tracing::debug!(node, frame = ?other, "not for this side"),
         }
-        other => tracing::debug!(node, frame = ?other, "not for this side"),
     }
 }

@@ -1,16 +1,21 @@
 //! What a process's runtime knows, guarded by its one lock, and how it sends. Nothing here blocks.
 use std::collections::BTreeMap;
 use std::thread::Thread;
+use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 
 use super::waiting::Watched;
 use super::{Outcome, Role};
 use crate::actor::exchange::{ASKS_PER_PEER, Exchange, PeerId, Route};
+use crate::actor::hosting::{Controller, Factory};
 use crate::actor::link::{ACTOR_QUEUE_MAX, LinkHandle, Queued, SendError};
 use crate::actor::named::Envelope;
+use crate::actor::placement::{CREATED_MAX, Placement};
 use crate::actor::registry::{ACTORS_MAX, Home, Registry, WATCHES_MAX};
-use crate::protocol::actors::{ActorFrame, AskError};
+use crate::protocol::NodeResources;
+use crate::protocol::actors::creation::{Begin, Instance, PLACER};
+use crate::protocol::actors::{ActorFrame, ActorLife, AskError};
 use crate::wire::codec;
 use crate::wire::frame::FrameKind;
 
@@ -19,15 +24,27 @@ const MESSAGES_BEHIND: Queued = Queued { frames: 128, bytes: 64 << 20 };
 /// When this many bytes are queued on a link, replies are replaced by errors.
 const REPLIES_BEHIND: usize = 128 << 20;
 /// What a process may have to send at one moment must fit the queue: the reports of all its actors
-/// and watches, or the failure of everything its peer waits for.
+/// and watches, or the failure of everything its peer waits for; at the hub, also the starts and
+/// ends of created actors.
 const _: () = assert!(
-    ACTORS_MAX + 2 * WATCHES_MAX + ASKS_PER_PEER + MESSAGES_BEHIND.frames < ACTOR_QUEUE_MAX
+    ACTORS_MAX + 2 * WATCHES_MAX + ASKS_PER_PEER + 2 * CREATED_MAX + MESSAGES_BEHIND.frames
+        < ACTOR_QUEUE_MAX
 );
 
 pub(super) struct State {
     pub(super) node: String,
     pub(super) exchange: Exchange,
     pub(super) registry: Registry,
+    /// Created actors of the whole cluster; used at the hub alone.
+    pub(super) placement: Placement,
+    /// Classes that this process hosts.
+    pub(super) classes: BTreeMap<String, Factory>,
+    /// What this process has for created actors.
+    pub(super) offer: Option<NodeResources>,
+    /// Created actors that run in this process, or ended while there was no hub to tell.
+    pub(super) hosted: BTreeMap<Instance, Hosted>,
+    /// Runs them, once there was one.
+    pub(super) controller: Option<Controller>,
     pub(super) peers: BTreeMap<PeerId, Peer>,
     pub(super) mailboxes: BTreeMap<String, Mailbox>,
     pub(super) waiters: BTreeMap<u64, oneshot::Sender<Outcome>>,
@@ -46,8 +63,20 @@ pub(super) struct Peer {
 }
 
 pub(super) struct Mailbox {
-    pub(super) generation: u64,
+    pub(super) instance: Instance,
     pub(super) sender: mpsc::Sender<Envelope>,
+    /// Ends an actor that a program spawned.
+    pub(super) kill: Option<oneshot::Sender<String>>,
+}
+
+/// A created actor in this process.
+pub(super) struct Hosted {
+    /// What it was started with.
+    pub(super) begin: Begin,
+    pub(super) life: ActorLife,
+    pub(super) reason: Option<String>,
+    /// Ends it at once, for the reason given.
+    pub(super) kill: Option<oneshot::Sender<String>>,
 }
 
 pub(super) struct Watch {
@@ -70,6 +99,11 @@ impl State {
             node: node.to_owned(),
             exchange: Exchange::default(),
             registry: Registry::default(),
+            placement: Placement::default(),
+            classes: BTreeMap::new(),
+            offer: None,
+            hosted: BTreeMap::new(),
+            controller: None,
             peers: BTreeMap::new(),
             mailboxes: BTreeMap::new(),
             waiters: BTreeMap::new(),
@@ -90,19 +124,31 @@ impl State {
         self.peers.last_key_value().map(|(peer, _)| *peer)
     }
 
-    pub(super) fn route(&self, name: &str, role: Role, here_alone: bool) -> Route {
-        if self.mailboxes.contains_key(name) {
+    /// Where a message goes; with `here_alone` it is not passed on.
+    pub(super) fn route(&self, now: Duration, name: &str, role: Role, here_alone: bool) -> Route {
+        let is_placer = role == Role::Hub && name == PLACER;
+        if is_placer || self.mailboxes.contains_key(name) {
             return Route::Here;
         }
         let nobody = || Route::Nowhere(AskError::NoSuchActor(name.to_owned()));
+        let away = |name: &str| Route::Nowhere(AskError::Unavailable(name.to_owned()));
         match (role, self.registry.find(name)) {
             (Role::Hub, Some(Home::Peer(peer))) => Route::Peer(peer),
+            (Role::Hub, _) if self.placement.is_away(name) => away(name),
+            (Role::Hub, None) if self.placement.settles(now) => away(name),
             (Role::Spoke, None) if !here_alone => match self.hub() {
                 Some(peer) => Route::Peer(peer),
-                None => Route::Nowhere(AskError::LinkLost("the coordinator".to_owned())),
+                None => away("the coordinator"),
             },
+            // It was here when the hub passed the message on; the next one finds out more.
+            (Role::Spoke, None) => away(name),
             _ => nobody(),
         }
+    }
+
+    /// Whether a living actor that was not created has this name.
+    pub(super) fn is_taken(&self, name: &str) -> bool {
+        self.placement.created(name).is_none() && self.registry.find(name).is_some()
     }
 
     pub(super) fn put(&self, name: &str, envelope: Envelope) -> Result<(), AskError> {
@@ -117,7 +163,7 @@ impl State {
             }
             mpsc::error::TrySendError::Closed(envelope) => {
                 envelope.forget();
-                AskError::NoSuchActor(name.to_owned())
+                AskError::Unavailable(name.to_owned())
             }
         })
     }

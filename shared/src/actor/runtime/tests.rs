@@ -1,4 +1,8 @@
 //! The runtimes of a hub and its spokes, over real loopback links.
+//!
+//! - `created`: actors created by class
+mod created;
+
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -1,0 +1,249 @@
+//! What hosting processes report about the actors that they were told to start.
+use std::cmp::Ordering;
+use std::time::Duration;
+
+use super::room::Host;
+use super::{Actor, Effect, Phase, Placement, supervisor};
+use crate::actor::registry::{Home, check_name};
+use crate::protocol::actors::ActorLife;
+use crate::protocol::actors::creation::{
+    Creation, EndHow, Instance, Placed, PlacementError, PlacementReply, Restarted,
+};
+
+impl Placement {
+    /// Takes a process's report. `taken`: a living actor that was not created has the name.
+    pub fn placed(
+        &mut self,
+        now: Duration,
+        home: Home,
+        node: &str,
+        placed: Placed,
+        taken: bool,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Placed { name, instance, life, reason, known } = placed;
+        let reason = reason.unwrap_or_else(|| "it ended".to_owned());
+        if life == ActorLife::Dead {
+            if let Some(host) = self.hosts.get_mut(&home)
+                && host.release(instance)
+            {
+                self.rooms += 1;
+            }
+            self.ended(now, home, &name, instance, &reason, known, effects);
+        } else {
+            self.account(home, node, &name, instance, known.as_ref());
+            self.lives(now, home, node, &name, instance, life, known, taken, effects);
+        }
+        self.place(now, effects);
+    }
+
+    /// Counts what a living actor takes, even if it is about to be ended.
+    fn account(
+        &mut self,
+        home: Home,
+        node: &str,
+        name: &str,
+        instance: Instance,
+        known: Option<&(Creation, Restarted)>,
+    ) {
+        let mine = self.actors.get(name).filter(|it| it.generation == instance.generation);
+        let needs = known.map(|(creation, _)| &creation.needs);
+        let needs = needs.or(mine.map(|actor| &actor.creation.needs)).cloned().unwrap_or_default();
+        // Over a new link these reports come before what the process hosts.
+        let host = self.hosts.entry(home).or_insert_with(|| Host::new(node));
+        host.take(instance, &needs);
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "one report, taken apart")]
+    fn ended(
+        &mut self,
+        now: Duration,
+        home: Home,
+        name: &str,
+        instance: Instance,
+        reason: &str,
+        known: Option<(Creation, Restarted)>,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(actor) = self.actors.get_mut(name) else {
+            // It died while no coordinator was there to start it again.
+            let Some((creation, restarted)) = known else { return };
+            if let Some(actor) = self.adopted(name, instance, creation, restarted) {
+                actor.lived = true;
+                self.failed(now, name, Some(home), reason, effects);
+                let settled = self.after_settling();
+                if let Some(Actor { phase: Phase::Pending { not_before }, .. }) =
+                    self.actors.get_mut(name)
+                {
+                    *not_before = settled.max(*not_before);
+                }
+            }
+            return;
+        };
+        let is_there = actor.home().is_none_or(|at| at == home);
+        if actor.instance() != instance || !is_there {
+            return;
+        }
+        match actor.phase {
+            // Its end was counted when it was told to end, or when its link was lost.
+            Phase::Pending { .. } => {}
+            Phase::Moving(_) if actor.creation.at.node.is_some() && !actor.creation.at.soft => {
+                self.bury(name, "its node drains, and it may be on no other", effects);
+            }
+            Phase::Moving(_) => {
+                actor.phase = Phase::Pending { not_before: now };
+                self.publish(name, effects);
+            }
+            Phase::Starting(_) if !actor.lived => self.bury(name, reason, effects),
+            Phase::Starting(_) | Phase::Alive(_) | Phase::Lost { .. } => {
+                self.failed(now, name, Some(home), reason, effects);
+            }
+        }
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "one report, taken apart")]
+    fn lives(
+        &mut self,
+        now: Duration,
+        home: Home,
+        node: &str,
+        name: &str,
+        instance: Instance,
+        life: ActorLife,
+        known: Option<(Creation, Restarted)>,
+        taken: bool,
+        effects: &mut Vec<Effect>,
+    ) {
+        let refuse = |reason: &str, effects: &mut Vec<Effect>| {
+            let (name, reason, how) = (name.to_owned(), reason.to_owned(), EndHow::Kill);
+            effects.push(Effect::End { home, name, instance, how, reason });
+        };
+        if taken {
+            return refuse("another actor has its name", effects);
+        }
+        // One that was wanted but never started gives way to one that lives.
+        let other = self.actors.get(name).filter(|it| it.generation != instance.generation);
+        if let Some(other) = other {
+            if other.incarnation > 0 {
+                return refuse("another actor has its name", effects);
+            }
+            if !known.as_ref().is_some_and(|(it, _)| self.may_adopt(name, instance, it)) {
+                return refuse("another actor has its name", effects);
+            }
+            self.gives_way(name, node, effects);
+        }
+        let Some(actor) = self.actors.get_mut(name) else {
+            let Some((creation, restarted)) = known else {
+                return refuse("nobody knows it any more", effects);
+            };
+            if self.adopted(name, instance, creation, restarted).is_none() {
+                return refuse("it has ended, or there are too many created actors", effects);
+            }
+            return self.is_at(now, home, node, name, life, effects);
+        };
+        match (instance.incarnation.cmp(&actor.incarnation), actor.home()) {
+            (Ordering::Less, _) => refuse("it was started again elsewhere", effects),
+            (Ordering::Equal, Some(at)) if at != home => {
+                refuse("it was started elsewhere, too", effects);
+            }
+            // Told to end, it may still have said that it lives.
+            (Ordering::Equal, None) if actor.supervisor_ended() => {
+                refuse("it is started again", effects);
+            }
+            (Ordering::Equal, _) => self.is_at(now, home, node, name, life, effects),
+            (Ordering::Greater, _) => {
+                // Another coordinator has started it since.
+                self.ends(name, EndHow::Kill, "it was started again elsewhere", effects);
+                if let Some(actor) = self.actors.get_mut(name) {
+                    if let Some((_, restarted)) = known {
+                        actor.supervisor = supervisor(&actor.creation, actor.generation, restarted);
+                    }
+                    actor.incarnation = instance.incarnation;
+                    actor.phase = Phase::Starting(home);
+                }
+                self.is_at(now, home, node, name, life, effects);
+            }
+        }
+    }
+
+    /// A creation that has not begun ends, because an actor of another creation has the name.
+    fn gives_way(&mut self, name: &str, node: &str, effects: &mut Vec<Effect>) {
+        let Some(pending) = self.actors.get_mut(name) else { return };
+        for (asker, _) in pending.askers() {
+            let outcome = Err(PlacementError::NameTaken(node.to_owned()));
+            effects.push(Effect::Answer { asker, outcome });
+        }
+        self.bury(name, "an actor of this name lives already", effects);
+    }
+
+    /// Whether an actor that another coordinator created can be taken over.
+    fn may_adopt(&self, name: &str, instance: Instance, creation: &Creation) -> bool {
+        let right = creation.name == name && check_name(name).is_ok() && !name.contains('/');
+        right
+            && creation.check().is_ok()
+            && !self.gone_set.contains(&instance.generation)
+            && self.room_for(creation).is_ok()
+    }
+
+    /// Takes over an actor that another coordinator created.
+    fn adopted(
+        &mut self,
+        name: &str,
+        instance: Instance,
+        creation: Creation,
+        restarted: Restarted,
+    ) -> Option<&mut Actor> {
+        if !self.may_adopt(name, instance, &creation) {
+            return None;
+        }
+        let phase = Phase::Lost { until: Duration::MAX };
+        let mut actor = self.actor(creation, instance.generation, restarted, phase);
+        actor.incarnation = instance.incarnation;
+        self.actors.insert(name.to_owned(), actor);
+        self.actors.get_mut(name)
+    }
+
+    /// An actor's current start is at `home`.
+    fn is_at(
+        &mut self,
+        now: Duration,
+        home: Home,
+        node: &str,
+        name: &str,
+        life: ActorLife,
+        effects: &mut Vec<Effect>,
+    ) {
+        let draining = self.hosts.get(&home).is_some_and(|host| host.draining);
+        let leaves = draining || self.drained.contains(node);
+        let Some(actor) = self.actors.get_mut(name) else { return };
+        node.clone_into(&mut actor.node);
+        if matches!(actor.phase, Phase::Moving(_)) {
+            return;
+        }
+        if life == ActorLife::Alive {
+            if !matches!(actor.phase, Phase::Alive(_)) {
+                actor.supervisor.began(now);
+            }
+            (actor.phase, actor.lived) = (Phase::Alive(home), true);
+            for (asker, _) in actor.askers() {
+                let outcome = Ok(PlacementReply { node: node.to_owned() });
+                effects.push(Effect::Answer { asker, outcome });
+            }
+        } else if life == ActorLife::Draining {
+            actor.phase = Phase::Moving(home);
+        } else {
+            actor.phase = Phase::Starting(home);
+        }
+        self.publish(name, effects);
+        if leaves && !matches!(life, ActorLife::Draining) {
+            self.moves(name, effects);
+        }
+    }
+}
+
+impl Actor {
+    /// Whether its last start has been given up: a report that it lives is out of date.
+    fn supervisor_ended(&self) -> bool {
+        matches!(self.phase, Phase::Pending { .. })
+    }
+}
