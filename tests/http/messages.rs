@@ -468,6 +468,24 @@ async fn limits_of_keys_are_told_as_anthropics_are() {
     );
 }
 
+/// Clients that would leave the conversation to the server look for these details, and then send all
+/// of it: what they leave out must not be missing silently.
+#[tokio::test]
+async fn no_conversation_is_kept_for_a_client_and_it_is_told_so() {
+    let rig = thinking("x");
+    for thread in
+        [json!({"type": "create"}), json!({"type": "continue", "previous_message_id": "msg_1"})]
+    {
+        for path in [PATH, COUNT] {
+            let refused = rig.client.post(path, &body(&json!({"thread": thread}))).await.unwrap();
+            let error = &refused.body["error"];
+            assert_eq!((refused.status, &error["type"]), (400, &json!("invalid_request_error")));
+            assert_eq!(error["details"]["error_code"], "thread_unsupported_request", "{error}");
+        }
+    }
+    assert_eq!(ask(&rig, &body(&json!({"thread": null}))).await["type"], "message");
+}
+
 #[tokio::test]
 async fn what_is_not_understood_is_refused_by_its_name() {
     let rig = thinking("x");

@@ -98,6 +98,7 @@ const MESSAGES: &[(&str, Neutral)] = &[
     ("mcp_servers", Empty),
     ("n", One),
     ("speed", Words(&["standard"])),
+    ("thread", Null),
 ];
 
 /// Fields of `/v1/embeddings` only.

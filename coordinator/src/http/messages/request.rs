@@ -75,6 +75,9 @@ pub(super) fn read(state: &AppState, fields: &Fields) -> Result<Request, ApiErro
             return Err(ApiError::field(name, message));
         }
     }
+    if fields.get("thread").is_some() {
+        return Err(ApiError::no_threads());
+    }
     refused::check(fields, Endpoint::Messages)?;
     let input = input::read(fields, limits)?;
     let same = |name: &&str| Some(((*name).to_owned(), fields.get(name)?.clone()));
