@@ -499,7 +499,7 @@ async fn what_is_not_understood_is_refused_by_its_name() {
         (json!({"max_tokens": null}), "`max_tokens` is required"),
         (json!({"max_tokens": 0}), "`max_tokens` must be an integer from 1"),
         (json!({"messages": null}), "`messages` is required"),
-        (json!({"messages": []}), "`messages` must be a list of 1 to 1024 messages"),
+        (json!({"messages": []}), "`messages` must be a list of at least one message"),
         (json!({"messages": [5]}), "`messages[0]` must be an object"),
         (json!({"messages": [{"role": "tool", "content": "x"}]}), "`messages[0].role`"),
         (json!({"messages": [{"role": "user"}]}), "`messages[0].content`"),

@@ -11,7 +11,7 @@ use crate::text::template::{ChatTemplate, Conversation, RESERVED, RenderError, h
 
 /// A variable that has its own field. Clients send it to whatever model they are set to, and a
 /// template that does not read it ignores it, so it is no error there.
-const EFFORT: &str = "reasoning_effort";
+pub(super) const EFFORT: &str = "reasoning_effort";
 /// Its values in harmony: the words that gpt-oss was trained with.
 const EFFORTS: [&str; 3] = ["low", "medium", "high"];
 
@@ -94,6 +94,7 @@ pub fn encode(
     let mut rendered = template.render(conversation).map_err(|error| match error {
         RenderError::Conversation(message) => ApiError::field("messages", message),
         // Only the template knows which values a variable may have.
+        RenderError::TooLong(message) => ApiError::context_length("messages", message),
         RenderError::Template(message) if !conversation.variables.is_empty() => {
             ApiError::field("chat_template_kwargs", message)
         }
@@ -184,14 +185,12 @@ pub(super) fn objects(fields: &Fields, name: &str, max: usize) -> Result<Option<
 fn messages(fields: &Fields, limits: &Limits) -> Result<Vec<Value>, ApiError> {
     let name = "messages";
     let list = match fields.get(name) {
-        Some(Value::Array(list)) if (1..=limits.messages).contains(&list.len()) => list,
-        Some(other) => {
-            let expected = format!("a list of 1 to {} messages", limits.messages);
-            return Err(Fields::wrong(name, other, &expected));
-        }
+        Some(Value::Array(list)) if !list.is_empty() => list,
+        Some(other) => return Err(Fields::wrong(name, other, "a list of at least one message")),
         None => return Err(ApiError::field(name, "`messages` is required")),
     };
     list.iter().enumerate().map(|(index, value)| message(index, value)).collect()
+    limits.check_messages(name, list.len())?;
 }
 
 /// Reads one message, with all its fields: templates read more than role and content.

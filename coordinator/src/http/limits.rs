@@ -84,6 +84,10 @@ impl Limits {
 
     /// Returns the default bounds for sequences of `max_model_len` tokens.
     #[must_use]
+/// A conversation may have as many messages as the model's length has tokens, since each takes some
+/// of them, but at least and at most so many. The first leaves the length of a short model to tell
+/// what is too long; with the second, templates that look at each message stay within their steps.
+const MESSAGES: (usize, usize) = (1024, 16 << 10);
     pub fn new(max_model_len: u32) -> Self {
         Self {
             body_bytes: BODY_BYTES_MIN.max(max_model_len as usize * BODY_BYTES_PER_TOKEN),
@@ -97,8 +101,9 @@ impl Limits {
             // 2,048 vectors of 4,096: 32 MiB while computed, 100 MB as JSON numbers.
             embedding_numbers: 8 << 20,
             choices: 512,
-            messages: 1024,
-            tools: 128,
+            messages: (max_model_len as usize).clamp(MESSAGES.0, MESSAGES.1),
+            // Agents bring those of many servers; what they take of a template is their text.
+            tools: 1024,
             // OpenMetrics allows an exemplar 128 characters, including its label's name.
             request_id_bytes: 100,
             n: 128,
@@ -141,3 +146,19 @@ impl Limits {
         Err(ApiError::field("n", message))
     }
 }
+    /// Checks the number of a conversation's messages, which came in this field. Too many are too
+    /// long a conversation: the client is to make it shorter.
+    ///
+    /// # Errors
+    /// 400 naming the field, with the code of a prompt that does not fit.
+    pub fn check_messages(&self, field: &str, count: usize) -> Result<(), ApiError> {
+        if count <= self.messages {
+            return Ok(());
+        }
+        let max = self.messages;
+        let message = format!(
+            "`{field}` has {count} messages, the limit is {max}. Please reduce your prompt."
+        );
+        Err(ApiError::context_length(field, message))
+    }
+

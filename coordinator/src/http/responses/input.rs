@@ -27,19 +27,19 @@ pub(super) fn read(fields: &Fields, limits: &Limits) -> Result<Input, ApiError> 
     if let Some(text) = fields.string("instructions", limits.body_bytes)? {
         input.push("system", text.into());
     }
-    let max = limits.messages;
     match fields.get("input") {
         None => return Err(ApiError::field("input", "`input` is required")),
         Some(Value::String(text)) => input.push("user", text.as_str().into()),
-        Some(Value::Array(items)) if (1..=max).contains(&items.len()) => {
+        Some(Value::Array(items)) if !items.is_empty() => {
+            limits.check_messages("input", items.len())?;
             for (index, item) in items.iter().enumerate() {
                 input.take(&format!("input[{index}]"), item)?;
             }
             input.goes_on = items.last().is_some_and(is_open);
         }
         Some(other) => {
-            let expected = format!("a string or a list of 1 to {max} items");
-            return Err(Fields::wrong("input", other, &expected));
+            let expected = "a string or a list of at least one item";
+            return Err(Fields::wrong("input", other, expected));
         }
     }
     Ok(input)
@@ -292,9 +292,9 @@ mod tests {
         }
         for (body, says) in [
             (json!({}), "`input` is required"),
-            (json!({"input": []}), "1 to 1024 items"),
-            (json!({"input": 5}), "1 to 1024 items"),
-            (json!({"input": vec![user; 1025]}), "1 to 1024 items"),
+            (json!({"input": []}), "at least one item"),
+            (json!({"input": 5}), "at least one item"),
+            (json!({"input": vec![user; 1025]}), "1025 messages, the limit is 1024"),
             (json!({"input": "x", "instructions": 5}), "`instructions`"),
         ] {
             let error = input(body.clone()).unwrap_err();
