@@ -449,7 +449,7 @@ async fn keys_are_taken_from_either_header() {
 
 #[tokio::test]
 async fn limits_of_keys_are_told_as_anthropics_are() {
-    let limits = KeyLimits { requests: None, per_minute: Some(1) };
+    let limits = KeyLimits { per_minute: Some(1), ..KeyLimits::default() };
     let keys = ApiKeys::of([ApiKey::new("secret", limits).unwrap()]);
     let rig = Rig::with_api(&ApiOptions { keys, ..ApiOptions::default() });
     let url = format!("http://{}{PATH}", rig.address);

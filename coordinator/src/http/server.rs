@@ -203,6 +203,7 @@ fn cors(origins: &[String]) -> Condition<Cors> {
         .expose_headers(["request-id", "x-request-id", "retry-after"])
         .max_age(600);
     Condition::new(!origins.is_empty(), cors)
+        .expose_headers(keys::RATE_HEADERS.into_iter().flatten())
 }
 
 /// Returns the pattern of a path: a model's name may contain slashes (`organisation/model`).
@@ -370,13 +371,14 @@ async fn read(state: &AppState, request: &HttpRequest, body: Payload) -> Result<
     let id = access::request_id(request);
     let fields = if bytes.len() > pool::LARGE {
         let limits = state.limits.clone();
+    let tally = access::tally(request).metered(keys::meter(state, request));
         state
             .with_text(bytes.len(), move |_| Ok(Fields::parse(&bytes, &limits)?.in_room(share)))
             .await
     } else {
         Fields::parse(&bytes, &state.limits)
     };
-    Ok(fields?.of_request(&id).counted_in(access::tally(request)))
+    Ok(fields?.of_request(&id).counted_in(tally))
 }
 
 async fn collect(mut body: Payload, room: &Room) -> Result<(BytesMut, Share), ApiError> {
