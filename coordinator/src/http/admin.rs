@@ -91,7 +91,7 @@ const FRESH_LOG_DEADLINE: Duration = Duration::from_millis(500);
 /// How long an operator waits until a command is in etcd.
 const STORED_DEADLINE: Duration = Duration::from_secs(4);
 /// Maximum bytes of an operator's request body.
-const BODY_MAX: usize = 64 << 10;
+pub(super) const BODY_MAX: usize = 64 << 10;
 /// Maximum number of nodes that an error names.
 const NODES_SAID: usize = 8;
 

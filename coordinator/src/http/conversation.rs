@@ -3,6 +3,7 @@ use serde_json::{Map, Value};
 
 use super::error::ApiError;
 use super::fields::Fields;
+use super::limits::EFFORT_BYTES;
 use super::params::Limits;
 use crate::text::model::TextModel;
 use crate::text::reply::harmony::Opening;
@@ -13,7 +14,7 @@ use crate::text::template::{ChatTemplate, Conversation, RESERVED, RenderError, h
 /// template that does not read it ignores it, so it is no error there.
 pub(super) const EFFORT: &str = "reasoning_effort";
 /// Its values in harmony: the words that gpt-oss was trained with.
-const EFFORTS: [&str; 3] = ["low", "medium", "high"];
+pub(super) const EFFORTS: [&str; 3] = ["low", "medium", "high"];
 
 /// Reads a conversation.
 ///
@@ -35,7 +36,7 @@ pub fn read(
     }
     let is_harmony = template.calls() == Some(CallFormat::Harmony);
     let mut variables = variables(fields)?;
-    if let Some(value) = fields.string(EFFORT, 64)?
+    if let Some(value) = fields.string(EFFORT, EFFORT_BYTES)?
         && template.knows(EFFORT, tools.is_some())
     {
         if is_harmony && !EFFORTS.contains(&value) {
@@ -93,8 +94,8 @@ pub fn encode(
     let template = text.template.as_ref().ok_or_else(no_template)?;
     let mut rendered = template.render(conversation).map_err(|error| match error {
         RenderError::Conversation(message) => ApiError::field("messages", message),
-        // Only the template knows which values a variable may have.
         RenderError::TooLong(message) => ApiError::context_length("messages", message),
+        // Only the template knows which values a variable may have.
         RenderError::Template(message) if !conversation.variables.is_empty() => {
             ApiError::field("chat_template_kwargs", message)
         }
@@ -189,8 +190,8 @@ fn messages(fields: &Fields, limits: &Limits) -> Result<Vec<Value>, ApiError> {
         Some(other) => return Err(Fields::wrong(name, other, "a list of at least one message")),
         None => return Err(ApiError::field(name, "`messages` is required")),
     };
-    list.iter().enumerate().map(|(index, value)| message(index, value)).collect()
     limits.check_messages(name, list.len())?;
+    list.iter().enumerate().map(|(index, value)| message(index, value)).collect()
 }
 
 /// Reads one message, with all its fields: templates read more than role and content.

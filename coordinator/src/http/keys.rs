@@ -181,7 +181,7 @@ const OPEN: [&str; 8] =
 /// Whether a path, as written in the request, needs a key: every path that is not known to be open.
 /// `/admin` has its own secret. Routes are matched after percent-decoding, so a path that does not
 /// name an open one letter by letter needs a key, however it is spelt.
-fn is_guarded(path: &str) -> bool {
+pub(super) fn is_guarded(path: &str) -> bool {
     !OPEN.contains(&path) && !path.starts_with("/admin/")
 }
 

@@ -25,8 +25,8 @@ use super::room::{Room, Share};
 use super::state::{AppState, Readiness};
 use super::terms::Terms;
 use super::{
-    access, admin, chat, completions, embeddings, keys, messages, metrics, models, pool, responses,
-    terms,
+    access, admin, chat, completions, embeddings, keys, messages, metrics, models, openapi, pool,
+    responses, terms,
     tls::{self, Tls},
     tokenize,
 };
@@ -46,7 +46,7 @@ const UNSENT_MAX: u32 = 128 << 10;
 const CONNECTIONS_MAX: usize = 20_000;
 
 /// Every path and its methods, for `Allow` and for the labels of HTTP metrics.
-const ROUTES: [(&str, &str); 18] = [
+pub(super) const ROUTES: [(&str, &str); 19] = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
     ("/v1/responses", "POST"),
@@ -64,6 +64,7 @@ const ROUTES: [(&str, &str); 18] = [
     ("/load", "GET, HEAD"),
     ("/ping", "GET, HEAD, POST"),
     ("/version", "GET, HEAD"),
+    ("/openapi.json", "GET, HEAD"),
     ("/", "GET, HEAD"),
 ];
 
@@ -158,6 +159,7 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             "/v1/models/{id}" => get().to(get_model),
             "/ready" => get().to(get_ready),
             "/metrics" => get().to(metrics::respond),
+            "/openapi.json" => get().to(get_openapi),
             "/version" | "/" => get().to(get_version),
             _ => get().to(get_health),
         };
@@ -201,9 +203,9 @@ fn cors(origins: &[String]) -> Condition<Cors> {
         .allow_any_method()
         .allow_any_header()
         .expose_headers(["request-id", "x-request-id", "retry-after"])
+        .expose_headers(keys::RATE_HEADERS.into_iter().flatten())
         .max_age(600);
     Condition::new(!origins.is_empty(), cors)
-        .expose_headers(keys::RATE_HEADERS.into_iter().flatten())
 }
 
 /// Returns the pattern of a path: a model's name may contain slashes (`organisation/model`).
@@ -369,9 +371,9 @@ async fn read(state: &AppState, request: &HttpRequest, body: Payload) -> Result<
         .await
         .map_err(|_| ApiError::too_slow(BODY_DEADLINE_S))??;
     let id = access::request_id(request);
+    let tally = access::tally(request).metered(keys::meter(state, request));
     let fields = if bytes.len() > pool::LARGE {
         let limits = state.limits.clone();
-    let tally = access::tally(request).metered(keys::meter(state, request));
         state
             .with_text(bytes.len(), move |_| Ok(Fields::parse(&bytes, &limits)?.in_room(share)))
             .await
@@ -421,6 +423,11 @@ pub(super) fn ready(readiness: Readiness) -> HttpResponse {
 /// `GET /version`.
 pub(crate) async fn get_version() -> HttpResponse {
     HttpResponse::Ok().json(json!({"name": "tutti", "version": env!("CARGO_PKG_VERSION")}))
+}
+
+/// `GET /openapi.json`.
+async fn get_openapi(state: Data<AppState>) -> HttpResponse {
+    HttpResponse::Ok().json(openapi::document(&state))
 }
 
 /// Counts every HTTP request by route, method and status, and times it to the end of its answer.
