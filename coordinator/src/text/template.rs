@@ -18,7 +18,7 @@ use serde_json::{Map, json};
 
 use super::reply::CallFormat;
 
-/// Maximum number of steps of a template, about a second of them. Most templates take about a
+/// Maximum number of steps of a template, half a second of them. Most templates take about a
 /// hundred for each message. That of gpt-oss looks behind each call of a tool whether an answer
 /// follows, so twice the messages take four times the steps: this is enough for about 2,000.
 const FUEL: u64 = 20_000_000;
