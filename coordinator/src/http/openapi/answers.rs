@@ -254,11 +254,11 @@ fn response_item() -> Value {
 
 fn response() -> Value {
     let details = |name: &str| answer(json!({name: count()}), json!({}));
-    let mut input = properties(json!({"cached_tokens": count(), "cache_write_tokens": count()}));
+    let input = answer(json!({"cached_tokens": count(), "cache_write_tokens": count()}), json!({}));
     let usage = answer(
         json!({
             "input_tokens": count(),
-            "input_tokens_details": answer(Value::Object(std::mem::take(&mut input)), json!({})),
+            "input_tokens_details": input,
             "output_tokens": count(), "output_tokens_details": details("reasoning_tokens"),
             "total_tokens": count(),
         }),
