@@ -172,7 +172,9 @@ impl Coordinator {
             actors.clone(),
         );
         let adapters = ServedAdapters::default();
-        let cluster = with_leadership(cluster, leadership.as_ref()).serving_adapters(adapters.clone()).start();
+        let cluster = with_leadership(cluster, leadership.as_ref())
+            .serving_adapters(adapters.clone())
+            .start();
         let (changes, asks) = AdapterChanges::channel();
         let carried_out = Changes {
             cluster: cluster.clone(),

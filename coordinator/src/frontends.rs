@@ -42,7 +42,9 @@ use self::link::Receiver;
 use self::slots::{AdmittedFrontend, Replaced, Slots};
 use crate::adapters::{AdapterChanges, ServedAdapters};
 use crate::cluster::actor::JoinRefusal;
-use crate::engine::{EngineCommand, EngineError, EventSender, GenerateRequest, retry_after_seconds};
+use crate::engine::{
+    EngineCommand, EngineError, EventSender, GenerateRequest, retry_after_seconds,
+};
 use crate::http::gate::Gate;
 use crate::http::params::Limits;
 use crate::http::state::ReadinessCheck;

@@ -28,6 +28,7 @@
 //! - [`tls`]: HTTPS, with certificates that may change
 //! - [`keys`]: who may use the API
 //! - [`options`]: the operator's options of the API
+//! - [`openapi`]: the API as a document for programs
 //! - [`pool`]: runs work on text off the threads that serve connections
 //! - [`room`]: how much memory request bodies may take together
 //! - `connections`: how many connections each address may have
@@ -60,6 +61,7 @@ pub mod message;
 pub mod messages;
 pub mod metrics;
 pub mod models;
+pub mod openapi;
 pub mod options;
 pub mod params;
 pub mod pool;

@@ -1,7 +1,11 @@
 //! The input that chat templates get from a request.
+use coordinator::http::params::Limits;
+use coordinator::text::model::TextModel;
+use coordinator::text::template::ChatTemplate;
 use serde_json::{Value, json};
+use testkit::models::demo;
 
-use crate::rig::Rig;
+use crate::rig::{Rig, Script};
 
 const CHAT: &str = "/v1/chat/completions";
 /// A template that prints its whole input.
@@ -156,4 +160,59 @@ async fn a_template_that_objects_is_the_clients_fault_and_one_that_fails_is_not(
     let reply = Rig::saying("x").client.post(CHAT, &context).await.unwrap();
     assert_eq!(reply.body["error"]["code"], "context_length_exceeded", "{}", reply.body);
     assert_eq!(reply.body["error"]["param"], "messages");
+}
+
+/// Agents send all that was said and done again and again, until they are told that it is too long,
+/// by the word that their API has for that; then they make it shorter.
+#[tokio::test]
+async fn a_long_session_goes_on_until_it_is_too_long() {
+    let template = "{% for m in messages %}{{ m.role[0] }}{% endfor %}";
+    let mut text = TextModel::load(&demo()).unwrap();
+    text.template = Some(ChatTemplate::new(template, String::new(), String::new()).unwrap());
+    text.max_positions = 131_072;
+    let rig = Rig::of(Script { text: "x".to_owned(), ..Script::default() }, text);
+    let turn = |index: usize| {
+        let role = if index.is_multiple_of(2) { "user" } else { "assistant" };
+        json!({"role": role, "content": "x"})
+    };
+    let limit = Limits::new(131_072).messages;
+    for (path, field) in
+        [(CHAT, "messages"), ("/v1/responses", "input"), ("/v1/messages", "messages")]
+    {
+        let ask = async |count: usize| {
+            let turns: Vec<Value> = (0..count).map(turn).collect();
+            let mut body = json!({(field): turns});
+            if path == "/v1/messages" {
+                body["max_tokens"] = json!(1);
+            }
+            rig.client.post(path, &body).await.unwrap()
+        };
+        for count in [5001, limit - 1] {
+            assert_eq!(ask(count).await.status, 200, "{path} with {count}");
+            let prompt = rig.seen.lock().unwrap().requests.pop().unwrap().prompt;
+            assert_eq!(rig.text.decode(&prompt).len(), count, "{path}");
+        }
+        let refused = ask(limit + 1).await;
+        let error = &refused.body["error"];
+        let message = error["message"].as_str().unwrap();
+        assert!(refused.status == 400 && message.contains("16385 messages"), "{path}: {error}");
+        if path == "/v1/messages" {
+            assert!(message.starts_with("prompt is too long"), "{message}");
+        } else {
+            let told = (&error["code"], &error["param"]);
+            assert_eq!(told, (&json!("context_length_exceeded"), &json!(field)), "{path}");
+        }
+    }
+    assert!(rig.seen.lock().unwrap().requests.is_empty());
+}
+
+/// A conversation that takes too many steps of its template is too long as well.
+#[tokio::test]
+async fn a_template_that_runs_out_of_steps_says_that_the_conversation_is_too_long() {
+    let template = "{% for m in messages %}{% for a in range(100000) %}{% for b in range(100000) \
+                    %}{% endfor %}{% endfor %}{% endfor %}";
+    let rig = Rig::with_template(template);
+    let body = json!({"messages": [{"role": "user", "content": "x"}]});
+    let refused = rig.client.post(CHAT, &body).await.unwrap();
+    assert_eq!(refused.body["error"]["code"], "context_length_exceeded", "{}", refused.body);
 }

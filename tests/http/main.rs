@@ -6,10 +6,12 @@
 //! - [`bounds`]: every bad request gets a 4xx that names the field
 //! - [`embeddings`]: `/v1/embeddings`, its vectors and bounds
 //! - [`fields`]: no field that would change the answer is ignored
+//! - [`contract`]: every answer is what `/openapi.json` says
 //! - [`conversations`]: the input that chat templates get from a request
 //! - [`harmony`]: the format of gpt-oss, in which replies are messages
 //! - [`messages`]: `/v1/messages`, its blocks, events and errors
 //! - [`responses`]: `/v1/responses`, its items and events
+//! - [`openapi`]: `/openapi.json`, its routes and bounds
 //! - [`options`]: API keys, origins, operators' limits
 //! - [`overload`]: limits per key and address, time limits of requests
 //! - [`structured`]: structured output fields
@@ -20,11 +22,13 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests panic")]
 
 mod bounds;
+mod contract;
 mod conversations;
 mod embeddings;
 mod fields;
 mod harmony;
 mod messages;
+mod openapi;
 mod options;
 mod overload;
 mod responses;

@@ -428,7 +428,7 @@ async fn keys_are_taken_from_either_header() {
 
 #[tokio::test]
 async fn limits_of_keys_are_told_as_anthropics_are() {
-    let limits = KeyLimits { requests: None, per_minute: Some(1) };
+    let limits = KeyLimits { per_minute: Some(1), ..KeyLimits::default() };
     let keys = ApiKeys::of([ApiKey::new("secret", limits).unwrap()]);
     let rig = Rig::with_api(&ApiOptions { keys, ..ApiOptions::default() });
     let url = format!("http://{}{PATH}", rig.address);
@@ -447,6 +447,24 @@ async fn limits_of_keys_are_told_as_anthropics_are() {
     );
 }
 
+/// Clients that would leave the conversation to the server look for these details, and then send all
+/// of it: what they leave out must not be missing silently.
+#[tokio::test]
+async fn no_conversation_is_kept_for_a_client_and_it_is_told_so() {
+    let rig = thinking("x");
+    for thread in
+        [json!({"type": "create"}), json!({"type": "continue", "previous_message_id": "msg_1"})]
+    {
+        for path in [PATH, COUNT] {
+            let refused = rig.client.post(path, &body(&json!({"thread": thread}))).await.unwrap();
+            let error = &refused.body["error"];
+            assert_eq!((refused.status, &error["type"]), (400, &json!("invalid_request_error")));
+            assert_eq!(error["details"]["error_code"], "thread_unsupported_request", "{error}");
+        }
+    }
+    assert_eq!(ask(&rig, &body(&json!({"thread": null}))).await["type"], "message");
+}
+
 #[tokio::test]
 async fn what_is_not_understood_is_refused_by_its_name() {
     let rig = Rig::thinking("x");
@@ -460,7 +478,7 @@ async fn what_is_not_understood_is_refused_by_its_name() {
         (json!({"max_tokens": null}), "`max_tokens` is required"),
         (json!({"max_tokens": 0}), "`max_tokens` must be an integer from 1"),
         (json!({"messages": null}), "`messages` is required"),
-        (json!({"messages": []}), "`messages` must be a list of 1 to 1024 messages"),
+        (json!({"messages": []}), "`messages` must be a list of at least one message"),
         (json!({"messages": [5]}), "`messages[0]` must be an object"),
         (json!({"messages": [{"role": "tool", "content": "x"}]}), "`messages[0].role`"),
         (json!({"messages": [{"role": "user"}]}), "`messages[0].content`"),

@@ -36,10 +36,15 @@ async fn counted(rig: &Rig, name: &str, labels: &[(&str, &str)]) -> f64 {
 fn limited(requests: Option<u32>, per_minute: Option<u32>) -> ApiOptions {
     let key = |name, limits| ApiKey::new(name, limits).unwrap();
     let keys = ApiKeys::of([
-        key("tight", KeyLimits { requests, per_minute }),
+        key("tight", KeyLimits { requests, per_minute, ..KeyLimits::default() }),
         key("free", KeyLimits::default()),
     ]);
     ApiOptions { keys, ..ApiOptions::default() }
+}
+
+fn rate(response: &Response, name: &str) -> Option<String> {
+    let header = response.headers().get(format!("x-ratelimit-{name}"))?;
+    Some(header.to_str().unwrap().to_owned())
 }
 
 const TIGHT: (&str, &str) = ("authorization", "Bearer tight");
@@ -88,6 +93,56 @@ async fn a_key_begins_so_many_requests_in_a_minute() {
     let wait = retry_after(&fourth).unwrap();
     assert!((1..=20).contains(&wait), "one every 20 s: {wait}");
     assert_eq!(complete(&rig, &[FREE], json!({"prompt": "x"})).await.status(), 200);
+}
+
+#[tokio::test]
+async fn a_key_uses_so_many_tokens_in_a_minute() {
+    let key = |name, limits| ApiKey::new(name, limits).unwrap();
+    // One is there again every 0.6 s.
+    let per_minute = Some(100);
+    let tight = KeyLimits { per_minute, tokens_per_minute: Some(100), ..KeyLimits::default() };
+    let keys = ApiKeys::of([key("tight", tight), key("free", KeyLimits::default())]);
+    let rig = Rig::with_api(&ApiOptions { keys, ..ApiOptions::default() });
+    let began = Instant::now();
+    let ask = async |key, more: Value| {
+        let mut body = json!({"prompt": vec![300; 60], "max_tokens": 4});
+        more.as_object().unwrap().iter().for_each(|(name, value)| body[name] = value.clone());
+        complete(&rig, &[key], body).await
+    };
+    let left = |response: &Response| -> u64 {
+        rate(response, "remaining-tokens").unwrap().parse().unwrap()
+    };
+    // A refused request costs nothing, and one that ended with its whole text what it used.
+    let full = EngineError::QueueFull { queued: 1, max: 1, retry_after_s: 1 };
+    rig.script(|script| script.refuse = Some(full));
+    let refused = ask(TIGHT, json!({})).await;
+    assert_eq!((refused.status().as_u16(), left(&refused)), (429, 100));
+    rig.script(|script| script.refuse = None);
+    let first = ask(TIGHT, json!({})).await;
+    let back = (began.elapsed().as_secs_f64() / 0.6) as u64 + 1;
+    assert_eq!(first.status(), 200);
+    assert!((36..=36 + back).contains(&left(&first)), "{} with {back}", left(&first));
+    assert_eq!(rate(&first, "limit-tokens").as_deref(), Some("100"));
+    assert_eq!(rate(&first, "limit-requests").as_deref(), Some("100"));
+    assert!(["98", "99"].map(Some).contains(&rate(&first, "remaining-requests").as_deref()));
+    // Some are left: it may use more than these, and has to make up for that.
+    let second = ask(TIGHT, json!({"stream": true})).await;
+    assert_eq!(second.status(), 200);
+    assert!(second.text().await.unwrap().ends_with("[DONE]\n\n"));
+    let third = ask(TIGHT, json!({})).await;
+    assert_eq!((third.status().as_u16(), left(&third)), (429, 0));
+    let wait = retry_after(&third).unwrap();
+    // 128 and the next one, less 100 and what has come back since.
+    let least = 17.4 - began.elapsed().as_secs_f64();
+    assert!(wait <= 18 && wait as f64 >= least, "{wait} s, at least {least}");
+    assert!(rate(&third, "reset-tokens").unwrap().starts_with("1m"), "{third:?}");
+    let error: Value = third.json().await.unwrap();
+    assert_eq!(error["error"]["code"], "rate_limit_exceeded");
+    assert!(error["error"]["message"].as_str().unwrap().contains("100 tokens"), "{error}");
+    let free = ask(FREE, json!({})).await;
+    assert_eq!((free.status().as_u16(), rate(&free, "limit-tokens")), (200, None));
+    let counts = [("reason", "key_limit")];
+    assert_eq!(counted(&rig, "tutti_requests_rejected_total", &counts).await, 1.0);
 }
 
 #[tokio::test]

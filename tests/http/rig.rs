@@ -10,6 +10,7 @@ use coordinator::engine::{
 };
 use coordinator::http::metrics::MetricsPage;
 use coordinator::http::models::Models;
+use coordinator::http::openapi;
 use coordinator::http::options::ApiOptions;
 use coordinator::http::params::Limits;
 use coordinator::http::server;
@@ -26,6 +27,8 @@ use shared::protocol::{Adapter, Serving, TokenLogprobs};
 use testkit::client::Client;
 use testkit::models::demo;
 use tokio::sync::mpsc;
+
+use crate::contract::Checked;
 
 /// A text of a model that thinks, then calls two tools.
 pub(crate) const THOUGHT: &str = "<think>\nHm, so.\n</think>\n\nI look.\n<tool_call>\n{\"name\": \"weather\", \
@@ -61,7 +64,7 @@ pub(crate) struct Seen {
 /// A running server.
 pub(crate) struct Rig {
     pub(crate) address: SocketAddr,
-    pub(crate) client: Client,
+    pub(crate) client: Checked,
     pub(crate) text: Arc<TextModel>,
     pub(crate) seen: Arc<Mutex<Seen>>,
     script: Arc<Mutex<Script>>,
@@ -177,6 +180,7 @@ impl Rig {
         .with_api(api)
         .with_metrics(Arc::new(page));
         let state = tune(state);
+        let document = openapi::document(&state);
         let (model, log, told) = (text.clone(), seen.clone(), script.clone());
         std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
@@ -188,6 +192,7 @@ impl Rig {
             });
         });
         let client = Client::new(&format!("http://{address}")).unwrap();
+        let client = Checked::new(client, document);
         Self { address, client, text, seen, script }
     }
 

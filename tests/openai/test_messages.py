@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import sys
+from typing import Literal
 
 import anthropic
 import jsonschema
@@ -164,6 +165,39 @@ def check_tools(client, model):
     check(answer.stop_reason == "end_turn", f"structured output: {answer.stop_reason}")
 
 
+def check_tool_runner(client, model):
+    """The client's own loop of calls and results. It asks the server to keep the conversation, and
+    sends all of it when it is told that no server here does."""
+    called = []
+
+    @anthropic.beta_tool
+    def weather(city: Literal["Rome", "Oslo"]) -> str:
+        """Says how the weather is.
+
+        Args:
+            city: Where.
+        """
+        called.append(city)
+        return "Sunny."
+
+    request = {
+        "model": model, "max_tokens": 100, "tools": [weather],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        "messages": [{"role": "user", "content": "How is the weather in Rome?"}],
+    }
+    for stream in (False, True):
+        called.clear()
+        used = []
+        runner = client.beta.messages.tool_runner(**request, stream=stream, max_iterations=2)
+        for turn in runner:
+            message = turn.get_final_message() if stream else turn
+            equal(message.stop_reason, "tool_use", f"turn {len(used)} of a runner")
+            used.append(message.usage.input_tokens + message.usage.cache_read_input_tokens)
+        check(called and set(called) <= {"Rome", "Oslo"}, f"the runner called {called}")
+        equal(len(used), 2, "turns of a runner")
+        check(used[1] > used[0], f"the second turn has the first, too: {used}")
+
+
 def check_errors(client, model):
     """What the client raises."""
     good = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": "a"}]}
@@ -218,6 +252,7 @@ def main():
         check_texts(client, model, chats)
         check_cache(client, model)
         check_tools(client, model)
+        check_tool_runner(client, model)
         check_errors(client, model)
         asyncio.run(check_async(base_url, model, chats))
     except CheckFailed as failure:

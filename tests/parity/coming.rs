@@ -13,7 +13,7 @@ use testkit::adapters::AdapterSpec;
 use testkit::models::{goldens, variant};
 use worker::device::{CpuDevice, CudaDevice, Device};
 use worker::engine_rank::EngineRank;
-use worker::rank::{AbortSlot, FormObserver, EmptyStepSource, Rank as _};
+use worker::rank::{AbortSlot, EmptyStepSource, FormObserver, Rank as _};
 
 use crate::adapters::Scratch;
 use crate::rig::fake_nccl_options;

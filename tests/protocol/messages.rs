@@ -15,13 +15,14 @@ use shared::protocol::actors::{
 use shared::protocol::control::{RESOURCE_NAME_MAX, RESOURCES_MAX};
 use shared::protocol::lora::{ADAPTER_NAME_MAX, ADAPTER_PATH_MAX, ADAPTERS_MAX};
 use shared::protocol::{
-    AcceptedChoice, Adapter, AdapterChange, AdapterCommand, AdapterDone, AdapterError, BUILD_MAX, ChangeAdapter, CollectiveSpec, DeviceKind, Drafts, Dtype, EngineConfig,
-    EngineError, EngineEvent, ExitReason, FinishReason, Form, FormFailed, Formed, FromFrontend,
-    FromWorker, FrontendHello, FrontendId, FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec,
-    HeldShard, Hello, LoadProgress, Lora, MODEL_NAME_MAX, MODEL_NAMES_MAX, NewSequence,
-    NodeResources, Quantization, Rejoin, SequenceOutput, SequenceStep, Serving, Start, Started,
-    StepFailed, StepMasks, StepPlan, StepResult, StepTimings, SubmitRequest, Swap, SwapPair,
-    ToFrontend, ToWorker, TokenLogprobs, TokenMask, Whitespace, WorkerStats,
+    AcceptedChoice, Adapter, AdapterChange, AdapterCommand, AdapterDone, AdapterError, BUILD_MAX,
+    ChangeAdapter, CollectiveSpec, DeviceKind, Drafts, Dtype, EngineConfig, EngineError,
+    EngineEvent, ExitReason, FinishReason, Form, FormFailed, Formed, FromFrontend, FromWorker,
+    FrontendHello, FrontendId, FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec, HeldShard, Hello,
+    LoadProgress, Lora, MODEL_NAME_MAX, MODEL_NAMES_MAX, NewSequence, NodeResources, Quantization,
+    Rejoin, SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepMasks, StepPlan,
+    StepResult, StepTimings, SubmitRequest, Swap, SwapPair, ToFrontend, ToWorker, TokenLogprobs,
+    TokenMask, Whitespace, WorkerStats,
 };
 use shared::sampling::{Pooling, SamplingParams};
 use shared::wire::codec::{self, CodecError};

@@ -28,8 +28,8 @@ pub(crate) struct ApiArgs {
     #[arg(long, value_name = "KEY", value_parser = |key: &str| Ok::<_, String>(Key(Zeroizing::new(key.to_owned()))))]
     pub(crate) api_key: Vec<Key>,
     /// Like --api-key, with keys from a file: one per line, # begins a comment. A key can have
-    /// limits of its own: KEY requests=N requests-per-minute=N. The file must be readable only by
-    /// its owner; it is reloaded when it changes
+    /// limits of its own: KEY requests=N requests-per-minute=N tokens-per-minute=N. The file must
+    /// be readable only by its owner; it is reloaded when it changes
     #[arg(long, value_name = "FILE")]
     pub(crate) api_key_file: Option<PathBuf>,
     /// Maximum number of requests in progress per API key; beyond it clients get 429. Each front
@@ -40,6 +40,11 @@ pub(crate) struct ApiArgs {
     /// many after a pause; otherwise like --max-requests-per-key. 0 for no limit
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub(crate) requests_per_minute_per_key: u32,
+    /// Maximum number of tokens that one API key may use per minute, of prompts and answers
+    /// together. A request may begin as long as any are left; what it uses beyond them is made up
+    /// for before the next one. Otherwise like --requests-per-minute-per-key. 0 for no limit
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1_000_000_000))]
+    pub(crate) tokens_per_minute_per_key: u32,
     /// Share cached prompt prefixes between API keys; a client can then infer from response times
     /// what others have asked
     #[arg(long)]
@@ -224,6 +229,7 @@ fn keys(args: &ApiArgs) -> Result<ApiKeys, CliError> {
     let limits = KeyLimits {
         requests: bound(args.max_requests_per_key),
         per_minute: bound(args.requests_per_minute_per_key),
+        tokens_per_minute: bound(args.tokens_per_minute_per_key),
     };
     let bad = |error: ApiKeyError| {
         CliError::Usage(format!("--api-key, --api-key-file or {VARIABLE}: {error}"))
@@ -244,8 +250,8 @@ fn keys(args: &ApiArgs) -> Result<ApiKeys, CliError> {
         given.push(ApiKey::new(&Zeroizing::new(key), limits).map_err(bad)?);
     }
     if given.is_empty() && limits != KeyLimits::default() {
-        let message = "--max-requests-per-key and --requests-per-minute-per-key need API keys: give \
-                       --api-key-file";
+        let message = "--max-requests-per-key, --requests-per-minute-per-key and \
+                       --tokens-per-minute-per-key need API keys: give --api-key-file";
         return Err(CliError::Usage(message.to_owned()));
     }
     Ok(ApiKeys::of(given))

@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 use shared::clock::since_1970;
 
 use super::options::{
-    ActorsArgs, AdapterCommand, AdaptersArgs, DrainArgs, LoadArgs, LogsArgs, OperatorArgs, ScaleArgs,
-    StatusArgs, UnloadArgs,
+    ActorsArgs, AdapterCommand, AdaptersArgs, DrainArgs, LoadArgs, LogsArgs, OperatorArgs,
+    ScaleArgs, StatusArgs, UnloadArgs,
 };
 use super::output::print_line;
 use super::{CliError, http_client, secret};

@@ -15,8 +15,8 @@ use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use self::compute::parse_workers;
 pub(crate) use self::compute::{ComputeArgs, CudaArgs, Device, Workers};
 pub(crate) use self::operator::{
-    ActorsArgs, AdapterCommand, AdaptersArgs, BenchArgs, CheckConfigArgs, DevicesArgs, DrainArgs, LoadArgs,
-    LogsArgs, MetricsArgs, OperatorArgs, ScaleArgs, StatusArgs, UnloadArgs,
+    ActorsArgs, AdapterCommand, AdaptersArgs, BenchArgs, CheckConfigArgs, DevicesArgs, DrainArgs,
+    LoadArgs, LogsArgs, MetricsArgs, OperatorArgs, ScaleArgs, StatusArgs, UnloadArgs,
 };
 pub(crate) use self::serving::{
     CompatArg, PolicyArg, ServingArgs, parse_quantization, parse_swap_space,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use actix::Addr;
 use shared::hub::name::DEFAULT_REVISION;
-use shared::hub::{Hub, ModelArgument, ModelPart, RequestedModel, DownloadHandle};
+use shared::hub::{DownloadHandle, Hub, ModelArgument, ModelPart, RequestedModel};
 use shared::membership::View;
 use shared::protocol::{AdapterCommand, AdapterError};
 use tokio::sync::{mpsc, watch};

@@ -17,6 +17,7 @@ use actix_web::{Error, HttpMessage as _, HttpRequest};
 use super::body::{Companion, accompanied};
 use super::error::ApiError;
 use super::fields::is_request_id;
+use super::keys::Meter;
 use super::messages;
 use super::state::AppState;
 use super::trace::TraceParent;
@@ -27,10 +28,13 @@ const HEADER: HeaderName = HeaderName::from_static("x-request-id");
 #[derive(Clone, Debug)]
 struct RequestName(String);
 
-/// Counts the tokens of a request for the access log; without the log, counts nothing. Clones share
-/// the counts.
+/// Counts the tokens of a request for the access log and for its key's limit, as far as there are
+/// such. Clones share the counts.
 #[derive(Clone, Debug, Default)]
-pub struct Tally(Option<Arc<Counts>>);
+pub struct Tally {
+    counts: Option<Arc<Counts>>,
+    meter: Option<Meter>,
+}
 
 #[derive(Debug, Default)]
 struct Counts {
@@ -42,38 +46,57 @@ struct Counts {
 
 impl Tally {
     pub(super) fn counting() -> Self {
-        Self(Some(Arc::default()))
+        Self { counts: Some(Arc::default()), meter: None }
+    }
+
+    /// Counts against a key's limit, too.
+    #[must_use]
+    pub fn metered(self, meter: Option<Meter>) -> Self {
+        Self { meter, ..self }
     }
 
     /// A prompt of so many tokens starts to run.
     pub fn prompt(&self, tokens: u64) {
-        if let Some(counts) = &self.0 {
+        if let Some(counts) = &self.counts {
             counts.prompt.fetch_add(tokens, Ordering::Relaxed);
+        }
+        if let Some(meter) = &self.meter {
+            meter.take(tokens);
+        }
+    }
+
+    /// A prompt of so many tokens failed before anything came of it: its client is not charged.
+    pub fn failed(&self, tokens: u64) {
+        if let Some(meter) = &self.meter {
+            meter.put_back(tokens);
         }
     }
 
     /// So many more tokens were generated.
     pub fn output(&self, tokens: u64) {
-        if let Some(counts) = &self.0 {
+        if let Some(counts) = &self.counts {
             counts.output.fetch_add(tokens, Ordering::Relaxed);
+        }
+        if let Some(meter) = &self.meter {
+            meter.take(tokens);
         }
     }
 
     /// The API key with this number admitted the request.
     pub fn key(&self, number: u64) {
-        if let Some(counts) = &self.0 {
+        if let Some(counts) = &self.counts {
             counts.key.store(number, Ordering::Relaxed);
         }
     }
 
     fn known_key(&self) -> Option<u64> {
-        let counts = self.0.as_ref()?;
+        let counts = self.counts.as_ref()?;
         Some(counts.key.load(Ordering::Relaxed)).filter(|number| *number > 0)
     }
 
     /// Returns the tokens of the prompts and of the output, if prompts ran.
     pub(super) fn counted(&self) -> Option<(u64, u64)> {
-        let counts = self.0.as_ref()?;
+        let counts = self.counts.as_ref()?;
         let counted =
             (counts.prompt.load(Ordering::Relaxed), counts.output.load(Ordering::Relaxed));
         (counted.0 > 0).then_some(counted)

@@ -106,7 +106,7 @@ const STORED_DEADLINE: Duration = Duration::from_secs(4);
 /// How long an operator waits until an actor is told to end.
 const KILL_DEADLINE: Duration = Duration::from_secs(2);
 /// Maximum bytes of an operator's request body.
-const BODY_MAX: usize = 64 << 10;
+pub(super) const BODY_MAX: usize = 64 << 10;
 /// Maximum number of nodes that an error names.
 const NODES_SAID: usize = 8;
 

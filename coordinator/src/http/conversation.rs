@@ -3,6 +3,7 @@ use serde_json::{Map, Value};
 
 use super::error::ApiError;
 use super::fields::Fields;
+use super::limits::EFFORT_BYTES;
 use super::params::Limits;
 use crate::text::model::TextModel;
 use crate::text::reply::harmony::Opening;
@@ -11,9 +12,9 @@ use crate::text::template::{ChatTemplate, Conversation, RESERVED, RenderError, h
 
 /// A variable that has its own field. Clients send it to whatever model they are set to, and a
 /// template that does not read it ignores it, so it is no error there.
-const EFFORT: &str = "reasoning_effort";
+pub(super) const EFFORT: &str = "reasoning_effort";
 /// Its values in harmony: the words that gpt-oss was trained with.
-const EFFORTS: [&str; 3] = ["low", "medium", "high"];
+pub(super) const EFFORTS: [&str; 3] = ["low", "medium", "high"];
 
 /// Reads a conversation.
 ///
@@ -35,7 +36,7 @@ pub fn read(
     }
     let is_harmony = template.calls() == Some(CallFormat::Harmony);
     let mut variables = variables(fields)?;
-    if let Some(value) = fields.string(EFFORT, 64)?
+    if let Some(value) = fields.string(EFFORT, EFFORT_BYTES)?
         && template.knows(EFFORT, tools.is_some())
     {
         if is_harmony && !EFFORTS.contains(&value) {
@@ -93,6 +94,7 @@ pub fn encode(
     let template = text.template.as_ref().ok_or_else(no_template)?;
     let mut rendered = template.render(conversation).map_err(|error| match error {
         RenderError::Conversation(message) => ApiError::field("messages", message),
+        RenderError::TooLong(message) => ApiError::context_length("messages", message),
         // Only the template knows which values a variable may have.
         RenderError::Template(message) if !conversation.variables.is_empty() => {
             ApiError::field("chat_template_kwargs", message)
@@ -184,13 +186,11 @@ pub(super) fn objects(fields: &Fields, name: &str, max: usize) -> Result<Option<
 fn messages(fields: &Fields, limits: &Limits) -> Result<Vec<Value>, ApiError> {
     let name = "messages";
     let list = match fields.get(name) {
-        Some(Value::Array(list)) if (1..=limits.messages).contains(&list.len()) => list,
-        Some(other) => {
-            let expected = format!("a list of 1 to {} messages", limits.messages);
-            return Err(Fields::wrong(name, other, &expected));
-        }
+        Some(Value::Array(list)) if !list.is_empty() => list,
+        Some(other) => return Err(Fields::wrong(name, other, "a list of at least one message")),
         None => return Err(ApiError::field(name, "`messages` is required")),
     };
+    limits.check_messages(name, list.len())?;
     list.iter().enumerate().map(|(index, value)| message(index, value)).collect()
 }
 

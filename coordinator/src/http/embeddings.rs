@@ -197,10 +197,13 @@ fn format(fields: &Fields) -> Result<Format, ApiError> {
 }
 
 fn dimensions(fields: &Fields, text: &TextModel) -> Result<Option<u32>, ApiError> {
-    // If the model's size is unknown, nothing is known to be too large: the whole vector is
-    // returned.
-    let max = if text.hidden_size == 0 { u32::MAX } else { text.hidden_size };
-    fields.count("dimensions", 1, max)
+    fields.count("dimensions", 1, hidden_size_of(text))
+}
+
+/// The most that a vector may have. If the model's size is unknown, nothing is known to be too
+/// large: the whole vector is returned.
+pub(super) fn hidden_size_of(text: &TextModel) -> u32 {
+    if text.hidden_size == 0 { u32::MAX } else { text.hidden_size }
 }
 
 /// Checks that an answer of so many vectors is not too large.

@@ -37,6 +37,10 @@ pub struct ApiError {
     anthropic: Option<Arc<str>>,
 }
 
+/// Told where a client of Anthropic's API wants the server to keep its conversation: by this code it
+/// sends the whole conversation instead.
+const NO_THREADS: &str = "thread_unsupported_request";
+
 /// What Anthropic's API says where it has more to do than it can: a status of its own.
 const OVERLOADED: u16 = 529;
 
@@ -73,6 +77,14 @@ impl ApiError {
     pub fn context_length(param: &str, message: String) -> Self {
         Self { code: Some("context_length_exceeded"), ..Self::field(param, message) }
             .counted_as(RejectReason::TooLarge)
+    }
+
+    /// A conversation that the server is to keep: 400.
+    #[must_use]
+    pub fn no_threads() -> Self {
+        let message = "`thread` is not supported: conversations are not stored; send the earlier \
+                       messages in `messages`";
+        Self { code: Some(NO_THREADS), ..Self::field("thread", message) }
     }
 
     /// No such model: 404.
@@ -272,7 +284,10 @@ impl ApiError {
             Some("context_length_exceeded") => format!("prompt is too long: {}", self.message),
             _ => self.message.clone(),
         };
-        let error = json!({"type": kind, "message": message});
+        let mut error = json!({"type": kind, "message": message});
+        if self.code == Some(NO_THREADS) {
+            error["details"] = json!({"error_code": NO_THREADS, "unsupported": ["thread"]});
+        }
         json!({"type": "error", "error": error, "request_id": request_id})
     }
 

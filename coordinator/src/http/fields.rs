@@ -223,11 +223,12 @@ impl Fields {
         Ok(number.and_then(|number| u32::try_from(number).ok()))
     }
 
-    /// Reads a finite number in `min..=max`.
+    /// Reads a finite number in a range, its ends included.
     ///
     /// # Errors
     /// 400 naming the field and the bounds.
-    pub fn number(&self, name: &str, min: f64, max: f64) -> Result<Option<f32>, ApiError> {
+    pub fn number(&self, name: &str, range: (f64, f64)) -> Result<Option<f32>, ApiError> {
+        let (min, max) = range;
         let Some(value) = self.get(name) else { return Ok(None) };
         let number = match value {
             Value::String(text) => text.trim().parse().ok(),

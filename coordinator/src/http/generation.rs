@@ -62,7 +62,7 @@ pub enum Next {
 #[derive(Debug)]
 pub struct RunningPrompt {
     generation: Generation,
-    /// Counts that the queue was full.
+    /// Counts that the queue was full; `None` where a caller counts, who may ask again.
     counts: Option<FrontendStats>,
     /// When its client no longer wants it.
     deadline: Option<Pin<Box<Sleep>>>,
@@ -245,6 +245,9 @@ impl RunningPrompt {
             }
             EngineEvent::Failed(error) => {
                 count_full(self.counts.as_ref(), &error);
+                if self.completion_tokens == 0 && self.counts.is_some() {
+                    self.tally.failed(self.prompt_tokens);
+                }
                 Err(error.into())
             }
         }

@@ -2,16 +2,19 @@
 //!
 //! - `file`: the file of keys, reread when it changes
 //! - `account`: what the owner of a key has under way, and may start
+//! - `bucket`: so many of something per minute
 mod account;
+mod bucket;
 mod file;
 
 use std::fmt;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+use std::time::Duration;
 
 use actix_web::body::{EitherBody, MessageBody};
 use actix_web::dev::{ServiceRequest, ServiceResponse};
 use actix_web::http::Method;
-use actix_web::http::header::{AUTHORIZATION, HeaderMap, HeaderName};
+use actix_web::http::header::{AUTHORIZATION, HeaderMap, HeaderName, HeaderValue};
 use actix_web::middleware::Next;
 use actix_web::web::Data;
 use actix_web::{Error, HttpMessage as _, HttpRequest, ResponseError as _};
@@ -19,7 +22,7 @@ use sha2::{Digest as _, Sha256};
 use shared::metrics::labels::RejectReason;
 
 use self::account::Account;
-pub use self::account::{KeyLimits, Refusal, Turn};
+pub use self::account::{KeyLimits, Meter, Refusal, Turn};
 pub use self::file::{KeyFile, KeyFileError};
 use super::access;
 use super::error::ApiError;
@@ -189,7 +192,7 @@ const ADAPTERS: [&str; 2] = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
 /// `/admin` has its own secret, and changes of adapters have their own rule. Routes are matched
 /// after percent-decoding, so a path that does not name an open one letter by letter needs a key,
 /// however it is spelt.
-fn is_guarded(path: &str) -> bool {
+pub(super) fn is_guarded(path: &str) -> bool {
     !OPEN.contains(&path) && !path.starts_with("/admin/") && !ADAPTERS.contains(&path)
 }
 
@@ -211,9 +214,15 @@ pub async fn authenticate<B: MessageBody + 'static>(
             let answer = error.error_response();
             return Ok(request.into_response(answer).map_into_right_body());
         }
-        Some((_, Ok(Some((number, account))))) => {
+        Some((state, Ok(Some((number, account))))) => {
+            let (clock, owner) = (state.clock.clone(), account.clone());
             access::tally(request.request()).key(number);
             request.extensions_mut().insert(Owner(account));
+            let mut response = next.call(request).await?.map_into_left_body();
+            if response.request().extensions().contains::<Limited>() {
+                tell_rates(&owner, clock.now(), response.headers_mut());
+            }
+            return Ok(response);
         }
         Some((_, Ok(None))) | None => {}
     }
@@ -222,6 +231,50 @@ pub async fn authenticate<B: MessageBody + 'static>(
 
 /// The owner of a request, stored among its extensions.
 struct Owner(Arc<Account>);
+
+/// Among the extensions of a request that its key's limits apply to.
+struct Limited;
+
+/// Headers that tell the clients of OpenAI's API of a key's limits per minute.
+pub(super) const RATE_HEADERS: [[&str; 3]; 2] = [
+    ["x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"],
+    ["x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"],
+];
+
+/// Says what is left of the owner's limits, in OpenAI's headers.
+fn tell_rates(account: &Account, now: Duration, headers: &mut HeaderMap) {
+    for (what, max, left) in account.rates(now) {
+        let Some(names) = RATE_HEADERS.iter().find(|names| names[0].ends_with(what)) else {
+            continue;
+        };
+        let values = [max.to_string(), left.count.to_string(), in_units(left.until_full)];
+        for (name, value) in names.iter().zip(values) {
+            if let Ok(value) = HeaderValue::try_from(value) {
+                headers.insert(HeaderName::from_static(name), value);
+            }
+        }
+    }
+}
+
+/// A time as OpenAI's headers write it: `120ms`, `1.5s`, `6m0s`.
+fn in_units(time: Duration) -> String {
+    let milliseconds = time.as_nanos().div_ceil(1_000_000);
+    let (minutes, rest) = (milliseconds / 60_000, milliseconds % 60_000);
+    let seconds = format!("{}s", rest as f64 / 1000.0);
+    match (minutes / 60, minutes % 60) {
+        (0, 0) if milliseconds < 1000 => format!("{milliseconds}ms"),
+        (0, 0) => seconds,
+        (0, minutes) => format!("{minutes}m{seconds}"),
+        (hours, minutes) => format!("{hours}h{minutes}m{seconds}"),
+    }
+}
+
+/// Counts the tokens of a request against its key's limit, if it has one.
+#[must_use]
+pub(super) fn meter(state: &AppState, request: &HttpRequest) -> Option<Meter> {
+    let extensions = request.extensions();
+    extensions.get::<Owner>().and_then(|owner| Meter::of(&owner.0, &state.clock))
+}
 
 /// Distinguishes the requests of one key from others': its hash.
 #[must_use]
@@ -236,6 +289,7 @@ pub(super) fn owner(request: &HttpRequest) -> Option<[u8; 32]> {
 pub(super) fn enter(state: &AppState, request: &HttpRequest) -> Result<Option<Turn>, ApiError> {
     let account = request.extensions().get::<Owner>().map(|owner| owner.0.clone());
     let Some(account) = account else { return Ok(None) };
+    request.extensions_mut().insert(Limited);
     account.enter(state.clock.now()).map(Some).map_err(|refusal| {
         state.stats.rejected(RejectReason::KeyLimit);
         refusal.into()
@@ -244,8 +298,6 @@ pub(super) fn enter(state: &AppState, request: &HttpRequest) -> Result<Option<Tu
 
 #[cfg(test)]
 mod tests {
-    use actix_web::http::header::HeaderValue;
-
     use super::*;
 
     fn key(key: &str) -> ApiKey {
@@ -277,15 +329,30 @@ mod tests {
 
     #[test]
     fn keys_that_are_replaced_keep_what_their_owners_have_under_way() {
-        let limits = KeyLimits { requests: Some(1), per_minute: None };
+        let limits = KeyLimits { requests: Some(1), ..KeyLimits::default() };
         let of = |name: &str| ApiKey::new(name, limits).unwrap();
         let keys = ApiKeys::of([of("old"), of("kept")]);
-        let now = std::time::Duration::ZERO;
+        let now = Duration::ZERO;
         let turn = keys.owner("kept").unwrap().1.enter(now).unwrap();
         keys.replace([of("kept"), of("new")]);
         assert!(!admit(&keys, "Bearer old") && admit(&keys, "Bearer new"));
         assert!(keys.owner("kept").unwrap().1.enter(now).is_err(), "one is under way");
         drop(turn);
         assert!(keys.owner("kept").unwrap().1.enter(now).is_ok());
+    }
+
+    #[test]
+    fn times_are_written_as_openai_does() {
+        for (milliseconds, written) in [
+            (0, "0ms"),
+            (120, "120ms"),
+            (1000, "1s"),
+            (8640, "8.64s"),
+            (360_000, "6m0s"),
+            (3_600_500, "1h0m0.5s"),
+        ] {
+            assert_eq!(in_units(Duration::from_millis(milliseconds)), written);
+        }
+        assert_eq!(in_units(Duration::from_micros(1)), "1ms", "never too early");
     }
 }

@@ -55,10 +55,39 @@ pub struct Limits {
     pub harmony: bool,
 }
 
+/// Ranges of fields, the same for every model.
+pub mod ranges {
+    /// `temperature`.
+    pub const TEMPERATURE: (f64, f64) = (0.0, 2.0);
+    /// `top_p`, which is above the first.
+    pub const TOP_P: (f64, f64) = (0.0, 1.0);
+    /// `min_p`.
+    pub const MIN_P: (f64, f64) = (0.0, 1.0);
+    /// `presence_penalty` and `frequency_penalty`.
+    pub const PENALTY: (f64, f64) = (-2.0, 2.0);
+    /// `repetition_penalty`.
+    pub const REPETITION_PENALTY: (f64, f64) = (0.01, 100.0);
+    /// Values of `logit_bias`.
+    pub const LOGIT_BIAS: (f64, f64) = (-100.0, 100.0);
+    /// `top_k`.
+    pub const TOP_K: (i64, i64) = (-1, i32::MAX as i64);
+}
+
+/// Bytes of `model`.
+pub const MODEL_BYTES: usize = 4096;
+/// Bytes of `guided_whitespace_pattern`.
+pub const PATTERN_BYTES: usize = 4096;
+/// Bytes of `reasoning_effort`.
+pub const EFFORT_BYTES: usize = 64;
+
 /// Bodies of this size are accepted whatever the model: many prompts of a short model, or a
 /// conversation whose messages contain much that the template leaves out. All bodies together have
 /// another bound, see [`super::room`].
 const BODY_BYTES_MIN: usize = 16 << 20;
+/// A conversation may have as many messages as the model's length has tokens, since each takes some
+/// of them, but at least and at most so many. The first leaves the length of a short model to tell
+/// what is too long; with the second, templates that look at each message stay within their steps.
+const MESSAGES: (usize, usize) = (1024, 16 << 10);
 /// A token id takes 8 bytes with its comma; a token's text, escaped (`\u0000`), usually less than
 /// 16.
 const BODY_BYTES_PER_TOKEN: usize = 16;
@@ -97,8 +126,9 @@ impl Limits {
             // 2,048 vectors of 4,096: 32 MiB while computed, 100 MB as JSON numbers.
             embedding_numbers: 8 << 20,
             choices: 512,
-            messages: 1024,
-            tools: 128,
+            messages: (max_model_len as usize).clamp(MESSAGES.0, MESSAGES.1),
+            // Agents bring those of many servers; what they take of a template is their text.
+            tools: 1024,
             // OpenMetrics allows an exemplar 128 characters, including its label's name.
             request_id_bytes: 100,
             n: 128,
@@ -118,11 +148,33 @@ impl Limits {
         }
     }
 
+    /// Most tokens of an output: its prompt has one at least.
+    #[must_use]
+    pub fn max_output(&self) -> u32 {
+        self.max_model_len.saturating_sub(1)
+    }
+
     /// Tokens reserved for the output when a prompt is truncated to fit and the request does not
     /// say how many it wants.
     #[must_use]
     pub fn reserved_output(&self) -> u32 {
         (self.max_model_len / 4).clamp(1, 1024)
+    }
+
+    /// Checks the number of a conversation's messages, which came in this field. Too many are too
+    /// long a conversation: the client is to make it shorter.
+    ///
+    /// # Errors
+    /// 400 naming the field, with the code of a prompt that does not fit.
+    pub fn check_messages(&self, field: &str, count: usize) -> Result<(), ApiError> {
+        if count <= self.messages {
+            return Ok(());
+        }
+        let max = self.messages;
+        let message = format!(
+            "`{field}` has {count} messages, the limit is {max}. Please reduce your prompt."
+        );
+        Err(ApiError::context_length(field, message))
     }
 
     /// Checks the size of a request's prompts, which is copied for every choice: `tokens` counts

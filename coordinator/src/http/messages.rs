@@ -16,6 +16,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use self::output::{Output, Sink};
+pub(super) use self::request::{MOVED, SAME};
 use super::conversation;
 use super::dialogue::{self, Form, Started};
 use super::error::ApiError;

@@ -31,6 +31,11 @@ impl Models {
         }
     }
 
+    /// Returns all names.
+    pub(super) fn all(&self) -> impl Iterator<Item = &Arc<str>> {
+        self.names.iter().chain(self.adapters.iter().map(|(name, _)| name))
+    }
+
     /// Returns the adapter with this name, none for the model alone; `None` if nothing has that
     /// name.
     #[must_use]

@@ -13,6 +13,7 @@ use super::access::Tally;
 use super::error::ApiError;
 pub use super::fields::Fields;
 pub use super::limits::Limits;
+use super::limits::{MODEL_BYTES, ranges};
 use super::models::Models;
 use super::structured::{self, Asked};
 use crate::adapters::AdapterUse;
@@ -99,7 +100,7 @@ pub enum StreamUsage {
 /// # Errors
 /// 404 if it is not served.
 pub fn adapter(fields: &Fields, models: &Models) -> Result<AdapterUse, ApiError> {
-    match fields.string("model", 4096)? {
+    match fields.string("model", MODEL_BYTES)? {
         Some(model) => models.find(model).ok_or_else(|| ApiError::unknown_model(model)),
         None => Ok(AdapterUse::default()),
     }
@@ -146,27 +147,27 @@ impl Common {
         }
         let mut end_tokens = model_end_tokens.clone();
         end_tokens.extend(token_ids(fields, "stop_token_ids", limits.stop_token_ids, text)?);
-        let min_tokens = fields.count("min_tokens", 0, limits.max_model_len)?.unwrap_or(0);
-        let repetition = fields.number("repetition_penalty", 0.01, 100.0)?;
-        let top_p = fields.number("top_p", 0.0, 1.0)?;
-        if top_p == Some(0.0) {
+        let min_tokens = fields.count("min_tokens", 0, limits.max_output())?.unwrap_or(0);
+        let repetition = fields.number("repetition_penalty", ranges::REPETITION_PENALTY)?;
+        let top_p = fields.number("top_p", ranges::TOP_P)?;
+        if top_p.is_some_and(|top_p| f64::from(top_p) <= ranges::TOP_P.0) {
             return Err(ApiError::field("top_p", "`top_p` must be above 0 and at most 1"));
         }
         let seed = fields.integer("seed", i64::MIN, i64::MAX)?;
-        let top_k = fields.integer("top_k", -1, i64::from(i32::MAX))?;
+        let top_k = fields.integer("top_k", ranges::TOP_K.0, ranges::TOP_K.1)?;
         let top_k = top_k.map(|k| u32::try_from(k).unwrap_or(0));
         let sampling = SamplingParams {
             temperature: fields
-                .number("temperature", 0.0, 2.0)?
+                .number("temperature", ranges::TEMPERATURE)?
                 .or(defaults.temperature)
                 .unwrap_or(1.0),
             top_p: top_p.or(defaults.top_p).unwrap_or(1.0),
             top_k: top_k.or(defaults.top_k).unwrap_or(0),
-            min_p: fields.number("min_p", 0.0, 1.0)?.or(defaults.min_p).unwrap_or(0.0),
+            min_p: fields.number("min_p", ranges::MIN_P)?.or(defaults.min_p).unwrap_or(0.0),
             seed: seed.unwrap_or(0).cast_unsigned(),
             choice: 0,
-            presence_penalty: fields.number("presence_penalty", -2.0, 2.0)?.unwrap_or(0.0),
-            frequency_penalty: fields.number("frequency_penalty", -2.0, 2.0)?.unwrap_or(0.0),
+            presence_penalty: fields.number("presence_penalty", ranges::PENALTY)?.unwrap_or(0.0),
+            frequency_penalty: fields.number("frequency_penalty", ranges::PENALTY)?.unwrap_or(0.0),
             repetition_penalty: repetition.or(defaults.repetition_penalty).unwrap_or(1.0),
             logit_bias: logit_bias(fields, limits, text)?,
             suppress_until_min: if min_tokens > 0 { end_tokens.clone() } else { Vec::new() },
@@ -412,16 +413,17 @@ fn logit_bias(
     text: &TextModel,
 ) -> Result<Vec<(u32, f32)>, ApiError> {
     let name = "logit_bias";
+    let (low, high) = ranges::LOGIT_BIAS;
     let Some(value) = fields.get(name) else { return Ok(Vec::new()) };
     let entry = |(id, bias): (&String, &Value)| {
         let id = id.parse::<u32>().ok().filter(|id| *id < text.vocab_size)?;
-        let bias = bias.as_f64().filter(|bias| (-100.0..=100.0).contains(bias))?;
+        let bias = bias.as_f64().filter(|bias| (low..=high).contains(bias))?;
         Some((id, bias as f32))
     };
     let map = value.as_object().filter(|map| map.len() <= limits.logit_bias);
     map.and_then(|map| map.iter().map(entry).collect()).ok_or_else(|| {
         let expected = format!(
-            "an object of at most {} token ids (0 to {}) with numbers from -100 to 100",
+            "an object of at most {} token ids (0 to {}) with numbers from {low} to {high}",
             limits.logit_bias,
             text.vocab_size - 1
         );

@@ -98,6 +98,7 @@ const MESSAGES: &[(&str, Neutral)] = &[
     ("mcp_servers", Empty),
     ("n", One),
     ("speed", Words(&["standard"])),
+    ("thread", Null),
 ];
 
 /// Fields of `/v1/embeddings` only.
@@ -113,6 +114,23 @@ const EMBEDDINGS: &[(&str, Neutral)] = &[
 ];
 
 impl Neutral {
+    /// The values, null among them, as a JSON schema.
+    fn schema(self) -> Value {
+        match self {
+            Null => json!({"type": "null"}),
+            False => json!({"enum": [null, false]}),
+            True => json!({"enum": [null, true]}),
+            One => json!({"enum": [null, 1]}),
+            Empty => json!({"enum": [null, "", [], {}]}),
+            Words(words) => {
+                let mut all = json!(words);
+                all.as_array_mut().into_iter().for_each(|all| all.insert(0, Value::Null));
+                json!({"enum": all})
+            }
+            Only(word) => json!({"enum": [null, [word]]}),
+        }
+    }
+
     fn holds(self, value: &Value) -> bool {
         match self {
             Null => false,
@@ -180,6 +198,11 @@ fn why(name: &str) -> &'static str {
         "background" => ": responses are not stored, so they cannot be retrieved later",
         _ => "",
     }
+}
+
+/// Returns what is accepted of each field of an endpoint that would be rejected otherwise.
+pub(super) fn schemas(endpoint: Endpoint) -> impl Iterator<Item = (&'static str, Value)> {
+    COMMON.iter().chain(endpoint.own()).map(|(name, neutral)| (*name, neutral.schema()))
 }
 
 /// Returns every rejected field of an endpoint: for the documentation's test.

@@ -16,6 +16,7 @@ use serde_json::{Map, Value, json};
 use shared::clock::since_1970;
 
 use self::output::{Output, Sink, Status};
+pub(super) use self::request::{INCLUDE, METADATA, MOVED, SAME};
 use super::dialogue::{self, Form, Started};
 use super::error::ApiError;
 use super::fields::Fields;

@@ -25,8 +25,8 @@ use super::room::{Room, Share};
 use super::state::{AppState, Readiness};
 use super::terms::Terms;
 use super::{
-    access, adapters, admin, chat, completions, embeddings, keys, messages, metrics, models, pool,
-    responses, terms,
+    access, adapters, admin, chat, completions, embeddings, keys, messages, metrics, models,
+    openapi, pool, responses, terms,
     tls::{self, Tls},
     tokenize,
 };
@@ -46,7 +46,7 @@ const UNSENT_MAX: u32 = 128 << 10;
 const CONNECTIONS_MAX: usize = 20_000;
 
 /// Every path and its methods, for `Allow` and for the labels of HTTP metrics.
-const ROUTES: [(&str, &str); 20] = [
+pub(super) const ROUTES: [(&str, &str); 21] = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
     ("/v1/responses", "POST"),
@@ -66,6 +66,7 @@ const ROUTES: [(&str, &str); 20] = [
     ("/load", "GET, HEAD"),
     ("/ping", "GET, HEAD, POST"),
     ("/version", "GET, HEAD"),
+    ("/openapi.json", "GET, HEAD"),
     ("/", "GET, HEAD"),
 ];
 
@@ -162,6 +163,7 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             "/v1/models/{id}" => get().to(get_model),
             "/ready" => get().to(get_ready),
             "/metrics" => get().to(metrics::respond),
+            "/openapi.json" => get().to(get_openapi),
             "/version" | "/" => get().to(get_version),
             _ => get().to(get_health),
         };
@@ -205,6 +207,7 @@ fn cors(origins: &[String]) -> Condition<Cors> {
         .allow_any_method()
         .allow_any_header()
         .expose_headers(["request-id", "x-request-id", "retry-after"])
+        .expose_headers(keys::RATE_HEADERS.into_iter().flatten())
         .max_age(600);
     Condition::new(!origins.is_empty(), cors)
 }
@@ -397,6 +400,7 @@ async fn read(state: &AppState, request: &HttpRequest, body: Payload) -> Result<
         .await
         .map_err(|_| ApiError::too_slow(BODY_DEADLINE_S))??;
     let id = access::request_id(request);
+    let tally = access::tally(request).metered(keys::meter(state, request));
     let fields = if bytes.len() > pool::LARGE {
         let limits = state.limits.clone();
         state
@@ -405,7 +409,7 @@ async fn read(state: &AppState, request: &HttpRequest, body: Payload) -> Result<
     } else {
         Fields::parse(&bytes, &state.limits)
     };
-    Ok(fields?.of_request(&id).counted_in(access::tally(request)))
+    Ok(fields?.of_request(&id).counted_in(tally))
 }
 
 async fn collect(mut body: Payload, room: &Room) -> Result<(BytesMut, Share), ApiError> {
@@ -448,6 +452,11 @@ pub(super) fn ready(readiness: Readiness) -> HttpResponse {
 /// `GET /version`.
 pub(crate) async fn get_version() -> HttpResponse {
     HttpResponse::Ok().json(json!({"name": "tutti", "version": env!("CARGO_PKG_VERSION")}))
+}
+
+/// `GET /openapi.json`.
+async fn get_openapi(state: Data<AppState>) -> HttpResponse {
+    HttpResponse::Ok().json(openapi::document(&state))
 }
 
 /// Counts every HTTP request by route, method and status, and times it to the end of its answer.

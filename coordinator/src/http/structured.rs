@@ -5,6 +5,7 @@ use shared::protocol::{GuideSpec, Whitespace};
 
 use super::error::ApiError;
 use super::fields::Fields;
+use super::limits::PATTERN_BYTES;
 use crate::guide;
 use crate::text::reply::grammar;
 
@@ -227,7 +228,7 @@ impl Kind {
 fn guided(fields: &Fields, field: &'static str, kind: Kind) -> Result<Option<Asked>, ApiError> {
     let Some(value) = fields.get(field) else { return Ok(None) };
     let mut spec = kind.read(field, field, value)?;
-    let pattern = fields.string("guided_whitespace_pattern", 4096)?;
+    let pattern = fields.string("guided_whitespace_pattern", PATTERN_BYTES)?;
     if let (GuideSpec::Json { whitespace, .. }, Some(pattern)) = (&mut spec, pattern) {
         *whitespace = Whitespace::Pattern(pattern.to_owned());
     }

@@ -12,7 +12,7 @@ use super::error::ApiError;
 /// Seconds after which its client no longer wants the answer.
 const TIMEOUT: HeaderName = HeaderName::from_static("x-request-timeout");
 /// Maximum value: a day.
-const TIMEOUT_MAX_S: f64 = 86_400.0;
+pub(super) const TIMEOUT_MAX_S: f64 = 86_400.0;
 
 /// See the module's documentation.
 #[derive(Clone, Debug, Default)]

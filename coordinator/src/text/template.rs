@@ -18,8 +18,10 @@ use serde_json::{Map, json};
 
 use super::reply::CallFormat;
 
-/// Maximum number of steps of a template; a long conversation takes a few thousand.
-const FUEL: u64 = 1_000_000;
+/// Maximum number of steps of a template, half a second of them. Most templates take about a
+/// hundred for each message. That of gpt-oss looks behind each call of a tool whether an answer
+/// follows, so twice the messages take four times the steps: this is enough for about 2,000.
+const FUEL: u64 = 20_000_000;
 /// Longest prompt, in bytes: a million tokens take a quarter of it.
 const OUTPUT_MAX: usize = 16 << 20;
 
@@ -72,8 +74,10 @@ pub const RESERVED: [&str; 9] = [
 /// Why a conversation cannot be rendered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RenderError {
-    /// The template rejects the conversation, or the prompt exceeds a bound.
+    /// The template rejects the conversation.
     Conversation(String),
+    /// The prompt, or the steps to it, exceed a bound.
+    TooLong(String),
     /// The template itself is at fault.
     Template(String),
 }
@@ -81,7 +85,9 @@ pub enum RenderError {
 impl fmt::Display for RenderError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Conversation(message) | Self::Template(message) => f.write_str(message),
+            Self::Conversation(message) | Self::TooLong(message) | Self::Template(message) => {
+                f.write_str(message)
+            }
         }
     }
 }
@@ -190,11 +196,13 @@ impl ChatTemplate {
                 raised |= error.is::<RaisedException>();
                 source = error.source();
             }
-            // A conversation that takes too many steps is too long.
-            if raised || error.kind() == ErrorKind::OutOfFuel {
-                RenderError::Conversation(describe(&error))
-            } else {
-                RenderError::Template(describe(&error))
+            match error.kind() {
+                ErrorKind::OutOfFuel => RenderError::TooLong(format!(
+                    "the conversation is too long for the {}",
+                    describe(&error)
+                )),
+                _ if raised => RenderError::Conversation(describe(&error)),
+                _ => RenderError::Template(describe(&error)),
             }
         };
         let name = self.name(conversation.tools.is_some());
@@ -216,7 +224,7 @@ impl ChatTemplate {
         }
         let text = template.render(Serde(variables)).map_err(failed)?;
         if text.len() > OUTPUT_MAX {
-            return Err(RenderError::Conversation(format!(
+            return Err(RenderError::TooLong(format!(
                 "the prompt has {} bytes, the limit is {OUTPUT_MAX}",
                 text.len()
             )));

@@ -15,7 +15,9 @@ use crate::rank::AdapterReading;
 type Adapting<'a, B> = (&'a mut B, &'a mut Adapters<B>, &'a ModelConfig, &'a Shard);
 
 /// The adapters of what is loaded, if there is room for any.
-pub(super) fn of<D: Device>(loaded: Option<&mut LoadedShard<D>>) -> Option<Adapting<'_, D::Backend>> {
+pub(super) fn of<D: Device>(
+    loaded: Option<&mut LoadedShard<D>>,
+) -> Option<Adapting<'_, D::Backend>> {
     loaded?.engine.adapting()
 }
 

@@ -1,12 +1,15 @@
 //! What the owner of an API key has under way, and may start.
+use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use actix_web::HttpResponse;
+use shared::clock::Clock;
 
 use super::super::body::{Companion, accompanied};
 use super::super::error::ApiError;
+use super::bucket::{Bucket, Left};
 
 /// Limits of a key's owner.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -15,6 +18,9 @@ pub struct KeyLimits {
     pub requests: Option<u32>,
     /// Requests started per minute; after a pause, this many at once.
     pub per_minute: Option<u32>,
+    /// Tokens per minute, of prompts and output together; after a pause, this many at once. A
+    /// request may start as long as any are left, and what it takes beyond them is made up for.
+    pub tokens_per_minute: Option<u32>,
 }
 
 /// The owner of a key.
@@ -30,41 +36,12 @@ pub(super) struct Account {
 #[derive(Debug, Default)]
 struct Used {
     requests: AtomicU32,
-    bucket: Mutex<Bucket>,
+    starts: Mutex<Bucket>,
+    tokens: Mutex<Bucket>,
 }
 
-/// PURE: token bucket of requests that may start, refilled over time; stores what is missing from
-/// full.
-#[derive(Clone, Copy, Debug, Default)]
-struct Bucket {
-    /// In sixty-millionths of a request: microseconds times requests per minute.
-    missing: u64,
-    at: Duration,
-}
-
-/// One request, in units of a bucket.
-const ONE: u64 = 60_000_000;
-
-impl Bucket {
-    /// Takes one request at a rate of so many per minute.
-    ///
-    /// # Errors
-    /// How long until one is available.
-    fn take(&mut self, now: Duration, per_minute: u32) -> Result<(), Duration> {
-        let rate = u64::from(per_minute.max(1));
-        let passed = u64::try_from(now.saturating_sub(self.at).as_micros()).unwrap_or(u64::MAX);
-        self.missing = self.missing.saturating_sub(passed.saturating_mul(rate));
-        self.at = self.at.max(now);
-        let full = rate * ONE;
-        // A reread file may have lowered the rate.
-        self.missing = self.missing.min(full);
-        let over = (self.missing + ONE).saturating_sub(full);
-        if over > 0 {
-            return Err(Duration::from_micros(over.div_ceil(rate)));
-        }
-        self.missing += ONE;
-        Ok(())
-    }
+fn locked(bucket: &Mutex<Bucket>) -> MutexGuard<'_, Bucket> {
+    bucket.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Why the owner of a key may not start a request now.
@@ -74,6 +51,8 @@ pub enum Refusal {
     Requests(u32),
     /// So many have started within a minute; the next may start after this time.
     PerMinute(u32, Duration),
+    /// So many tokens were used within a minute; there is one again after this time.
+    Tokens(u32, Duration),
 }
 
 impl From<Refusal> for ApiError {
@@ -89,6 +68,13 @@ impl From<Refusal> for ApiError {
                 ),
                 wait,
             ),
+            Refusal::Tokens(max, wait) => Self::key_limit(
+                format!(
+                    "this API key has used {max} tokens within a minute, which is its limit; \
+                     prompts and answers count"
+                ),
+                wait,
+            ),
         }
     }
 }
@@ -97,6 +83,16 @@ impl Account {
     /// Makes the account of a key with these limits, keeping the usage of `before`.
     pub(super) fn like(hash: [u8; 32], limits: KeyLimits, before: Option<&Self>) -> Self {
         let used = before.map(|before| before.used.clone()).unwrap_or_default();
+        if let Some(before) = before {
+            for (bucket, old, new) in [
+                (&used.starts, before.limits.per_minute, limits.per_minute),
+                (&used.tokens, before.limits.tokens_per_minute, limits.tokens_per_minute),
+            ] {
+                if let Some(new) = new.filter(|_| old != new) {
+                    locked(bucket).forgive(new);
+                }
+            }
+        }
         Self { hash, limits, used }
     }
 
@@ -112,11 +108,60 @@ impl Account {
         {
             return Err(Refusal::Requests(max));
         }
+        if let Some(max) = self.limits.tokens_per_minute {
+            let checked = locked(&self.used.tokens).check(now, max);
+            checked.map_err(|wait| Refusal::Tokens(max, wait))?;
+        }
         if let Some(max) = self.limits.per_minute {
-            let mut bucket = self.used.bucket.lock().unwrap_or_else(PoisonError::into_inner);
-            bucket.take(now, max).map_err(|wait| Refusal::PerMinute(max, wait))?;
+            let mut bucket = locked(&self.used.starts);
+            bucket.check(now, max).map_err(|wait| Refusal::PerMinute(max, wait))?;
+            bucket.take(now, max, 1);
         }
         Ok(turn)
+    }
+
+    /// The limits per minute that it has: the name of what is counted, the limit, what is left.
+    pub(super) fn rates(&self, now: Duration) -> impl Iterator<Item = (&'static str, u32, Left)> {
+        let rates = [
+            ("requests", self.limits.per_minute, &self.used.starts),
+            ("tokens", self.limits.tokens_per_minute, &self.used.tokens),
+        ];
+        let rate = move |(name, max, bucket): (_, Option<u32>, &Mutex<Bucket>)| {
+            max.map(|max| (name, max, locked(bucket).left(now, max)))
+        };
+        rates.into_iter().filter_map(rate)
+    }
+}
+
+/// Counts the tokens of a request against its key's limit.
+#[derive(Clone)]
+pub struct Meter {
+    used: Arc<Used>,
+    per_minute: u32,
+    clock: Arc<dyn Clock>,
+}
+
+impl fmt::Debug for Meter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Meter").field("per_minute", &self.per_minute).finish_non_exhaustive()
+    }
+}
+
+impl Meter {
+    /// For requests of an account; `None` if their tokens have no limit.
+    pub(super) fn of(account: &Account, clock: &Arc<dyn Clock>) -> Option<Self> {
+        let per_minute = account.limits.tokens_per_minute?;
+        Some(Self { used: account.used.clone(), per_minute, clock: clock.clone() })
+    }
+
+    /// So many tokens were used.
+    pub fn take(&self, tokens: u64) {
+        locked(&self.used.tokens).take(self.clock.now(), self.per_minute, tokens);
+    }
+
+    /// Nothing came of so many.
+    pub fn put_back(&self, tokens: u64) {
+        locked(&self.used.tokens).put_back(tokens);
     }
 }
 
@@ -146,7 +191,7 @@ mod tests {
 
     #[test]
     fn so_many_are_under_way_and_no_more() {
-        let limits = KeyLimits { requests: Some(2), per_minute: None };
+        let limits = KeyLimits { requests: Some(2), ..KeyLimits::default() };
         let account = Account::like([1; 32], limits, None);
         let (first, second) = (account.enter(Duration::ZERO), account.enter(Duration::ZERO));
         assert!(first.is_ok() && second.is_ok());
@@ -154,37 +199,10 @@ mod tests {
         drop(first);
         assert!(account.enter(Duration::ZERO).is_ok(), "what was refused took no place");
         // The file of keys is reread, with a lower bound.
-        let limits = KeyLimits { requests: Some(1), per_minute: None };
+        let limits = KeyLimits { requests: Some(1), ..KeyLimits::default() };
         let again = Account::like([1; 32], limits, Some(&account));
         assert_eq!(again.enter(Duration::ZERO).unwrap_err(), Refusal::Requests(1));
         drop(second);
         assert!(again.enter(Duration::ZERO).is_ok());
-    }
-
-    #[test]
-    fn a_bucket_gives_what_a_minute_has_and_then_its_rate() {
-        let seconds = Duration::from_secs_f64;
-        let mut bucket = Bucket::default();
-        for _ in 0..30 {
-            assert_eq!(bucket.take(seconds(100.0), 30), Ok(()));
-        }
-        assert_eq!(bucket.take(seconds(100.0), 30), Err(seconds(2.0)));
-        assert_eq!(bucket.take(seconds(101.5), 30), Err(seconds(0.5)));
-        assert_eq!(bucket.take(seconds(102.0), 30), Ok(()));
-        assert_eq!(bucket.take(seconds(102.0), 30), Err(seconds(2.0)));
-        // Never more than a minute's worth, however long the pause.
-        let mut taken = 0;
-        while bucket.take(seconds(1e6), 30).is_ok() {
-            taken += 1;
-        }
-        assert_eq!(taken, 30);
-        // In any minute after the first burst, no more than the rate start.
-        let mut bucket = Bucket::default();
-        let begun: u32 = (0..600)
-            .map(|tenth| u32::from(bucket.take(seconds(f64::from(tenth) / 10.0), 60).is_ok()))
-            .sum();
-        assert_eq!(begun, 60 + 59);
-        // A clock that goes back adds nothing.
-        assert!(bucket.take(seconds(1.0), 60).is_err());
     }
 }

@@ -88,28 +88,25 @@ impl KeyFile {
         Ok(keys)
     }
 
-    /// A key and its limits, such as `KEY requests=8 requests-per-minute=120`.
+    /// A key and its limits, such as `KEY requests=8 tokens-per-minute=100000`.
     fn key(&self, line: &str) -> Result<ApiKey, String> {
         let mut words = line.split_ascii_whitespace();
         let key = words.next().unwrap_or_default();
         let mut limits = self.limits;
         for word in words {
             // The word may be part of a key, so it is not shown.
-            let (name, value) = word.split_once('=').ok_or(
-                "the key is followed by something that is not a limit: requests=N and \
-                 requests-per-minute=N are known",
-            )?;
-            let place = match name {
-                "requests" => &mut limits.requests,
-                "requests-per-minute" => &mut limits.per_minute,
-                _ => {
-                    return Err("an unknown limit: requests=N and requests-per-minute=N are known"
-                        .to_owned());
-                }
+            let (name, value) = word.split_once('=').ok_or_else(|| {
+                format!("the key is followed by something that is not a limit: {KNOWN} are known")
+            })?;
+            let (place, max) = match name {
+                "requests" => (&mut limits.requests, LIMIT_MAX),
+                "requests-per-minute" => (&mut limits.per_minute, LIMIT_MAX),
+                "tokens-per-minute" => (&mut limits.tokens_per_minute, TOKENS_MAX),
+                _ => return Err(format!("an unknown limit: {KNOWN} are known")),
             };
-            let number = value.parse::<u32>().ok().filter(|number| *number <= LIMIT_MAX);
-            let number = number
-                .ok_or_else(|| format!("{name} must be a number from 0 (none) to {LIMIT_MAX}"))?;
+            let number = value.parse::<u32>().ok().filter(|number| *number <= max);
+            let number =
+                number.ok_or_else(|| format!("{name} must be a number from 0 (none) to {max}"))?;
             *place = (number > 0).then_some(number);
         }
         ApiKey::new(key, limits).map_err(|error| error.to_string())
@@ -123,8 +120,12 @@ fn uncommented(line: &str) -> &str {
     line.match_indices('#').find(begins).map_or(line, |(at, _)| &line[..at])
 }
 
-/// Largest value of a limit.
-pub(super) const LIMIT_MAX: u32 = 1_000_000;
+/// The limits of a key.
+const KNOWN: &str = "requests=N, requests-per-minute=N and tokens-per-minute=N";
+/// Largest value of a limit of requests.
+const LIMIT_MAX: u32 = 1_000_000;
+/// Largest value of a limit of tokens.
+const TOKENS_MAX: u32 = 1_000_000_000;
 
 #[cfg(test)]
 mod tests {
@@ -147,7 +148,7 @@ mod tests {
     }
 
     fn file(path: &Path) -> KeyFile {
-        let limits = KeyLimits { requests: Some(5), per_minute: None };
+        let limits = KeyLimits { requests: Some(5), ..KeyLimits::default() };
         KeyFile { path: path.to_owned(), others: Vec::new(), limits }
     }
 
@@ -159,14 +160,20 @@ mod tests {
         for (line, key) in [("# all", ""), ("two#x # Anna's", "two#x "), ("\t# three", "\t")] {
             assert_eq!(uncommented(line), key, "{line}");
         }
-        let both = KeyLimits { requests: Some(8), per_minute: Some(120) };
-        assert_eq!(limits("abc requests=8  requests-per-minute=120"), both);
+        let all = KeyLimits {
+            requests: Some(8),
+            per_minute: Some(120),
+            tokens_per_minute: Some(1_000_000_000),
+        };
+        let line = "abc requests=8  requests-per-minute=120 tokens-per-minute=1000000000";
+        assert_eq!(limits(line), all);
         assert_eq!(limits("abc\trequests=0"), KeyLimits::default());
         for (wrong, what) in [
             ("abc hidden", "not a limit"),
             ("abc hidden=3", "unknown limit"),
             ("abc requests=-1", "a number from 0"),
             ("abc requests=1000001", "to 1000000"),
+            ("abc tokens-per-minute=1000000001", "to 1000000000"),
             ("a\u{e9}", "printable"),
         ] {
             let error = file.key(wrong).unwrap_err();

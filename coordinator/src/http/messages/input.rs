@@ -27,18 +27,14 @@ pub(super) fn read(fields: &Fields, limits: &Limits) -> Result<Turns, ApiError> 
             input.push("system", text);
         }
     }
-    let max = limits.messages;
     let list = match fields.get("messages") {
         None => return Err(ApiError::field("messages", "`messages` is required")),
-        Some(Value::Array(list)) if (1..=max).contains(&list.len()) => list,
+        Some(Value::Array(list)) if !list.is_empty() => list,
         Some(other) => {
-            return Err(Fields::wrong(
-                "messages",
-                other,
-                &format!("a list of 1 to {max} messages"),
-            ));
+            return Err(Fields::wrong("messages", other, "a list of at least one message"));
         }
     };
+    limits.check_messages("messages", list.len())?;
     for (index, message) in list.iter().enumerate() {
         take(&mut input, &format!("messages[{index}]"), message)?;
     }
@@ -51,12 +47,6 @@ pub(super) fn read(fields: &Fields, limits: &Limits) -> Result<Turns, ApiError> 
             return Err(wrong(&format!("messages[{}]", list.len() - 1), message));
         }
         input.goes_on = true;
-    }
-    if input.messages.len() > max {
-        // Turns with several results are several messages.
-        let count = input.messages.len();
-        let message = format!("`messages` make {count} turns and results, the bound is {max}");
-        return Err(ApiError::field("messages", message));
     }
     Ok(input)
 }

@@ -10,7 +10,7 @@ use super::input;
 use crate::text::reply::Reasoning;
 
 /// Fields that chat has too, by the same name and with the same meaning: Anthropic's, then vLLM's.
-const SAME: &[&str] = &[
+pub(in crate::http) const SAME: &[&str] = &[
     "model",
     "stream",
     "temperature",
@@ -33,7 +33,7 @@ const SAME: &[&str] = &[
 ];
 
 /// Chat's fields that are said in others here.
-const MOVED: &[(&str, &str)] = &[
+pub(in crate::http) const MOVED: &[(&str, &str)] = &[
     ("functions", "tools"),
     ("max_completion_tokens", "max_tokens"),
     ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
@@ -74,6 +74,9 @@ pub(super) fn read(state: &AppState, fields: &Fields) -> Result<Request, ApiErro
             let message = format!("`{name}` is not supported: here it is `{here}`");
             return Err(ApiError::field(name, message));
         }
+    }
+    if fields.get("thread").is_some() {
+        return Err(ApiError::no_threads());
     }
     refused::check(fields, Endpoint::Messages)?;
     let mut chat = input::read(fields, limits)?.asked(fields, SAME);

@@ -18,11 +18,11 @@ pub(super) fn read(fields: &Fields, limits: &Limits) -> Result<Turns, ApiError> 
     if let Some(text) = fields.string("instructions", limits.body_bytes)? {
         input.push("system", text);
     }
-    let max = limits.messages;
     match fields.get("input") {
         None => return Err(ApiError::field("input", "`input` is required")),
         Some(Value::String(text)) => input.push("user", text.as_str()),
-        Some(Value::Array(items)) if (1..=max).contains(&items.len()) => {
+        Some(Value::Array(items)) if !items.is_empty() => {
+            limits.check_messages("input", items.len())?;
             for (index, item) in items.iter().enumerate() {
                 take(&mut input, &format!("input[{index}]"), item)?;
             }
@@ -30,8 +30,8 @@ pub(super) fn read(fields: &Fields, limits: &Limits) -> Result<Turns, ApiError> 
             input.goes_on = items.last().is_some_and(is_open);
         }
         Some(other) => {
-            let expected = format!("a string or a list of 1 to {max} items");
-            return Err(Fields::wrong("input", other, &expected));
+            let expected = "a string or a list of at least one item";
+            return Err(Fields::wrong("input", other, expected));
         }
     }
     Ok(input)
@@ -258,9 +258,9 @@ mod tests {
         }
         for (body, says) in [
             (json!({}), "`input` is required"),
-            (json!({"input": []}), "1 to 1024 items"),
-            (json!({"input": 5}), "1 to 1024 items"),
-            (json!({"input": vec![user; 1025]}), "1 to 1024 items"),
+            (json!({"input": []}), "at least one item"),
+            (json!({"input": 5}), "at least one item"),
+            (json!({"input": vec![user; 1025]}), "1025 messages, the limit is 1024"),
             (json!({"input": "x", "instructions": 5}), "`instructions`"),
         ] {
             let error = input(body.clone()).unwrap_err();

@@ -4,13 +4,14 @@ use serde_json::{Map, Value, json};
 
 use super::super::error::ApiError;
 use super::super::fields::Fields;
+use super::super::limits::EFFORT_BYTES;
 use super::super::params::Limits;
 use super::super::refused::{self, Endpoint, VERBOSITIES};
 use super::super::state::AppState;
 use super::input;
 
 /// Fields that chat also has, with the same name and meaning.
-const SAME: &[&str] = &[
+pub(in crate::http) const SAME: &[&str] = &[
     "add_special_tokens",
     "allowed_token_ids",
     "cache_salt",
@@ -47,7 +48,7 @@ const SAME: &[&str] = &[
 ];
 
 /// Chat's fields that have other names here, as in OpenAI's API.
-const MOVED: &[(&str, &str)] = &[
+pub(in crate::http) const MOVED: &[(&str, &str)] = &[
     ("function_call", "tool_choice"),
     ("functions", "tools"),
     ("logprobs", "include"),
@@ -70,7 +71,7 @@ pub(super) const NAMES: &[(&str, &str)] = &[
 
 /// Values that `include` may have; all but the first concern tools that are rejected, or are always
 /// included.
-const INCLUDE: &[&str] = &[
+pub(in crate::http) const INCLUDE: &[&str] = &[
     LOGPROBS,
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -83,7 +84,7 @@ const INCLUDE: &[&str] = &[
 const LOGPROBS: &str = "message.output_text.logprobs";
 
 /// Maximum entries, key length and value length of `metadata`: OpenAI's bounds.
-const METADATA: (usize, usize, usize) = (16, 64, 512);
+pub(in crate::http) const METADATA: (usize, usize, usize) = (16, 64, 512);
 
 /// A converted request.
 #[derive(Clone, Debug)]
@@ -263,10 +264,10 @@ fn reasoning(fields: &Fields, chat: &mut Map<String, Value>) -> Result<Value, Ap
     };
     let word = |key: &str| match reasoning.get(key) {
         None | Some(Value::Null) => Ok(None),
-        Some(Value::String(word)) if word.len() <= 64 => Ok(Some(word)),
+        Some(Value::String(word)) if word.len() <= EFFORT_BYTES => Ok(Some(word)),
         Some(other) => {
             let name = format!("{name}.{key}");
-            Err(Fields::wrong(&name, other, "a string of at most 64 bytes"))
+            Err(Fields::wrong(&name, other, &format!("a string of at most {EFFORT_BYTES} bytes")))
         }
     };
     let effort = word("effort")?;

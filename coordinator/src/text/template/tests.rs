@@ -27,10 +27,12 @@ fn a_template_that_runs_away_or_objects_blames_the_conversation_and_one_that_fai
     let mut many = "{% for a in range(17_000) %}".to_owned();
     many.push_str(&"x".repeat(1000));
     many.push_str("{% endfor %}");
-    for source in [runs, objects, &many] {
+    for source in [runs, &many] {
         let error = template(source).render(&user("hi")).unwrap_err();
-        assert!(matches!(error, RenderError::Conversation(_)), "{error}");
+        assert!(matches!(error, RenderError::TooLong(_)), "{error}");
     }
+    let error = template(objects).render(&user("hi")).unwrap_err();
+    assert!(matches!(error, RenderError::Conversation(_)), "{error}");
     assert!(template(objects).probe().unwrap_err().to_string().contains("roles must alternate"));
     for source in ["{{ 1 / 'a' }}", "{{ nothing.of.this }}", "{{ strftime_now('%Q') }}"] {
         let error = template(source).render(&user("hi")).unwrap_err();
@@ -170,7 +172,33 @@ fn indentation_makes_no_more_text_than_a_prompt_may_have() {
     // 10,000 lines of 50 levels are 32 MB.
     let conversation = Conversation { tools: Some(tools), ..user("x") };
     let error = template.render(&conversation).unwrap_err();
-    assert!(matches!(&error, RenderError::Conversation(it) if it.contains("tojson")), "{error:?}");
+    assert!(matches!(&error, RenderError::TooLong(it) if it.contains("tojson")), "{error:?}");
+}
+
+/// A session of an agent: calls and their results, `count` messages in all.
+fn session(count: usize) -> Conversation {
+    let call = json!({"type": "function", "function": {"name": "f", "arguments": {"a": 1}}});
+    let call = json!({"role": "assistant", "content": "", "tool_calls": [call]});
+    let pair = [call, json!({"role": "tool", "content": "done"})];
+    let begin = json!({"role": "user", "content": "Go on."});
+    let messages = [begin].into_iter().chain(pair.into_iter().cycle()).take(count).collect();
+    Conversation::new(messages)
+}
+
+#[test]
+fn long_sessions_of_agents_are_rendered() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/models");
+    let harmony = std::fs::read_to_string(folder.join("harmony.jinja")).unwrap();
+    // This one looks at each earlier message again behind each call.
+    let rendered = template(&harmony).render(&session(1501)).unwrap();
+    assert_eq!(rendered.matches("to=functions.f").count(), 750);
+    let error = template(&harmony).render(&session(16 << 10)).unwrap_err();
+    assert!(matches!(error, RenderError::TooLong(_)), "{error}");
+    // Others take so many steps for each message, and a bound's worth of messages is well within.
+    let step = "{% if m.role == 'user' %}{{ m.content }}{% endif %}".repeat(50);
+    let linear = format!("{{% for m in messages %}}{step}.{{% endfor %}}");
+    let rendered = template(&linear).render(&session(16 << 10)).unwrap();
+    assert_eq!(rendered.matches('.').count(), 50 + (16 << 10));
 }
 
 /// Harmony conversations rendered as by transformers on one day; the template uses what that of

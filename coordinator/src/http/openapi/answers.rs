@@ -1,0 +1,431 @@
+//! PURE: what is answered: whole, as events of a stream, and as errors.
+use serde_json::{Value, json};
+
+use super::schema::{
+    Properties, answer, any_list, any_object, any_of, boolean, nothing, only, or_null, properties,
+    reference, string, words,
+};
+
+fn count() -> Value {
+    json!({"type": "integer", "minimum": 0})
+}
+
+fn time() -> Value {
+    json!({"type": "integer", "description": "Seconds since 1970."})
+}
+
+/// All answers, by name.
+pub(super) fn all() -> Properties {
+    let mut all = properties(json!({
+        "Error": error(),
+        "MessagesError": messages_error(),
+        "Usage": usage(),
+        "Completion": completion(false),
+        "CompletionEvent": completion(true),
+        "ChatCompletion": chat(),
+        "ChatCompletionEvent": chat_event(),
+        "Response": response(),
+        "ResponseItem": response_item(),
+        "ResponseEvent": response_event(),
+        "Message": message(),
+        "MessageBlock": message_block(),
+        "MessageEvent": message_event(),
+        "Embeddings": embeddings(),
+        "Model": model(),
+    }));
+    all.extend(properties(json!({
+        "TokenCount": answer(json!({"input_tokens": count()}), json!({})),
+        "Models": answer(
+            json!({"object": only("list"), "data": any_list(reference("Model"))}),
+            json!({}),
+        ),
+        "Tokens": answer(
+            json!({
+                "count": count(), "max_model_len": count(), "tokens": any_list(count()),
+                "token_strs": or_null(any_list(string())),
+            }),
+            json!({}),
+        ),
+        "Text": answer(json!({"prompt": string()}), json!({})),
+        "Readiness": answer(json!({"ready": boolean(), "message": string()}), json!({})),
+        "Load": answer(json!({"server_load": count()}), json!({})),
+        "Version": answer(json!({"name": only("tutti"), "version": string()}), json!({})),
+        "Document": any_object(),
+    })));
+    all
+}
+
+/// Answers of the operator's API.
+pub(super) fn of_operators() -> Properties {
+    let several = || any_list(any_object());
+    properties(json!({
+        "Status": answer(
+            json!({
+                "version": string(), "model": string(), "ready": boolean(), "message": string(),
+                "tensor_parallel": count(), "max_replicas": or_null(count()),
+                "commands": any_object(), "nodes": several(), "replicas": several(),
+                "actors": several(), "dead": several(),
+            }),
+            json!({}),
+        ),
+        "Log": answer(
+            json!({
+                "node": string(), "pid": count(), "alive": boolean(), "reason": or_null(string()),
+                "exit": or_null(string()), "missing": count(), "lines": any_list(string()),
+                "stderr": any_list(string()),
+            }),
+            json!({}),
+        ),
+        "Scaled": answer(json!({"scaled": any_object()}), json!({})),
+        "Drained": answer(json!({"drained": string()}), json!({})),
+    }))
+}
+
+fn error() -> Value {
+    let kinds = ["invalid_request_error", "not_found_error", "rate_limit_error", "server_error"];
+    let error = answer(
+        json!({
+            "message": string(), "type": words(&kinds), "param": or_null(string()),
+            "code": or_null(string()),
+        }),
+        json!({}),
+    );
+    answer(json!({"error": error}), json!({}))
+}
+
+fn messages_error() -> Value {
+    let kinds = [
+        "invalid_request_error",
+        "authentication_error",
+        "permission_error",
+        "not_found_error",
+        "request_too_large",
+        "rate_limit_error",
+        "timeout_error",
+        "overloaded_error",
+        "api_error",
+    ];
+    let details =
+        answer(json!({"error_code": string(), "unsupported": any_list(string())}), json!({}));
+    let error =
+        answer(json!({"type": words(&kinds), "message": string()}), json!({"details": details}));
+    answer(json!({"type": only("error"), "error": error, "request_id": string()}), json!({}))
+}
+
+fn usage() -> Value {
+    let cached = answer(json!({"cached_tokens": count()}), json!({}));
+    answer(
+        json!({
+            "prompt_tokens": count(), "completion_tokens": count(), "total_tokens": count(),
+            "prompt_tokens_details": cached,
+        }),
+        json!({}),
+    )
+}
+
+/// What completions and chat have around their choices.
+fn envelope(object: &str, choice: Value, is_event: bool) -> Value {
+    let mut always = json!({
+        "id": string(), "object": only(object), "created": time(), "model": string(),
+        "system_fingerprint": nothing(), "choices": any_list(choice),
+    });
+    let usage = reference("Usage");
+    if is_event {
+        return answer(always, json!({"usage": or_null(usage)}));
+    }
+    always["usage"] = usage;
+    answer(always, json!({}))
+}
+
+/// Why a choice is over.
+fn finish_reason() -> Value {
+    or_null(words(&["stop", "length", "tool_calls"]))
+}
+
+fn stop_reason() -> Value {
+    json!({
+        "type": ["integer", "string", "null"],
+        "description": "The token or the string, of those that the request names, that ended it.",
+    })
+}
+
+fn completion(is_event: bool) -> Value {
+    let logprob = json!({"type": ["number", "null"]});
+    let top = json!({"type": ["object", "null"], "additionalProperties": {"type": "number"}});
+    let logprobs = answer(
+        json!({
+            "tokens": any_list(string()), "token_logprobs": any_list(logprob),
+            "top_logprobs": any_list(top), "text_offset": any_list(count()),
+        }),
+        json!({}),
+    );
+    let choice = answer(
+        json!({
+            "index": count(), "text": string(), "logprobs": or_null(logprobs),
+            "finish_reason": finish_reason(), "stop_reason": stop_reason(),
+        }),
+        json!({}),
+    );
+    envelope("text_completion", choice, is_event)
+}
+
+/// One token's log-probabilities, as in chat.
+fn logprob() -> Value {
+    let one = json!({
+        "token": string(), "logprob": {"type": "number"}, "bytes": any_list(count()),
+    });
+    let mut chosen = one.clone();
+    chosen["top_logprobs"] = any_list(answer(one, json!({})));
+    answer(chosen, json!({}))
+}
+
+fn chat_choice(name: &str, content: Value) -> Value {
+    let logprobs = answer(json!({"content": any_list(logprob()), "refusal": nothing()}), json!({}));
+    answer(
+        json!({
+            "index": count(), name: content, "logprobs": or_null(logprobs),
+            "finish_reason": finish_reason(), "stop_reason": stop_reason(),
+        }),
+        json!({}),
+    )
+}
+
+fn chat() -> Value {
+    let function = answer(json!({"name": string(), "arguments": string()}), json!({}));
+    let call =
+        answer(json!({"id": string(), "type": only("function"), "function": function}), json!({}));
+    let message = answer(
+        json!({"role": only("assistant"), "content": or_null(string()), "refusal": nothing()}),
+        json!({
+            "reasoning": string(), "reasoning_content": string(), "tool_calls": any_list(call),
+        }),
+    );
+    envelope("chat.completion", chat_choice("message", message), false)
+}
+
+fn chat_event() -> Value {
+    let function = answer(json!({"arguments": string()}), json!({"name": string()}));
+    let call = answer(
+        json!({"index": count(), "function": function}),
+        json!({"id": string(), "type": only("function")}),
+    );
+    let delta = answer(
+        json!({}),
+        json!({
+            "role": only("assistant"), "content": string(), "reasoning": string(),
+            "reasoning_content": string(), "tool_calls": any_list(call),
+        }),
+    );
+    envelope("chat.completion.chunk", chat_choice("delta", delta), true)
+}
+
+/// A part of an item's content.
+fn response_part() -> Value {
+    let reasoning = answer(json!({"type": only("reasoning_text"), "text": string()}), json!({}));
+    let text = answer(
+        json!({
+            "type": only("output_text"), "text": string(), "annotations": any_list(json!({})),
+            "logprobs": any_list(logprob()),
+        }),
+        json!({}),
+    );
+    any_of([reasoning, text])
+}
+
+fn response_status() -> Value {
+    words(&["in_progress", "completed", "incomplete", "failed"])
+}
+
+fn response_item() -> Value {
+    let of = |kind: &str, own: Value| {
+        let mut all = properties(own);
+        all.extend(properties(json!({
+            "id": string(), "type": only(kind), "status": response_status(),
+        })));
+        answer(Value::Object(all), json!({}))
+    };
+    let content = any_list(response_part());
+    any_of([
+        of("reasoning", json!({"summary": any_list(json!({})), "content": content})),
+        of("message", json!({"role": only("assistant"), "content": content})),
+        of("function_call", json!({"call_id": string(), "name": string(), "arguments": string()})),
+    ])
+}
+
+fn response() -> Value {
+    let details = |name: &str| answer(json!({name: count()}), json!({}));
+    let input = answer(json!({"cached_tokens": count(), "cache_write_tokens": count()}), json!({}));
+    let usage = answer(
+        json!({
+            "input_tokens": count(),
+            "input_tokens_details": input,
+            "output_tokens": count(), "output_tokens_details": details("reasoning_tokens"),
+            "total_tokens": count(),
+        }),
+        json!({}),
+    );
+    let error = answer(json!({"code": string(), "message": string()}), json!({}));
+    let reason = answer(json!({"reason": only("max_output_tokens")}), json!({}));
+    let reasoning = answer(json!({"effort": or_null(string()), "summary": nothing()}), json!({}));
+    let mut always = properties(json!({
+        "id": string(), "object": only("response"), "created_at": time(), "model": string(),
+        "background": only(false), "previous_response_id": nothing(), "service_tier": string(),
+        "store": only(false), "temperature": {"type": "number"}, "top_p": {"type": "number"},
+        "status": response_status(), "completed_at": or_null(time()), "error": or_null(error),
+        "incomplete_details": or_null(reason), "output": any_list(reference("ResponseItem")),
+        "usage": or_null(usage),
+    }));
+    // What the request said is repeated.
+    always.extend(properties(json!({
+        "instructions": or_null(string()), "max_output_tokens": or_null(count()),
+        "max_tool_calls": {}, "metadata": any_object(), "parallel_tool_calls": boolean(),
+        "prompt_cache_key": or_null(string()), "reasoning": reasoning,
+        "safety_identifier": or_null(string()), "text": any_object(), "tool_choice": {},
+        "tools": any_list(any_object()), "top_logprobs": {}, "truncation": string(),
+        "user": or_null(string()),
+    })));
+    answer(Value::Object(always), json!({}))
+}
+
+fn response_event() -> Value {
+    let of = |kinds: &[&str], own: Value| {
+        let mut all = properties(own);
+        all.extend(properties(json!({"type": words(kinds), "sequence_number": count()})));
+        answer(Value::Object(all), json!({}))
+    };
+    let whole = [
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ];
+    let items = ["response.output_item.added", "response.output_item.done"];
+    let parts = ["response.content_part.added", "response.content_part.done"];
+    let place = |own: Value, is_part: bool| {
+        let mut all = properties(json!({"item_id": string(), "output_index": count()}));
+        if is_part {
+            all.insert("content_index".to_owned(), count());
+        }
+        all.extend(properties(own));
+        Value::Object(all)
+    };
+    let logprobs = any_list(logprob());
+    any_of([
+        of(&whole, json!({"response": reference("Response")})),
+        of(&items, json!({"output_index": count(), "item": reference("ResponseItem")})),
+        of(&parts, place(json!({"part": response_part()}), true)),
+        of(
+            &["response.output_text.delta"],
+            place(json!({"delta": string(), "logprobs": logprobs}), true),
+        ),
+        of(
+            &["response.output_text.done"],
+            place(json!({"text": string(), "logprobs": logprobs}), true),
+        ),
+        of(&["response.reasoning_text.delta"], place(json!({"delta": string()}), true)),
+        of(&["response.reasoning_text.done"], place(json!({"text": string()}), true)),
+        of(&["response.function_call_arguments.delta"], place(json!({"delta": string()}), false)),
+        of(
+            &["response.function_call_arguments.done"],
+            place(json!({"name": string(), "arguments": string()}), false),
+        ),
+    ])
+}
+
+/// A block of a message, and what one that begins has besides.
+fn message_block() -> Value {
+    let of = |kind: &str, own: Value| {
+        let mut all = properties(own);
+        all.insert("type".to_owned(), only(kind));
+        answer(Value::Object(all), json!({}))
+    };
+    any_of([
+        of("thinking", json!({"thinking": string(), "signature": string()})),
+        of("text", json!({"text": string(), "citations": nothing()})),
+        of("tool_use", json!({"id": string(), "name": string(), "input": any_object()})),
+    ])
+}
+
+fn messages_usage() -> Value {
+    let details = answer(json!({"thinking_tokens": count()}), json!({}));
+    answer(
+        json!({
+            "input_tokens": count(), "cache_creation_input_tokens": count(),
+            "cache_read_input_tokens": count(), "output_tokens": count(),
+            "output_tokens_details": details,
+        }),
+        json!({}),
+    )
+}
+
+fn stops() -> Value {
+    let reasons =
+        ["end_turn", "tool_use", "stop_sequence", "max_tokens", "model_context_window_exceeded"];
+    json!({"stop_reason": or_null(words(&reasons)), "stop_sequence": or_null(string())})
+}
+
+fn message() -> Value {
+    let mut all = properties(json!({
+        "id": string(), "type": only("message"), "role": only("assistant"), "model": string(),
+        "content": any_list(reference("MessageBlock")), "usage": messages_usage(),
+    }));
+    all.extend(properties(stops()));
+    answer(Value::Object(all), json!({}))
+}
+
+fn message_event() -> Value {
+    let of = |kind: &str, own: Value| {
+        let mut all = properties(own);
+        all.insert("type".to_owned(), only(kind));
+        answer(Value::Object(all), json!({}))
+    };
+    let delta = any_of([
+        of("text_delta", json!({"text": string()})),
+        of("thinking_delta", json!({"thinking": string()})),
+        of("signature_delta", json!({"signature": string()})),
+        of("input_json_delta", json!({"partial_json": string()})),
+    ]);
+    let block = reference("MessageBlock");
+    any_of([
+        of("message_start", json!({"message": reference("Message")})),
+        of("content_block_start", json!({"index": count(), "content_block": block})),
+        of("content_block_delta", json!({"index": count(), "delta": delta})),
+        of("content_block_stop", json!({"index": count()})),
+        of(
+            "message_delta",
+            json!({"delta": answer(stops(), json!({})), "usage": messages_usage()}),
+        ),
+        of("message_stop", json!({})),
+        of("ping", json!({})),
+    ])
+}
+
+fn embeddings() -> Value {
+    let vector = json!({
+        "type": ["array", "string"], "items": {"type": "number"},
+        "description": "Numbers, or the same as little-endian f32 in base64.",
+    });
+    let entry = answer(
+        json!({"object": only("embedding"), "index": count(), "embedding": vector}),
+        json!({}),
+    );
+    let usage = answer(json!({"prompt_tokens": count(), "total_tokens": count()}), json!({}));
+    answer(
+        json!({
+            "id": string(), "object": only("list"), "data": any_list(entry), "model": string(),
+            "usage": usage,
+        }),
+        json!({}),
+    )
+}
+
+fn model() -> Value {
+    answer(
+        json!({
+            "id": string(), "object": only("model"), "created": time(), "owned_by": string(),
+            "root": string(), "parent": or_null(string()), "max_model_len": count(),
+        }),
+        json!({}),
+    )
+}

@@ -1,0 +1,219 @@
+//! PURE: what conversations are made of: messages, their content, tools, the form of answers.
+use serde_json::{Value, json};
+
+use super::schema::{
+    Properties, any_list, any_object, any_of, boolean, given, only, properties, string, told, words,
+};
+
+/// The roles of chat's messages.
+const ROLES: &[&str] = &["system", "developer", "user", "assistant", "tool"];
+
+/// A function that the model may call.
+pub(super) fn function(schema: &str) -> Properties {
+    properties(json!({
+        "name": {"type": "string", "minLength": 1},
+        "description": {},
+        schema: any_object(),
+        "strict": {},
+    }))
+}
+
+/// A schema with a name, as OpenAI's `json_schema`.
+pub(super) fn named_schema() -> Properties {
+    properties(json!({
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+        "description": string(),
+        "strict": boolean(),
+        "schema": any_object(),
+    }))
+}
+
+pub(super) fn response_format() -> Value {
+    let schema = given(&["name", "schema"], named_schema());
+    any_of([
+        given(&["type"], properties(json!({"type": only("text")}))),
+        given(&["type"], properties(json!({"type": only("json_object"), "schema": any_object()}))),
+        given(
+            &["type", "json_schema"],
+            properties(json!({"type": only("json_schema"), "json_schema": schema})),
+        ),
+    ])
+}
+
+/// The same in the Responses API, where a schema's fields stand beside its type.
+pub(super) fn text_format() -> Value {
+    let mut schema = named_schema();
+    schema.insert("type".to_owned(), only("json_schema"));
+    any_of([
+        given(&["type"], properties(json!({"type": only("text")}))),
+        given(&["type"], properties(json!({"type": only("json_object"), "schema": any_object()}))),
+        given(&["type", "name", "schema"], schema),
+    ])
+}
+
+/// Parts of a content that are text.
+pub(super) fn text_parts(kinds: &[&str]) -> Value {
+    let text =
+        given(&["type", "text"], properties(json!({"type": words(kinds), "text": string()})));
+    let refusal = given(
+        &["type", "refusal"],
+        properties(json!({"type": only("refusal"), "refusal": string()})),
+    );
+    any_list(any_of([text, refusal]))
+}
+
+/// A message of chat.
+pub(super) fn message() -> Value {
+    let content = any_of([string(), text_parts(&["text", "input_text", "output_text"])]);
+    let function = given(
+        &["name"],
+        properties(json!({"name": string(), "arguments": any_of([string(), any_object()])})),
+    );
+    let call = given(&["function"], properties(json!({"function": function})));
+    let own = json!({
+        "role": words(ROLES), "content": content, "name": string(), "tool_call_id": string(),
+        "reasoning_content": string(), "reasoning": string(), "thinking": string(),
+        "tool_calls": any_list(call),
+    });
+    let mut schema = given(&["role"], properties(own));
+    // These may say nothing; the others must.
+    schema["anyOf"] = json!([
+        {"properties": {"role": {"enum": ["assistant", "tool"]}}},
+        {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+    ]);
+    schema
+}
+
+/// How tools are called.
+pub(super) fn tool_choice() -> Value {
+    let name = given(&["name"], properties(json!({"name": string()})));
+    let one = given(
+        &["type", "function"],
+        properties(json!({"type": only("function"), "function": name})),
+    );
+    let allowed = given(
+        &["mode", "tools"],
+        properties(json!({
+            "mode": words(&["auto", "required"]),
+            "tools": {"type": "array", "items": one, "minItems": 1},
+        })),
+    );
+    let some = given(
+        &["type", "allowed_tools"],
+        properties(json!({"type": only("allowed_tools"), "allowed_tools": allowed})),
+    );
+    any_of([words(&["none", "auto", "required"]), one, some])
+}
+
+pub(super) fn response_tool() -> Value {
+    let mut tool = function("parameters");
+    tool.insert("type".to_owned(), only("function"));
+    given(&["type", "name"], tool)
+}
+
+pub(super) fn response_tool_choice() -> Value {
+    let one =
+        given(&["type", "name"], properties(json!({"type": only("function"), "name": string()})));
+    let some = given(
+        &["type", "mode", "tools"],
+        properties(json!({
+            "type": only("allowed_tools"), "mode": words(&["auto", "required"]),
+            "tools": any_list(one.clone()),
+        })),
+    );
+    any_of([words(&["none", "auto", "required"]), one, some])
+}
+
+/// An item of a response's input.
+pub(super) fn input_item() -> Value {
+    let kinds = &["input_text", "output_text", "text"];
+    let content = || any_of([string(), text_parts(kinds)]);
+    let message = given(
+        &["role", "content"],
+        properties(json!({
+            "type": only("message"), "content": content(),
+            "role": words(&["system", "developer", "user", "assistant"]),
+        })),
+    );
+    let call = given(
+        &["type", "call_id", "name", "arguments"],
+        properties(json!({
+            "type": only("function_call"), "call_id": string(), "name": string(),
+            "arguments": string(),
+        })),
+    );
+    let output = given(
+        &["type", "call_id", "output"],
+        properties(json!({
+            "type": only("function_call_output"), "call_id": string(), "output": content(),
+        })),
+    );
+    let texts = || any_list(given(&["text"], properties(json!({"text": string()}))));
+    let reasoning = given(
+        &["type"],
+        properties(json!({
+            "type": only("reasoning"), "content": texts(), "summary": texts(),
+            "encrypted_content": told(json!({}), "Only beside `content` or `summary`."),
+        })),
+    );
+    any_of([message, call, output, reasoning])
+}
+
+pub(super) fn text_block() -> Value {
+    given(&["type", "text"], properties(json!({"type": only("text"), "text": string()})))
+}
+
+/// A turn of Anthropic's API.
+pub(super) fn turn() -> Value {
+    let texts = || any_of([string(), any_list(text_block())]);
+    let of = |role: &str, content: Value| {
+        given(&["role", "content"], properties(json!({"role": only(role), "content": content})))
+    };
+    let block = |kind: &str, required: &[&str], own: Value| {
+        let mut own = properties(own);
+        own.insert("type".to_owned(), only(kind));
+        given(&[&["type"], required].concat(), own)
+    };
+    let result = block(
+        "tool_result",
+        &["tool_use_id"],
+        json!({"tool_use_id": string(), "content": texts()}),
+    );
+    let call = block(
+        "tool_use",
+        &["id", "name", "input"],
+        json!({"id": string(), "name": string(), "input": any_object()}),
+    );
+    let thinking = block("thinking", &["thinking"], json!({"thinking": string()}));
+    let hidden = block("redacted_thinking", &[], json!({}));
+    let users = any_list(any_of([text_block(), result]));
+    let models = any_list(any_of([text_block(), thinking, hidden, call]));
+    any_of([
+        of("user", any_of([string(), users])),
+        of("assistant", any_of([string(), models])),
+        of("system", texts()),
+    ])
+}
+
+pub(super) fn messages_tool() -> Value {
+    let mut tool = function("input_schema");
+    tool.insert("type".to_owned(), only("custom"));
+    given(&["name", "input_schema"], tool)
+}
+
+pub(super) fn messages_tool_choice() -> Value {
+    let single = boolean();
+    let free = given(
+        &["type"],
+        properties(json!({
+            "type": words(&["auto", "any", "none"]), "disable_parallel_tool_use": single,
+        })),
+    );
+    let one = given(
+        &["type", "name"],
+        properties(json!({
+            "type": only("tool"), "name": string(), "disable_parallel_tool_use": single,
+        })),
+    );
+    any_of([free, one])
+}
