@@ -451,7 +451,7 @@ async fn limits_of_keys_are_told_as_anthropics_are() {
 /// of it: what they leave out must not be missing silently.
 #[tokio::test]
 async fn no_conversation_is_kept_for_a_client_and_it_is_told_so() {
-    let rig = thinking("x");
+    let rig = Rig::thinking("x");
     for thread in
         [json!({"type": "create"}), json!({"type": "continue", "previous_message_id": "msg_1"})]
     {
@@ -462,7 +462,7 @@ async fn no_conversation_is_kept_for_a_client_and_it_is_told_so() {
             assert_eq!(error["details"]["error_code"], "thread_unsupported_request", "{error}");
         }
     }
-    assert_eq!(ask(&rig, &body(&json!({"thread": null}))).await["type"], "message");
+    assert_eq!(rig.ask(PATH, &body(&json!({"thread": null}))).await["type"], "message");
 }
 
 #[tokio::test]

@@ -132,7 +132,7 @@ fn a_rank_that_waits_for_another_is_not_among_those_that_hang() {
     // One rank answers two steps, the second of which waits until the ranks agree on the first.
     for step in rig.answered..rig.answered + 2 {
         let done = result(&rig.sent.plans[step], 5);
-        rig.operation.step_done(rig.now, WORKERS[0], done, &mut rig.sent);
+        rig.core.step_done(rig.now, WORKERS[0], done, &mut rig.sent);
     }
     assert_eq!(rig.sent.plans.len(), rig.answered + 3, "another step is in flight");
     assert!(rig.hang(TICK, MINUTE).is_some());

@@ -14,6 +14,9 @@ use super::fields::Fields;
 use super::state::AppState;
 use crate::adapters::AdapterChanges;
 
+/// The paths, which operators use without a key, and others perhaps with one: see [`allowed`].
+pub(super) const PATHS: [&str; 2] = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"];
+
 /// Returns who carries out changes, if this request may ask for them.
 ///
 /// # Errors

@@ -24,9 +24,9 @@ use shared::metrics::labels::RejectReason;
 use self::account::Account;
 pub use self::account::{KeyLimits, Meter, Refusal, Turn};
 pub use self::file::{KeyFile, KeyFileError};
-use super::access;
 use super::error::ApiError;
 use super::state::AppState;
+use super::{access, adapters};
 use crate::metrics::FrontendStats;
 
 /// Where Anthropic's clients say their key.
@@ -184,16 +184,12 @@ struct Unknown;
 const OPEN: [&str; 8] =
     ["/", "/health", "/live", "/load", "/metrics", "/ping", "/ready", "/version"];
 
-/// Paths that operators use without a key, and others perhaps with one: see
-/// [`super::adapters::allowed`].
-const ADAPTERS: [&str; 2] = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"];
-
 /// Whether a path, as written in the request, needs a key: every path that is not known to be open.
 /// `/admin` has its own secret, and changes of adapters have their own rule. Routes are matched
 /// after percent-decoding, so a path that does not name an open one letter by letter needs a key,
 /// however it is spelt.
 pub(super) fn is_guarded(path: &str) -> bool {
-    !OPEN.contains(&path) && !path.starts_with("/admin/") && !ADAPTERS.contains(&path)
+    !OPEN.contains(&path) && !path.starts_with("/admin/") && !adapters::PATHS.contains(&path)
 }
 
 /// Rejects requests without a key where one is needed, and notes the owner of the others. Browsers

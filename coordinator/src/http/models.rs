@@ -32,8 +32,9 @@ impl Models {
     }
 
     /// Returns all names.
-    pub(super) fn all(&self) -> impl Iterator<Item = &Arc<str>> {
-        self.names.iter().chain(self.adapters.iter().map(|(name, _)| name))
+    pub(super) fn all(&self) -> Vec<String> {
+        let adapters = self.adapters.all().into_iter().map(|adapter| adapter.name);
+        self.names.iter().map(|name| name.to_string()).chain(adapters).collect()
     }
 
     /// Returns the adapter with this name, none for the model alone; `None` if nothing has that

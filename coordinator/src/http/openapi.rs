@@ -18,7 +18,7 @@ use self::schema::{any_of, bytes, given, integer, properties, reference};
 use super::conversation::{EFFORT, EFFORTS};
 use super::server::ROUTES;
 use super::state::AppState;
-use super::{admin, keys, messages, terms};
+use super::{adapters, admin, keys, messages, terms};
 use crate::text::reply::{CallFormat, Reasoning};
 
 /// A path.
@@ -40,11 +40,13 @@ enum Answer {
     Json(&'static str),
     /// JSON, or a stream of such events.
     Stream(&'static str, &'static str),
-    /// Text.
-    Text,
+    /// The metrics, as text.
+    Metrics,
+    /// A sentence.
+    Sentence,
 }
 
-use Answer::{Empty, Json, Stream, Text};
+use Answer::{Empty, Json, Metrics, Sentence, Stream};
 
 /// Of paths that reach the engine.
 const ENGINE: &[u16] = &[400, 404, 408, 413, 415, 429, 500, 503, 504];
@@ -52,6 +54,9 @@ const ENGINE: &[u16] = &[400, 404, 408, 413, 415, 429, 500, 503, 504];
 const OVERLOADED: &[u16] = &[400, 404, 408, 413, 415, 429, 500, 504, 529];
 /// Of paths that only read text.
 const READING: &[u16] = &[400, 404, 408, 413, 415, 500, 503];
+
+/// Of paths that change adapters: 404 where they may not change.
+const ADAPTING: &[u16] = &[400, 401, 403, 404, 408, 413, 415, 500, 503];
 
 /// Every path of [`ROUTES`].
 const PLACES: &[Place] = &[
@@ -126,6 +131,20 @@ const PLACES: &[Place] = &[
         errors: READING,
     },
     Place {
+        path: "/v1/load_lora_adapter",
+        summary: "Load a LoRA adapter, and serve it as a model of its own",
+        body: Some("LoadAdapterRequest"),
+        answer: Sentence,
+        errors: ADAPTING,
+    },
+    Place {
+        path: "/v1/unload_lora_adapter",
+        summary: "Serve a LoRA adapter no longer; requests that use it end undisturbed",
+        body: Some("UnloadAdapterRequest"),
+        answer: Sentence,
+        errors: ADAPTING,
+    },
+    Place {
         path: "/health",
         summary: "Answer while the process runs",
         body: None,
@@ -150,7 +169,7 @@ const PLACES: &[Place] = &[
         path: "/metrics",
         summary: "Show the metrics, in Prometheus's or OpenMetrics' text format",
         body: None,
-        answer: Text,
+        answer: Metrics,
         errors: &[404, 503],
     },
     Place {
@@ -235,6 +254,16 @@ const OPERATORS: &[(Place, &str)] = &[
         },
         "POST",
     ),
+    (
+        Place {
+            path: "/admin/actors/kill",
+            summary: "End an actor of an application at once",
+            body: Some("KillRequest"),
+            answer: Json("Killed"),
+            errors: OPERATOR,
+        },
+        "POST",
+    ),
 ];
 
 /// Returns the document.
@@ -290,7 +319,7 @@ fn schemas(state: &AppState) -> Map<String, Value> {
     let requests = Requests {
         limits: &state.limits,
         text: &state.text,
-        models: state.models.all().map(|name| name.to_string()).collect(),
+        models: state.models.all(),
         reasons: state.reasoning != Reasoning::Untold,
         documents: knows("documents"),
         efforts: (is_harmony && knows(EFFORT)).then_some(&EFFORTS),
@@ -305,6 +334,8 @@ fn schemas(state: &AppState) -> Map<String, Value> {
         "EmbeddingsRequest": requests.embeddings(),
         "TokenizeRequest": requests.tokenize(),
         "DetokenizeRequest": requests.detokenize(),
+        "LoadAdapterRequest": requests::load_adapter(),
+        "UnloadAdapterRequest": requests::unload_adapter(),
     })));
     if state.admin.is_some() {
         schemas.extend(answers::of_operators());
@@ -316,11 +347,14 @@ fn schemas(state: &AppState) -> Map<String, Value> {
         );
         scale["properties"]["reset"] = json!({"type": "boolean"});
         let mut drain = given(&["node"], properties(json!({"node": bytes(0, admin::BODY_MAX)})));
-        for schema in [&mut scale, &mut drain] {
+        let mut kill = given(&["actor"], properties(json!({"actor": bytes(0, admin::BODY_MAX)})));
+        kill["properties"]["restart"] = json!({"type": "boolean"});
+        for schema in [&mut scale, &mut drain, &mut kill] {
             schema["additionalProperties"] = false.into();
         }
         schemas.insert("ScaleRequest".to_owned(), scale);
         schemas.insert("DrainRequest".to_owned(), drain);
+        schemas.insert("KillRequest".to_owned(), kill);
     }
     schemas
 }
@@ -354,7 +388,8 @@ fn operation(state: &AppState, place: &Place, method: &str) -> Value {
                 "x-event-schema": any_of([reference(event), reference(error_of(place.path))]),
             },
         })),
-        Text => Some(json!({"text/plain": {}, "application/openmetrics-text": {}})),
+        Metrics => Some(json!({"text/plain": {}, "application/openmetrics-text": {}})),
+        Sentence => Some(json!({"text/plain": {}})),
     };
     let mut good = json!({"description": "The answer."});
     if let Some(content) = content.filter(|_| !is_head) {
@@ -386,12 +421,17 @@ fn operation(state: &AppState, place: &Place, method: &str) -> Value {
     if !parameters.is_empty() {
         operation["parameters"] = parameters.into();
     }
-    if is_guarded {
-        operation["security"] = json!([{"bearer": []}, {"key": []}]);
-    } else if place.path.starts_with("/admin/")
-        && state.admin.as_ref().is_some_and(|admin| admin.secret.is_some())
-    {
-        operation["security"] = json!([{"operator": []}]);
+    let adapts = adapters::PATHS.contains(&place.path);
+    let mut ways = Vec::new();
+    if is_guarded || adapts && state.runtime_adapters && !state.keys.is_empty() {
+        ways.extend([json!({"bearer": []}), json!({"key": []})]);
+    }
+    let operates = adapts || place.path.starts_with("/admin/");
+    if operates && state.admin.as_ref().is_some_and(|admin| admin.secret.is_some()) {
+        ways.push(json!({"operator": []}));
+    }
+    if !ways.is_empty() {
+        operation["security"] = ways.into();
     }
     operation
 }

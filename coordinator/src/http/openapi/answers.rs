@@ -78,6 +78,7 @@ pub(super) fn of_operators() -> Properties {
         ),
         "Scaled": answer(json!({"scaled": any_object()}), json!({})),
         "Drained": answer(json!({"drained": string()}), json!({})),
+        "Killed": answer(json!({"killed": string()}), json!({})),
     }))
 }
 

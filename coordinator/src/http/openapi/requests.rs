@@ -3,6 +3,7 @@ use serde_json::{Value, json};
 use shared::protocol::guide::{
     GRAMMAR_BYTES_MAX, GUIDE_ITEMS_MAX, REGEX_BYTES_MAX, SCHEMA_BYTES_MAX,
 };
+use shared::protocol::lora::{ADAPTER_NAME_MAX, ADAPTER_PATH_MAX};
 
 use super::super::embeddings::hidden_size_of;
 use super::super::limits::{EFFORT_BYTES, Limits, MODEL_BYTES, PATTERN_BYTES, ranges};
@@ -412,6 +413,19 @@ impl Requests<'_> {
         let own = json!({"model": self.model(), "tokens": self.ids()});
         given(&["tokens"], properties(own))
     }
+}
+
+pub(super) fn load_adapter() -> Value {
+    let own = json!({
+        "lora_name": bytes(1, ADAPTER_NAME_MAX), "lora_path": bytes(1, ADAPTER_PATH_MAX),
+        "load_inplace": boolean(),
+    });
+    given(&["lora_name", "lora_path"], properties(own))
+}
+
+pub(super) fn unload_adapter() -> Value {
+    let own = json!({"lora_name": bytes(1, ADAPTER_NAME_MAX)});
+    given(&["lora_name"], properties(own))
 }
 
 fn bytes_at_least(least: usize) -> Value {
