@@ -447,8 +447,8 @@ async fn limits_of_keys_are_told_as_anthropics_are() {
     );
 }
 
-/// Clients that would leave the conversation to the server look for these details, and then send all
-/// of it: what they leave out must not be missing silently.
+/// Clients that would leave the conversation to the server look for these details, and then send
+/// all of it: what they leave out must not be missing silently.
 #[tokio::test]
 async fn no_conversation_is_kept_for_a_client_and_it_is_told_so() {
     let rig = Rig::thinking("x");

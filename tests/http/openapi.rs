@@ -1,5 +1,5 @@
-//! `/openapi.json` held against the server: its routes, and each field at the ends of its bounds and
-//! beyond. That all answers are as it says is checked by [`crate::contract`] in every test.
+//! `/openapi.json` held against the server: its routes, and each field at the ends of its bounds
+//! and beyond. That all answers are as it says is checked by [`crate::contract`] in every test.
 use std::time::Duration;
 
 use coordinator::http::options::ApiOptions;
@@ -121,8 +121,8 @@ fn needs(path: &str, field: &str, value: &Value) -> Value {
     }
 }
 
-/// Fields whose values may be refused for what they mean, which no schema can say: a grammar that is
-/// none, a list without a constraint, a conversation that says nothing.
+/// Fields whose values may be refused for what they mean, which no schema can say: a grammar that
+/// is none, a list without a constraint, a conversation that says nothing.
 const MEANING: &[&str] = &[
     "best_of",
     "guided_choice",

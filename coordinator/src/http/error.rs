@@ -37,8 +37,8 @@ pub struct ApiError {
     anthropic: Option<Arc<str>>,
 }
 
-/// Told where a client of Anthropic's API wants the server to keep its conversation: by this code it
-/// sends the whole conversation instead.
+/// Told where a client of Anthropic's API wants the server to keep its conversation: by this code
+/// it sends the whole conversation instead.
 const NO_THREADS: &str = "thread_unsupported_request";
 
 /// What Anthropic's API says where it has more to do than it can: a status of its own.

@@ -1,6 +1,6 @@
 //! `GET /openapi.json`: the API as an OpenAPI 3.1 document, for this model and these options. It
-//! says of each field what the server accepts; numbers written as strings, which it accepts too, are
-//! left out.
+//! says of each field what the server accepts; numbers written as strings, which it accepts too,
+//! are left out.
 //!
 //! - `schema`: small JSON schemas
 //! - `requests`: the bodies of requests
