@@ -190,7 +190,7 @@ fn messages(fields: &Fields, limits: &Limits) -> Result<Vec<Value>, ApiError> {
         Some(other) => return Err(Fields::wrong(name, other, "a list of at least one message")),
         None => return Err(ApiError::field(name, "`messages` is required")),
     };
-    limits.check_messages(name, list.len())?;
+    limits.check_messages(name, list.len(), fields.bytes())?;
     list.iter().enumerate().map(|(index, value)| message(index, value)).collect()
 }
 

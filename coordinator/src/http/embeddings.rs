@@ -128,14 +128,16 @@ impl Shared<'_> {
     /// Returns the vector of one input. Once the first inputs are under way, one that finds the
     /// queue full retries: the work done for the others would be lost.
     async fn vector(&self, index: usize, tokens: Vec<u32>) -> Result<Vec<f32>, ApiError> {
-        self.common.tally.prompt(tokens.len() as u64);
+        let count = tokens.len() as u64;
+        self.common.tally.prompt(count);
         let pause = |error: &ApiError| {
             let pause = error.full_for().filter(|_| index >= AT_A_TIME)?;
             // Up to a quarter more, so that requests refused together do not retry together.
             let draw = self.state.draw_seed(self.state.next_request()) % 1024;
             Some(pause + pause * draw as u32 / 4096)
         };
-        self.again.ask(async || self.attempt(tokens.clone()).await, pause).await
+        let vector = self.again.ask(async || self.attempt(tokens.clone()).await, pause).await;
+        vector.inspect_err(|_| self.common.tally.failed(count))
     }
 
     /// Makes one attempt. For each, the client has waited since the request arrived.

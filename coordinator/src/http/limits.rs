@@ -55,6 +55,10 @@ pub struct Limits {
     pub harmony: bool,
 }
 
+/// Most bytes that the messages of a conversation may make of its body, each of its length:
+/// templates may copy all earlier text with each message.
+const COPIED_MAX: u64 = 16 << 30;
+
 /// Ranges of fields, the same for every model.
 pub mod ranges {
     /// `temperature`.
@@ -161,18 +165,20 @@ impl Limits {
         (self.max_model_len / 4).clamp(1, 1024)
     }
 
-    /// Checks the number of a conversation's messages, which came in this field. Too many are too
-    /// long a conversation: the client is to make it shorter.
+    /// Checks the number of a conversation's messages, which came in this field of a body of so
+    /// many bytes. Too many are too long a conversation: the client is to make it shorter.
     ///
     /// # Errors
     /// 400 naming the field, with the code of a prompt that does not fit.
-    pub fn check_messages(&self, field: &str, count: usize) -> Result<(), ApiError> {
-        if count <= self.messages {
+    pub fn check_messages(&self, field: &str, count: usize, bytes: usize) -> Result<(), ApiError> {
+        let fit = usize::try_from(COPIED_MAX / (bytes as u64).max(1)).unwrap_or(usize::MAX);
+        let max = self.messages.min(fit);
+        if count <= max {
             return Ok(());
         }
-        let max = self.messages;
         let message = format!(
-            "`{field}` has {count} messages, the limit is {max}. Please reduce your prompt."
+            "`{field}` has {count} messages, the limit is {max} for {bytes} bytes. Please reduce \
+             your prompt."
         );
         Err(ApiError::context_length(field, message))
     }

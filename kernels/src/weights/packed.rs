@@ -310,7 +310,12 @@ impl HostMatrix<'_> {
 #[must_use]
 pub fn int4_groups(parts: &[HostMatrix<'_>]) -> Option<Int4Groups> {
     let groups = parts.first()?.own_int4_groups()?;
-    parts.iter().all(|part| part.own_int4_groups() == Some(groups)).then_some(groups)
+    // Each may begin at another group of its tensor, as the slices of a shared expert do.
+    let same = |part: &HostMatrix<'_>| {
+        let own = part.own_int4_groups();
+        own.is_some_and(|own| Int4Groups { first: groups.first, ..own } == groups)
+    };
+    parts.iter().all(same).then_some(groups)
 }
 
 /// The 4-bit integers of a row, the columns taken.
@@ -331,8 +336,9 @@ pub(crate) fn int4_row(
 ) {
     let Some(packed) = part.packed() else { return };
     packed.integers(row, part.col_start, integers);
+    let first = part.own_int4_groups().map_or(groups.first, |own| own.first);
     for index in 0..groups.count {
-        let (zero, scale) = packed.zero_and_scale(row, groups.first + index);
+        let (zero, scale) = packed.zero_and_scale(row, first + index);
         group(index, zero, scale);
     }
 }

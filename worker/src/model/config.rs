@@ -169,7 +169,7 @@ impl ModelConfig {
     /// # Errors
     /// The key, its value's problem and the bound.
     pub fn from_value(config: Value) -> Result<Self, String> {
-        let config = model_config::text_model(config)?;
+        let config = windows::completed(model_config::text_model(config)?);
         let raw: Raw = serde_json::from_value(config.clone())
             .map_err(|error| format!("not a model configuration: {error}"))?;
         let architecture = raw.architectures.as_deref().unwrap_or_default().first();

@@ -38,6 +38,8 @@ struct Used {
     requests: AtomicU32,
     starts: Mutex<Bucket>,
     tokens: Mutex<Bucket>,
+    /// The present limit of tokens, also for requests that began under another.
+    tokens_per_minute: AtomicU32,
 }
 
 fn locked(bucket: &Mutex<Bucket>) -> MutexGuard<'_, Bucket> {
@@ -93,6 +95,9 @@ impl Account {
                 }
             }
         }
+        if let Some(present) = limits.tokens_per_minute {
+            used.tokens_per_minute.store(present, Ordering::Relaxed);
+        }
         Self { hash, limits, used }
     }
 
@@ -137,26 +142,26 @@ impl Account {
 #[derive(Clone)]
 pub struct Meter {
     used: Arc<Used>,
-    per_minute: u32,
     clock: Arc<dyn Clock>,
 }
 
 impl fmt::Debug for Meter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Meter").field("per_minute", &self.per_minute).finish_non_exhaustive()
+        f.debug_struct("Meter").field("used", &self.used).finish_non_exhaustive()
     }
 }
 
 impl Meter {
     /// For requests of an account; `None` if their tokens have no limit.
     pub(super) fn of(account: &Account, clock: &Arc<dyn Clock>) -> Option<Self> {
-        let per_minute = account.limits.tokens_per_minute?;
-        Some(Self { used: account.used.clone(), per_minute, clock: clock.clone() })
+        account.limits.tokens_per_minute?;
+        Some(Self { used: account.used.clone(), clock: clock.clone() })
     }
 
     /// So many tokens were used.
     pub fn take(&self, tokens: u64) {
-        locked(&self.used.tokens).take(self.clock.now(), self.per_minute, tokens);
+        let per_minute = self.used.tokens_per_minute.load(Ordering::Relaxed);
+        locked(&self.used.tokens).take(self.clock.now(), per_minute, tokens);
     }
 
     /// Nothing came of so many.
@@ -204,5 +209,23 @@ mod tests {
         assert_eq!(again.enter(Duration::ZERO).unwrap_err(), Refusal::Requests(1));
         drop(second);
         assert!(again.enter(Duration::ZERO).is_ok());
+    }
+
+    #[test]
+    fn a_request_that_goes_on_fills_the_bucket_at_the_present_rate() {
+        let of = |rate| KeyLimits { tokens_per_minute: Some(rate), ..KeyLimits::default() };
+        let clock = Arc::new(shared::clock::ManualClock::default());
+        let shared: Arc<dyn Clock> = clock.clone();
+        let account = Account::like([1; 32], of(60_000), None);
+        let stream = Meter::of(&account, &shared).unwrap();
+        stream.take(60_000);
+        let lowered = Account::like([1; 32], of(60), Some(&account));
+        Meter::of(&lowered, &shared).unwrap().take(61);
+        for _ in 0..10 {
+            clock.advance(Duration::from_millis(100));
+            stream.take(1);
+        }
+        let refused = lowered.enter(clock.now()).unwrap_err();
+        assert!(matches!(refused, Refusal::Tokens(60, wait) if wait >= Duration::from_secs(9)));
     }
 }

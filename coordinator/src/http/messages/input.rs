@@ -34,7 +34,7 @@ pub(super) fn read(fields: &Fields, limits: &Limits) -> Result<Turns, ApiError> 
             return Err(Fields::wrong("messages", other, "a list of at least one message"));
         }
     };
-    limits.check_messages("messages", list.len())?;
+    limits.check_messages("messages", list.len(), fields.bytes())?;
     for (index, message) in list.iter().enumerate() {
         take(&mut input, &format!("messages[{index}]"), message)?;
     }

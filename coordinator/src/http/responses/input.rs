@@ -22,7 +22,7 @@ pub(super) fn read(fields: &Fields, limits: &Limits) -> Result<Turns, ApiError> 
         None => return Err(ApiError::field("input", "`input` is required")),
         Some(Value::String(text)) => input.push("user", text.as_str()),
         Some(Value::Array(items)) if !items.is_empty() => {
-            limits.check_messages("input", items.len())?;
+            limits.check_messages("input", items.len(), fields.bytes())?;
             for (index, item) in items.iter().enumerate() {
                 take(&mut input, &format!("input[{index}]"), item)?;
             }

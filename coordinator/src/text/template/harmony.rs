@@ -1,6 +1,8 @@
 //! PURE: conversations as harmony templates expect them. These templates allow one call per
 //! message, take a tool result's function name from the preceding call, and read system text only
 //! in the first message.
+use std::collections::HashMap;
+
 use serde_json::{Value, json};
 
 /// Separates the reasoning before a call from what was said to the user: templates have room for
@@ -68,11 +70,15 @@ fn one_by_one(message: Value, results: Vec<Value>) -> Vec<Value> {
     }
     // Results name their call; results that do not are assigned in order.
     let mut of_call: Vec<Vec<Value>> = vec![Vec::new(); calls.len()];
+    let mut of_id: HashMap<&str, usize> = HashMap::new();
+    for (at, call) in calls.iter().enumerate() {
+        of_id.entry(text(call, "id")).or_insert(at);
+    }
     let mut rest = Vec::new();
     for result in results {
         let id = text(&result, "tool_call_id");
-        let at = calls.iter().position(|call| !id.is_empty() && text(call, "id") == id);
-        match at.and_then(|at| of_call.get_mut(at)) {
+        let at = of_id.get(id).filter(|_| !id.is_empty());
+        match at.and_then(|at| of_call.get_mut(*at)) {
             Some(of_call) => of_call.push(result),
             None => rest.push(result),
         }

@@ -107,6 +107,9 @@ fn windows_slide_where_the_architecture_says() {
         ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]"#;
     let slides = [Some(16), None, None, Some(16)];
     assert_eq!(windows("Qwen3ForCausalLM", types), slides);
+    // As in transformers, where the file does not say it; null says that there is none.
+    assert!(windows("Exaone4ForCausalLM", "").contains(&Some(4096)));
+    assert_eq!(windows("Exaone4ForCausalLM", r#", "sliding_window": null"#), [None; 4]);
     let error = parse("Qwen3ForCausalLM", &types.replace("full", "chunked")).unwrap_err();
     assert!(error.contains("layer_types has \"chunked_attention\""), "{error}");
 }

@@ -1,4 +1,6 @@
 //! The keys of `config.json` for sliding windows.
+use serde_json::Value;
+
 use super::Raw;
 use super::architecture::Architecture;
 
@@ -26,6 +28,18 @@ pub(super) enum Usual {
     FromMaxWindowLayers,
     /// Layers without a rotary embedding.
     WithoutRope,
+}
+
+/// Adds the window that transformers' own configurations have where a file has no key for it. With
+/// null there is none.
+pub(super) fn completed(mut config: Value) -> Value {
+    const USUAL: [&str; 3] = ["Exaone4ForCausalLM", "Gemma2ForCausalLM", "Qwen2MoeForCausalLM"];
+    if USUAL.iter().any(|it| config["architectures"][0] == **it)
+        && let Some(keys) = config.as_object_mut()
+    {
+        keys.entry("sliding_window").or_insert(4096.into());
+    }
+    config
 }
 
 /// Returns the sliding window of each layer, `None` for full attention; `told` says which layers
