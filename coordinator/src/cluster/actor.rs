@@ -484,9 +484,14 @@ impl Actor for ClusterActor {
             actor.detect_crashed_replicas(now, &mut effects);
             actor.hub.observer().record().forget_frontends(now, EXPECTED_FOR);
             actor.core.tick(now, &mut effects);
-            actor.free_adapters(now, &mut effects);
             if !effects.is_empty() {
                 actor.carry_out(ctx, effects);
+            }
+            // Only now is it known who uses the adapters that this tick took off the list.
+            let mut freed = Vec::new();
+            actor.free_adapters(now, &mut freed);
+            if !freed.is_empty() {
+                actor.carry_out(ctx, freed);
             }
             if actor.unpublished {
                 actor.publish();

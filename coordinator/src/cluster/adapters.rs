@@ -53,6 +53,10 @@ struct Load {
 /// How many replicas may break while they load an adapter.
 const BROKE_MAX: u32 = 2;
 
+/// How many numbers a leader leaves out after the last one that it knows of: more than the loads
+/// that fail between two changes of the list.
+const NUMBERS_SKIPPED: u32 = 1 << 16;
+
 impl Adapters {
     pub(super) fn new(options: &Lora, run: u64) -> Self {
         // Numbers are not used again by a coordinator that knows nothing of this one.
@@ -77,7 +81,8 @@ impl Adapters {
         self.served.extend(changed.loaded.iter().cloned());
         let over = self.served.len().saturating_sub(self.options.places as usize);
         self.served.truncate(self.options.places as usize);
-        self.next = self.next.max(changed.next);
+        // The last leader may have given numbers to loads that were not stored yet.
+        self.next = self.next.max(changed.next.saturating_add(NUMBERS_SKIPPED));
         over
     }
 
@@ -150,16 +155,17 @@ impl Cluster {
         let outcome = match command {
             AdapterCommand::Load { name, path, replace } => {
                 match self.accept_load(now, ticket, &name, path, replace) {
-                    Ok(()) => return self.begin_load(now, effects),
+                    Ok(()) if self.adapters.loads.len() == 1 => {
+                        return self.begin_load(now, effects);
+                    }
+                    // Its turn comes when the loads before it are over.
+                    Ok(()) => return,
                     Err(error) => Err(error),
                 }
             }
             AdapterCommand::Unload { name } => self.unload(&name, effects),
         };
         effects.push(Effect::AdapterChanged { ticket, outcome });
-        // Without the one that could not be loaded there, a replica may be formed.
-        self.release_held();
-        self.reconcile(now, effects);
     }
 
     fn accept_load(
@@ -387,6 +393,7 @@ impl Cluster {
 
     /// No request uses these any more, of those that are served no longer: their places are freed.
     pub fn adapters_unused(&mut self, now: Duration, numbers: &[u32], effects: &mut Vec<Effect>) {
+        let all = self.adapters.leaving.len();
         for number in numbers {
             let before = self.adapters.leaving.len();
             self.adapters.leaving.retain(|adapter| adapter.number != *number);
@@ -394,12 +401,18 @@ impl Cluster {
                 self.drop_everywhere(*number, effects);
             }
         }
+        if self.adapters.leaving.len() == all {
+            return;
+        }
         // One that waited for nothing else serves now.
         let started = self.replicas.iter().filter(|(_, replica)| replica.has_started());
         let ids: Vec<ReplicaId> = started.map(|(id, _)| id).collect();
         for id in ids {
             self.serve_if_complete(now, id, effects);
         }
+        // Without the one that could not be loaded there, a replica may be formed.
+        self.release_held();
+        self.reconcile(now, effects);
     }
 
     /// Tells all ranks that have an adapter, or are loading it, to drop it.
@@ -421,7 +434,8 @@ impl Cluster {
         self.adapters.numbers()
     }
 
-    /// A replica whose ranks have all started serves, once it has all adapters.
+    /// A replica whose ranks have all started serves, once it has all adapters. Its ranks are told
+    /// of one at a time: their queues are short.
     pub(super) fn serve_if_complete(
         &mut self,
         now: Duration,
@@ -431,13 +445,12 @@ impl Cluster {
         let wanted = self.adapters.lora().adapters;
         let state = self.replicas.get(id).filter(|replica| replica.has_started());
         let Some(replica) = state else { return };
-        let missing = |adapter: &&Adapter| !replica.has(adapter.number);
-        let missing: Vec<Adapter> = wanted.iter().filter(missing).cloned().collect();
-        if !missing.is_empty() {
-            for adapter in &missing {
-                for rank in self.ask_for(id, adapter, effects) {
-                    self.pending_answers.expect(now, rank);
-                }
+        if replica.is_loading_adapter() {
+            return;
+        }
+        if let Some(adapter) = wanted.iter().find(|adapter| !replica.has(adapter.number)) {
+            for rank in self.ask_for(id, adapter, effects) {
+                self.pending_answers.expect(now, rank);
             }
             return;
         }

@@ -451,6 +451,11 @@ impl Replica {
         self.owed.iter().any(|(of, _)| *of == worker)
     }
 
+    /// Whether some rank has not answered about some adapter.
+    pub(super) fn is_loading_adapter(&self) -> bool {
+        !self.owed.is_empty()
+    }
+
     /// The ranks that have not answered about this adapter.
     pub(super) fn owing(&self, adapter: u32) -> Vec<WorkerId> {
         let owed = self.owed.iter().filter(|(_, number)| *number == adapter);

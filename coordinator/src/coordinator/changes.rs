@@ -8,11 +8,14 @@ use shared::hub::name::DEFAULT_REVISION;
 use shared::hub::{DownloadHandle, Hub, ModelArgument, ModelPart, RequestedModel};
 use shared::membership::View;
 use shared::protocol::{AdapterCommand, AdapterError};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Semaphore, mpsc, watch};
 
 use crate::adapters::AdapterAsk;
 use crate::cluster::actor::{ChangeAdapters, ClusterActor};
 use crate::http::admin::are_stored;
+
+/// How many commands are carried out at the same time; the others wait in their channel.
+const AT_ONCE_MAX: usize = 8;
 
 /// What carries out commands.
 #[derive(Clone, Debug)]
@@ -29,10 +32,13 @@ pub(super) struct Changes {
 impl Changes {
     /// Carries out all commands.
     pub(super) async fn run(self, mut asks: mpsc::Receiver<AdapterAsk>) {
+        let turns = Arc::new(Semaphore::new(AT_ONCE_MAX));
         while let Some(AdapterAsk { command, answer }) = asks.recv().await {
+            let Ok(turn) = turns.clone().acquire_owned().await else { return };
             let changes = self.clone();
             actix::spawn(async move {
                 let _ = answer.send(changes.change(command).await);
+                drop(turn);
             });
         }
     }

@@ -1,6 +1,7 @@
 //! LoRA adapters that are loaded while steps run. A thread reads the adapter's files; its pieces
 //! wait in the queue among the steps, one at a time, so between two steps there is at most one
 //! piece: the matrices of one site (such as q, k and v) of one layer.
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
 
 use shared::ids::Epoch;
@@ -41,7 +42,10 @@ impl Reader {
             }
             None => false,
         };
-        let read = reading(&mut take);
+        // The coordinator waits for an outcome, whatever is in the files.
+        let caught = catch_unwind(AssertUnwindSafe(|| reading(&mut take)));
+        let panicked = "reading it panicked: this is a bug, see the worker's log";
+        let read = caught.unwrap_or_else(|_| Err(panicked.to_owned()));
         let outcome = match refused {
             Some(reason) => Err(reason),
             None => read,

@@ -7,12 +7,18 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use shared::ids::Epoch;
+use shared::protocol::lora::ADAPTERS_MAX;
+use shared::protocol::{AdapterChange, ChangeAdapter};
 
 use super::{ExecutorCommand, ExecutorError};
 
-/// Maximum number of queued commands. The coordinator keeps two steps in flight, so a full queue
-/// means that something is badly wrong.
+/// Maximum number of queued commands, without those that are counted apart (see [`Kind`]). The
+/// coordinator keeps two steps in flight, so a full queue means that something is badly wrong.
 pub(super) const COMMANDS_MAX: usize = 32;
+
+/// Maximum number of queued commands to drop an adapter, which are counted apart: while a rank is
+/// being formed, all its adapters may be unloaded.
+const DROPS_MAX: usize = 2 * ADAPTERS_MAX;
 
 /// A command, and the link over which it came.
 pub(super) type QueuedCommand = (u64, ExecutorCommand);
@@ -74,6 +80,38 @@ fn term(link: u64, command: &ExecutorCommand) -> Option<(u64, Epoch)> {
     Some((link, epoch))
 }
 
+/// What is counted together, so that it takes no room from the others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Usual,
+    /// Drops an adapter.
+    Drop,
+    /// The outcome of a reader: there is one for each adapter that a queued command told to load,
+    /// and without it the adapter would keep its place.
+    Read,
+}
+
+impl Kind {
+    fn of(command: &ExecutorCommand) -> Self {
+        match command {
+            ExecutorCommand::Adapter(ChangeAdapter { change: AdapterChange::Drop(_), .. }) => {
+                Self::Drop
+            }
+            ExecutorCommand::Read(_) => Self::Read,
+            _ => Self::Usual,
+        }
+    }
+
+    /// How many of this kind may be queued.
+    const fn max(self) -> usize {
+        match self {
+            Self::Usual => COMMANDS_MAX,
+            Self::Drop => DROPS_MAX,
+            Self::Read => usize::MAX,
+        }
+    }
+}
+
 impl Shared {
     /// Queues a command; a release replaces the queued commands of epochs that it ends.
     ///
@@ -87,7 +125,9 @@ impl Shared {
         if let ExecutorCommand::Release(epoch) = command {
             commands.retain(|(of, it)| term(*of, it).is_none_or(|term| term > (link, epoch)));
         }
-        if commands.len() >= COMMANDS_MAX {
+        let kind = Kind::of(&command);
+        let queued = commands.iter().filter(|(_, it)| Kind::of(it) == kind).count();
+        if queued >= kind.max() {
             return Err(ExecutorError::Full);
         }
         if matches!(command, ExecutorCommand::Release(_)) {

@@ -7,7 +7,8 @@ use kernels::collective::AbortHandle;
 use shared::ids::{ReplicaId, SeqId, StepId};
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{
-    CollectiveSpec, Dtype, EngineConfig, Lora, Quantization, SequenceOutput, StepTimings,
+    AdapterChange, CollectiveSpec, Dtype, EngineConfig, Lora, Quantization, SequenceOutput,
+    StepTimings,
 };
 
 use super::*;
@@ -363,6 +364,21 @@ fn reports_do_not_fill_the_queue_while_the_executor_is_busy() {
         .take_while(|message| !matches!(message, FromWorker::Formed(f) if f.epoch == Epoch(2)))
         .filter(|message| matches!(message, FromWorker::Stats(_)));
     assert_eq!(reports.count(), 1);
+}
+
+#[test]
+fn commands_to_drop_adapters_leave_room_for_others_while_the_executor_is_busy() {
+    let (executor, messages) = executor();
+    executor.command(form(1, "m")).unwrap();
+    executor.command(step(1, 13)).unwrap();
+    for number in 0..64 {
+        let drop = ChangeAdapter { epoch: Epoch(1), change: AdapterChange::Drop(number) };
+        executor.command(ExecutorCommand::Adapter(drop)).unwrap();
+    }
+    executor.command(form(2, "m")).unwrap();
+    executor.abort(Epoch(1));
+    let is_formed = |it: FromWorker| matches!(it, FromWorker::Formed(f) if f.epoch == Epoch(2));
+    while !is_formed(next(&messages)) {}
 }
 
 #[test]

@@ -259,7 +259,7 @@ fn a_replica_formed_meanwhile_serves_when_it_has_what_was_loaded() {
     assert_eq!(ready(&effects), 0);
     let effects = answer(&mut cluster, 1, 2, number, Ok(1));
     assert_eq!(ready(&effects), 1);
-    // One that cannot is held, and released when the adapter is unloaded.
+    // One that cannot is held, and released when the adapter is unloaded and no request uses it.
     let mut effects = Vec::new();
     cluster.worker_joined(secs(4), member(2, 1, "a"), &mut effects);
     assert_eq!(formed_with(&effects), [(2, vec!["a".to_owned(), "b".to_owned()])]);
@@ -269,12 +269,66 @@ fn a_replica_formed_meanwhile_serves_when_it_has_what_was_loaded() {
     effects.clear();
     cluster.tick(secs(5), &mut effects);
     assert!(formed_with(&effects).is_empty());
-    let effects = unload(&mut cluster, 2, "b");
-    assert_eq!(formed_with(&effects), [(2, vec!["a".to_owned(), "b".to_owned()])], "still used");
+    // A command that is refused changes nothing.
+    assert!(formed_with(&load(&mut cluster, 2, "a", false)).is_empty());
+    let mut effects = unload(&mut cluster, 3, "b");
+    cluster.tick(secs(5), &mut effects);
+    assert!(formed_with(&effects).is_empty(), "still used: {effects:?}");
     let mut effects = Vec::new();
     cluster.adapters_unused(secs(5), &[number], &mut effects);
     let drop = |worker, epoch| (worker, epoch, "drop".to_owned());
-    assert_eq!(changes(&effects), [drop(0, 1), drop(1, 2), drop(2, 4)]);
+    assert_eq!(changes(&effects), [drop(0, 1), drop(1, 2)]);
+    assert_eq!(formed_with(&effects), [(2, vec!["a".to_owned()])]);
+}
+
+/// The queue of a rank is short.
+#[test]
+fn a_replica_that_lacks_several_adapters_loads_one_after_the_other() {
+    let lora = Lora { places: 4, ..Lora::default() };
+    let (mut cluster, _) = cluster_of(ClusterConfig { lora, ..config(2) }, 2);
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    let mut effects = Vec::new();
+    for worker in [2, 3] {
+        cluster.worker_joined(secs(2), member(worker, 1, "a"), &mut effects);
+    }
+    assert_eq!(formed_with(&effects), [(2, Vec::<String>::new()), (3, Vec::<String>::new())]);
+    let mut numbers = Vec::new();
+    for (ticket, name) in [(1, "b"), (2, "c"), (3, "d")] {
+        let number = number_of(&load(&mut cluster, ticket, name, false), name);
+        answer(&mut cluster, 0, 1, number, Ok(1));
+        assert_eq!(outcomes(&answer(&mut cluster, 1, 1, number, Ok(1))), [(ticket, Ok(()))]);
+        numbers.push(number);
+    }
+    let told = |name: &str| [2, 3].map(|worker| (worker, 2, format!("load {name}")));
+    let effects = bring_up(&mut cluster, secs(3), 2, &[2, 3]);
+    assert_eq!(changes(&effects), told("b"));
+    assert!(changes(&answer(&mut cluster, 2, 2, numbers[0], Ok(1))).is_empty());
+    assert_eq!(changes(&answer(&mut cluster, 3, 2, numbers[0], Ok(1))), told("c"));
+    // One that is dropped meanwhile is not waited for.
+    unload(&mut cluster, 4, "c");
+    let mut effects = Vec::new();
+    cluster.adapters_unused(secs(3), &[numbers[1]], &mut effects);
+    assert_eq!(changes(&effects)[4..], told("d"));
+    answer(&mut cluster, 2, 2, numbers[2], Ok(1));
+    let effects = answer(&mut cluster, 3, 2, numbers[2], Ok(1));
+    assert!(effects.iter().any(|it| matches!(it, Effect::ReplicaReady { .. })), "{effects:?}");
+}
+
+#[test]
+fn a_load_that_waits_for_its_turn_gives_the_first_no_more_time() {
+    let lora = Lora { places: 4, ..Lora::default() };
+    let (mut cluster, _) = cluster_of(ClusterConfig { lora, ..config(1) }, 1);
+    bring_up(&mut cluster, secs(1), 1, &[0]);
+    load(&mut cluster, 1, "b", false);
+    let mut effects = Vec::new();
+    let (name, path) = ("c".to_owned(), "/c".to_owned());
+    let command = AdapterCommand::Load { name, path, replace: false };
+    cluster.change_adapters(secs(50), Ticket(2), command, &mut effects);
+    assert!(effects.is_empty(), "{effects:?}");
+    cluster.tick(secs(62), &mut effects);
+    let why = "nothing was heard from node-0 for 60 s".to_owned();
+    assert_eq!(outcomes(&effects), [(1, Err(AdapterError::NotNow(why)))]);
+    assert_eq!(changes(&effects), [(0, 1, "drop".to_owned()), (0, 1, "load c".to_owned())]);
 }
 
 #[test]
@@ -309,6 +363,13 @@ fn the_next_leader_serves_what_operators_loaded() {
     bring_up(&mut next, secs(1), 1, &[0]);
     let told = load(&mut next, 1, "a", false);
     assert!(number_of(&told, "a") > number, "numbers are not used again");
+    // Nor is that of a load which was under way, even by one that starts to count at the same.
+    let unstored = number_of(&load(&mut cluster, 3, "c", false), "c");
+    let mut next = Cluster::new(with_room(1));
+    assert_eq!(next.adopt_desired(cluster.desired().clone()), 0);
+    next.worker_joined(secs(0), member(0, 1, "a"), &mut Vec::new());
+    bring_up(&mut next, secs(1), 1, &[0]);
+    assert!(number_of(&load(&mut next, 1, "a", false), "a") > unstored);
     // One of the same name as an option takes its place; without room, the last ones are left out.
     let mut other = ClusterConfig { run: 0, ..with_room(1) };
     other.lora = Lora { places: 1, ..Lora::fixed([("b".into(), "/other".into())], 16) };
