@@ -21,6 +21,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use self::room::Host;
+use super::exchange::ASKS_MAX;
 use super::registry::{Home, RETURN_GRACE, check_name};
 use super::supervise::{RestartPolicy, Supervisor};
 use crate::protocol::actors::creation::{
@@ -100,6 +101,11 @@ pub struct Wanted {
     pub within: Duration,
 }
 
+/// Whether a name is for the cluster's own actors, such as `worker/NODE` and `log:NODE`.
+pub(super) fn is_reserved(name: &str) -> bool {
+    name.contains('/') || name.starts_with("log:")
+}
+
 /// A request that waits for an actor to be alive, until a deadline.
 type Asker = (u64, Duration);
 
@@ -135,6 +141,8 @@ struct Actor {
     avoid: Option<Home>,
     /// Whoever asked for its creation.
     creator: Option<Asker>,
+    /// Whether another living actor of its name and class will do for its creator.
+    or_get: bool,
     /// Others who wait for it.
     getters: Vec<Asker>,
     /// Those that came first are placed first.
@@ -241,8 +249,9 @@ impl Placement {
         let Wanted { asker, creation, generation, again, or_get, within } = wanted;
         let until = now + within;
         check_name(&creation.name).map_err(|error| PlacementError::Invalid(error.to_string()))?;
-        if creation.name.contains('/') {
-            let reason = "names with a slash are for the cluster's own actors";
+        if is_reserved(&creation.name) {
+            let reason = "names with a slash, or that begin with `log:`, are for the cluster's own \
+                          actors";
             return Err(PlacementError::Invalid(reason.to_owned()));
         }
         creation.check().map_err(PlacementError::Invalid)?;
@@ -258,6 +267,9 @@ impl Placement {
                 effects.push(Effect::Answer { asker, outcome });
             } else if same && !actor.lived {
                 actor.creator = Some((asker, until));
+            } else if actor.getters.len() >= ASKS_MAX {
+                let waiting = format!("{ASKS_MAX} requests wait for it, which is the limit");
+                return Err(PlacementError::Full(waiting));
             } else {
                 actor.getters.push((asker, until));
             }
@@ -276,6 +288,7 @@ impl Placement {
         let name = creation.name.clone();
         let mut actor = self.actor(creation, generation, Restarted::default(), phase);
         actor.creator = Some((asker, until));
+        actor.or_get = or_get;
         self.actors.insert(name.clone(), actor);
         self.publish(&name, effects);
         Ok(())
@@ -316,6 +329,7 @@ impl Placement {
             reason: None,
             avoid: None,
             creator: None,
+            or_get: false,
             getters: Vec::new(),
             order: self.order,
             refused: None,
@@ -332,6 +346,10 @@ impl Placement {
         effects: &mut Vec<Effect>,
     ) {
         let draining = self.drained.contains(node);
+        let same = |host: &Host| host.hosting == hosting && host.draining == draining;
+        if self.hosts.get(&home).is_some_and(same) {
+            return;
+        }
         let host = self.hosts.entry(home).or_insert_with(|| Host::new(node));
         host.offers(hosting);
         host.draining = draining;

@@ -460,7 +460,8 @@ pub fn check_name(name: &str) -> Result<(), RegistryError> {
     if good { Ok(()) } else { Err(RegistryError::BadName) }
 }
 
-fn truncate(text: &mut String, max: usize) {
+/// Shortens a text to at most `max` bytes.
+pub(super) fn truncate(text: &mut String, max: usize) {
     if text.len() > max {
         let end = (0..=max).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
         text.truncate(end);

@@ -29,7 +29,7 @@ pub(super) use self::waiting::Dispatched;
 pub use self::waiting::{DeathWatch, NotWatched};
 use super::exchange::{Origin, Outgoing};
 use super::named::Envelope;
-use super::registry::{Home, Known, RegistryError, WATCHES_MAX, Watcher, Watching};
+use super::registry::{Home, Known, RegistryError, WATCHES_MAX, Watcher, Watching, truncate};
 use super::remote::{ActorMessage, RemoteAddr};
 use crate::clock::Clock;
 use crate::metrics::catalogue::{ACTOR_MESSAGES, ACTOR_MESSAGES_REFUSED, ACTOR_RESTARTS};
@@ -37,7 +37,7 @@ use crate::metrics::labels::MessageRefusal;
 use crate::metrics::local::PerValue;
 use crate::metrics::{Counter, SharedStats};
 use crate::protocol::actors::creation::Instance;
-use crate::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, Wants};
+use crate::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, REASON_MAX, Wants};
 
 /// Outcome of a message, for its mailbox and its sender.
 pub(super) type Outcome = Result<Vec<u8>, AskError>;
@@ -256,7 +256,10 @@ impl ActorRuntime {
     }
 
     /// Reports a change in the life of an actor of this process.
-    pub(super) fn became(&self, report: ActorReport) {
+    pub(super) fn became(&self, mut report: ActorReport) {
+        if let Some(reason) = &mut report.reason {
+            truncate(reason, REASON_MAX);
+        }
         let mut state = self.state();
         if report.life == ActorLife::Dead {
             let same = |mailbox: &Mailbox| {
@@ -291,7 +294,10 @@ impl ActorRuntime {
     }
 
     /// Passes on the outcome of a message that an actor of this process has handled or rejected.
-    pub(super) fn answer(&self, id: u64, outcome: Outcome) {
+    pub(super) fn answer(&self, id: u64, mut outcome: Outcome) {
+        if let Err(AskError::Failed(reason) | AskError::Malformed(reason)) = &mut outcome {
+            truncate(reason, REASON_MAX);
+        }
         let mut effects = Vec::new();
         let mut state = self.state();
         state.exchange.answered(None, id, outcome, &mut effects);

@@ -21,6 +21,9 @@ impl Placement {
         let there: Vec<String> = there.map(|(name, _)| name.clone()).collect();
         for name in there {
             let Some(actor) = self.actors.get_mut(&name) else { continue };
+            if matches!(actor.phase, Phase::Starting(_)) {
+                actor.supervisor.began(now);
+            }
             actor.phase = match actor.phase {
                 Phase::Moving(_) => Phase::Pending { not_before: now },
                 _ => Phase::Lost { until: now + LOST_GRACE },
@@ -167,6 +170,10 @@ impl Placement {
         effects: &mut Vec<Effect>,
     ) {
         let Some(actor) = self.actors.get_mut(name) else { return };
+        if matches!(actor.phase, Phase::Starting(_)) {
+            // However long it took to be made, that is no life.
+            actor.supervisor.began(now);
+        }
         match actor.supervisor.on_exit(now) {
             Decision::RestartAfter(wait) => {
                 actor.phase = Phase::Pending { not_before: now + wait };

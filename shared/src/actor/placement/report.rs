@@ -3,12 +3,12 @@ use std::cmp::Ordering;
 use std::time::Duration;
 
 use super::room::Host;
-use super::{Actor, Effect, Phase, Placement, supervisor};
-use crate::actor::registry::{Home, check_name};
-use crate::protocol::actors::ActorLife;
+use super::{Actor, Asker, Effect, LOST_GRACE, Phase, Placement, is_reserved, supervisor};
+use crate::actor::registry::{Home, check_name, truncate};
 use crate::protocol::actors::creation::{
     Creation, EndHow, Instance, Placed, PlacementError, PlacementReply, Restarted,
 };
+use crate::protocol::actors::{ActorLife, REASON_MAX};
 
 impl Placement {
     /// Takes a process's report. `taken`: a living actor that was not created has the name.
@@ -22,19 +22,46 @@ impl Placement {
         effects: &mut Vec<Effect>,
     ) {
         let Placed { name, instance, life, reason, known } = placed;
-        let reason = reason.unwrap_or_else(|| "it ended".to_owned());
-        if life == ActorLife::Dead {
+        let mut reason = reason.unwrap_or_else(|| "it ended".to_owned());
+        truncate(&mut reason, REASON_MAX);
+        if matches!(life, ActorLife::Dead | ActorLife::Pending) {
             if let Some(host) = self.hosts.get_mut(&home)
                 && host.release(instance)
             {
                 self.rooms += 1;
             }
-            self.ended(now, home, &name, instance, &reason, known, effects);
+            let waits = life == ActorLife::Pending
+                && self.not_taken(now, home, &name, instance, &reason, effects);
+            if !waits {
+                self.ended(now, home, &name, instance, &reason, known, taken, effects);
+            }
         } else {
             self.account(home, node, &name, instance, known.as_ref());
             self.lives(now, home, node, &name, instance, life, known, taken, effects);
         }
         self.place(now, effects);
+    }
+
+    /// A process could not take an actor that it was told to start: the actor waits for a place
+    /// again, rather in another process. False: it has ended instead.
+    fn not_taken(
+        &mut self,
+        now: Duration,
+        home: Home,
+        name: &str,
+        instance: Instance,
+        reason: &str,
+        effects: &mut Vec<Effect>,
+    ) -> bool {
+        let Some(actor) = self.actors.get_mut(name) else { return false };
+        if actor.instance() != instance || actor.phase != Phase::Starting(home) {
+            return false;
+        }
+        actor.phase = Phase::Pending { not_before: now + LOST_GRACE };
+        actor.reason = Some(reason.to_owned());
+        actor.avoid = Some(home);
+        self.publish(name, effects);
+        true
     }
 
     /// Counts what a living actor takes, even if it is about to be ended.
@@ -63,9 +90,13 @@ impl Placement {
         instance: Instance,
         reason: &str,
         known: Option<(Creation, Restarted)>,
+        taken: bool,
         effects: &mut Vec<Effect>,
     ) {
         let Some(actor) = self.actors.get_mut(name) else {
+            if taken {
+                return;
+            }
             // It died while no coordinator was there to start it again.
             let Some((creation, restarted)) = known else { return };
             if let Some(actor) = self.adopted(name, instance, creation, restarted) {
@@ -122,28 +153,35 @@ impl Placement {
             return refuse("another actor has its name", effects);
         }
         // One that was wanted but never started gives way to one that lives.
+        let mut waiting = Vec::new();
         let other = self.actors.get(name).filter(|it| it.generation != instance.generation);
         if let Some(other) = other {
             if other.incarnation > 0 {
                 return refuse("another actor has its name", effects);
             }
-            if !known.as_ref().is_some_and(|(it, _)| self.may_adopt(name, instance, it)) {
+            let adopts = known.as_ref().map(|(it, _)| it);
+            let adopts = adopts.filter(|it| self.may_adopt(name, instance, it));
+            let Some(adopts) = adopts else {
                 return refuse("another actor has its name", effects);
-            }
-            self.gives_way(name, node, effects);
+            };
+            waiting = self.gives_way(name, &adopts.class, node, effects);
         }
         let Some(actor) = self.actors.get_mut(name) else {
             let Some((creation, restarted)) = known else {
                 return refuse("nobody knows it any more", effects);
             };
-            if self.adopted(name, instance, creation, restarted).is_none() {
+            let Some(actor) = self.adopted(name, instance, creation, restarted) else {
                 return refuse("it has ended, or there are too many created actors", effects);
-            }
+            };
+            actor.getters = waiting;
             return self.is_at(now, home, node, name, life, effects);
         };
         match (instance.incarnation.cmp(&actor.incarnation), actor.home()) {
             (Ordering::Less, _) => refuse("it was started again elsewhere", effects),
-            (Ordering::Equal, Some(at)) if at != home => {
+            // A process's new link can be there before its old one has ended.
+            (Ordering::Equal, Some(at))
+                if at != home && self.hosts.get(&at).is_none_or(|it| it.node != node) =>
+            {
                 refuse("it was started elsewhere, too", effects);
             }
             // Told to end, it may still have said that it lives.
@@ -167,18 +205,33 @@ impl Placement {
     }
 
     /// A creation that has not begun ends, because an actor of another creation has the name.
-    fn gives_way(&mut self, name: &str, node: &str, effects: &mut Vec<Effect>) {
-        let Some(pending) = self.actors.get_mut(name) else { return };
+    /// Returns those for whom that one will do, if its class is the same.
+    fn gives_way(
+        &mut self,
+        name: &str,
+        class: &str,
+        node: &str,
+        effects: &mut Vec<Effect>,
+    ) -> Vec<Asker> {
+        let Some(pending) = self.actors.get_mut(name) else { return Vec::new() };
+        let mut waiting = Vec::new();
+        if pending.creation.class == class {
+            waiting = std::mem::take(&mut pending.getters);
+            if pending.or_get {
+                waiting.extend(pending.creator.take());
+            }
+        }
         for (asker, _) in pending.askers() {
             let outcome = Err(PlacementError::NameTaken(node.to_owned()));
             effects.push(Effect::Answer { asker, outcome });
         }
         self.bury(name, "an actor of this name lives already", effects);
+        waiting
     }
 
     /// Whether an actor that another coordinator created can be taken over.
     fn may_adopt(&self, name: &str, instance: Instance, creation: &Creation) -> bool {
-        let right = creation.name == name && check_name(name).is_ok() && !name.contains('/');
+        let right = creation.name == name && check_name(name).is_ok() && !is_reserved(name);
         right
             && creation.check().is_ok()
             && !self.gone_set.contains(&instance.generation)
@@ -217,7 +270,12 @@ impl Placement {
         let leaves = draining || self.drained.contains(node);
         let Some(actor) = self.actors.get_mut(name) else { return };
         node.clone_into(&mut actor.node);
-        if matches!(actor.phase, Phase::Moving(_)) {
+        if let Phase::Moving(at) = actor.phase {
+            actor.phase = Phase::Moving(home);
+            if at != home && life != ActorLife::Draining {
+                // What it was told over the old link may not have arrived.
+                self.moves(name, effects);
+            }
             return;
         }
         if life == ActorLife::Alive {

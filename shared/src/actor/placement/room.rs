@@ -12,6 +12,8 @@ use crate::protocol::actors::creation::{
 /// Maximum number of starts in one process that are accounted for: all actors, and as many of their
 /// predecessors that have not ended yet.
 const INSTANCES_MAX: usize = 2 * super::CREATED_MAX;
+/// Maximum number of created actors that are placed in one process: each has a thread there.
+pub const HOSTED_MAX: usize = 256;
 /// Maximum number of nodes that an error names.
 const NODES_SAID: usize = 8;
 
@@ -61,10 +63,6 @@ impl Amounts {
             }
         }
         self.0.retain(|_, amount| *amount > 0);
-    }
-
-    fn covers(&self, other: &Self) -> bool {
-        other.0.iter().all(|(name, amount)| self.get(name) >= *amount)
     }
 }
 
@@ -149,6 +147,15 @@ impl Host {
         free
     }
 
+    fn is_full(&self) -> bool {
+        self.instances.len() >= HOSTED_MAX
+    }
+
+    fn has_room_for(&self, needed: &Amounts) -> bool {
+        let left = |name: &str| self.offered.get(name).saturating_sub(self.used.get(name));
+        !self.is_full() && needed.0.iter().all(|(name, amount)| left(name) >= *amount)
+    }
+
     fn hosts(&self, class: &str) -> bool {
         self.hosting.classes.iter().any(|it| it == class)
     }
@@ -191,7 +198,7 @@ pub(super) fn choose(
         return Err(PlacementError::NoMatch { asked: words_of(at), hosts });
     }
     let needed = Amounts::needed(needs);
-    let fits = |(_, host): &&&(&Home, &Host)| host.free().covers(&needed);
+    let fits = |(_, host): &&&(&Home, &Host)| host.has_room_for(&needed);
     let rank = |(home, host): &&&(&Home, &Host)| {
         let elsewhere = at.node.as_ref().is_some_and(|node| *node != host.node);
         let (load, back) = (host.load(), Some(**home) == avoid);
@@ -204,7 +211,12 @@ pub(super) fn choose(
     match allowed.iter().filter(fits).min_by_key(rank) {
         Some((home, _)) => Ok(**home),
         None => {
-            let words = |(_, host): &&(&Home, &Host)| format!("{} on {}", host.free(), host.node);
+            let words = |(_, host): &&(&Home, &Host)| match host.is_full() {
+                true => {
+                    format!("nothing on {} (it runs {HOSTED_MAX} actors, the limit)", host.node)
+                }
+                false => format!("{} on {}", host.free(), host.node),
+            };
             let free = list(allowed.iter().map(words), "; ");
             Err(PlacementError::NoRoom { asked: needed.to_string(), free })
         }

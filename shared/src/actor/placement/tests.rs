@@ -249,6 +249,41 @@ fn one_that_fails_is_started_again_up_to_its_limit_rather_elsewhere() {
 }
 
 #[test]
+fn one_whose_restarts_hang_before_it_is_made_is_given_up_after_its_limit() {
+    let mut placement = nodes(&[4]);
+    let slow = Creation { start_limit_ms: 40_000, ..creation("a") };
+    let mut instance = alive(&mut placement, slow);
+    let mut now = NOW;
+    for restart in 1..=2 {
+        let effects = says(&mut placement, now, 1, "a", instance, ActorLife::Dead);
+        assert_eq!(life(&effects).unwrap().restarts, restart);
+        now += ms(400);
+        instance = begun(&tick(&mut placement, now)).remove(0).1.instance;
+        // Longer than a life that counts as stable.
+        now += ms(40_000);
+    }
+    let effects = says(&mut placement, now, 1, "a", instance, ActorLife::Dead);
+    let report = life(&effects).unwrap();
+    assert_eq!(report.life, ActorLife::Dead);
+    assert_eq!(report.reason.as_deref(), Some("it panicked; it ended 3 times in a row"));
+}
+
+#[test]
+fn one_that_a_process_does_not_take_is_placed_elsewhere() {
+    let mut placement = nodes(&[4, 4]);
+    let effects = create(&mut placement, wanted(1, creation("a")));
+    let instance = begun(&effects)[0].1.instance;
+    let effects = says(&mut placement, NOW, 1, "a", instance, ActorLife::Pending);
+    assert!(answers(&effects).is_empty() && begun(&effects).is_empty());
+    assert_eq!(placement.hosts().map(Host::actors).sum::<usize>(), 0, "it takes nothing there");
+    let effects = tick(&mut placement, NOW + LOST_GRACE);
+    let (at, begin) = begun(&effects).remove(0);
+    assert_eq!((at, begin.restarted.total), (home(2), 0), "that is no restart");
+    let effects = says(&mut placement, NOW, 2, "a", begin.instance, ActorLife::Alive);
+    assert_eq!(answers(&effects), [(1, Ok(PlacementReply { node: "n2".to_owned() }))]);
+}
+
+#[test]
 fn one_that_cannot_be_made_is_not_tried_again() {
     let mut placement = nodes(&[4]);
     let effects = create(&mut placement, wanted(1, creation("a")));
@@ -400,10 +435,66 @@ fn a_name_is_given_once_and_a_request_that_is_repeated_creates_one() {
     placement.create(NOW, wanted(5, creation("b")), Some("n9"), &mut effects);
     let taken = PlacementError::NameTaken("n9".to_owned());
     assert_eq!(answers(&effects), [(5, Err(taken))]);
-    for wrong in ["", "worker/n1", &"x".repeat(200)] {
+    for wrong in ["", "worker/n1", "log:n1", &"x".repeat(200)] {
         let effects = create(&mut placement, wanted(6, creation(wrong)));
         assert!(matches!(answers(&effects)[..], [(6, Err(PlacementError::Invalid(_)))]), "{wrong}");
     }
+}
+
+#[test]
+fn a_living_actor_of_the_class_will_do_for_those_who_said_so() {
+    let instance = Instance { generation: 7, incarnation: 1 };
+    let lives = |class: &str| {
+        let creation = Creation { class: class.to_owned(), ..creation("a") };
+        let known = Some((creation, Restarted::default()));
+        let name = "a".to_owned();
+        Placed { name, instance, life: ActorLife::Alive, reason: None, known }
+    };
+    let reply = Ok(PlacementReply { node: "n1".to_owned() });
+    let taken = Err(PlacementError::NameTaken("n1".to_owned()));
+    let cases = [("counter", true, &reply), ("counter", false, &taken), ("other", true, &taken)];
+    for (class, or_get, expected) in cases {
+        let mut placement = Placement::default();
+        create(&mut placement, Wanted { or_get, ..wanted(1, creation("a")) });
+        create(&mut placement, Wanted { or_get: true, ..wanted(2, creation("a")) });
+        let mut effects = Vec::new();
+        placement.placed(NOW, home(1), "n1", lives(class), false, &mut effects);
+        let mut answers = answers(&effects);
+        answers.sort_by_key(|(asker, _)| *asker);
+        let second = if class == "counter" { &reply } else { &taken };
+        assert_eq!(answers, [(1, expected.clone()), (2, second.clone())], "{class} {or_get}");
+    }
+}
+
+#[test]
+fn a_process_has_a_bound_and_the_refusal_says_so() {
+    let mut placement = nodes(&[1]);
+    let small = |name: &str| Creation { needs: Needs::nothing(), ..creation(name) };
+    for number in 0..room::HOSTED_MAX as u64 {
+        let effects = create(&mut placement, wanted(number, small(&format!("a{number}"))));
+        assert_eq!(begun(&effects).len(), 1, "{number}");
+    }
+    let effects = create(&mut placement, wanted(9999, small("more")));
+    assert!(begun(&effects).is_empty());
+    let reason = life(&effects).unwrap().reason.unwrap();
+    assert!(reason.ends_with("free are nothing on n1 (it runs 256 actors, the limit)"), "{reason}");
+}
+
+#[test]
+fn those_who_wait_for_one_actor_have_a_bound() {
+    let mut placement = Placement::default();
+    create(&mut placement, wanted(0, creation("a")));
+    for number in 1..=ASKS_MAX as u64 {
+        let effects =
+            create(&mut placement, Wanted { or_get: true, ..wanted(number, creation("a")) });
+        assert!(answers(&effects).is_empty(), "{number}");
+    }
+    let more = Wanted { or_get: true, ..wanted(1_000_000, creation("a")) };
+    let effects = create(&mut placement, more);
+    assert!(
+        matches!(answers(&effects)[..], [(1_000_000, Err(PlacementError::Full(_)))]),
+        "{effects:?}"
+    );
 }
 
 #[test]

@@ -45,6 +45,14 @@ impl ActorRuntime {
                         ActorFrame::Answer { id, outcome: Ok(_) } => {
                             // The asker is told why there is no reply.
                             self.count(&error);
+                            let error = match error {
+                                // The message was handled: it must not be sent again without
+                                // limit, as one that found its mailbox full.
+                                AskError::MailboxFull(queue) => AskError::Failed(format!(
+                                    "its reply was not sent: {queue} is full"
+                                )),
+                                error => error,
+                            };
                             let frame = ActorFrame::Answer { id, outcome: Err(error) };
                             more.push(Effect::Send { peer, frame });
                         }

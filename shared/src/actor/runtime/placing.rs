@@ -11,14 +11,14 @@ use super::{ActorRuntime, Role};
 use crate::actor::exchange::{self, PeerId};
 use crate::actor::hosting::{self, ActorClass, ActorContext, Controller, HUNG_MAX, Start};
 use crate::actor::placement::room::{Amounts, Host};
-use crate::actor::placement::{Effect, Wanted};
-use crate::actor::registry::{Home, RegistryError};
+use crate::actor::placement::{Effect, Wanted, is_reserved};
+use crate::actor::registry::{Home, RegistryError, truncate};
 use crate::protocol::NodeResources;
 use crate::protocol::actors::creation::{
     Begin, Creation, EndHow, Hosting, Instance, Placed, PlacementError, PlacementReply,
     PlacementRequest, check_class,
 };
-use crate::protocol::actors::{ActorFrame, ActorLife, AskError};
+use crate::protocol::actors::{ActorFrame, ActorLife, AskError, REASON_MAX};
 use crate::wire::codec;
 
 /// A created actor, for operators.
@@ -170,6 +170,10 @@ impl ActorRuntime {
 
     /// A request for the hub; its answer goes to ask `id`.
     pub(super) fn requested(&self, state: &mut State, id: u64, body: &[u8]) {
+        if id == 0 {
+            // It was told rather than asked: there is nobody to answer.
+            return;
+        }
         let now = self.inner.clock.now();
         let request = match codec::decode_message::<PlacementRequest>(body) {
             Ok(request) => request,
@@ -223,7 +227,7 @@ impl ActorRuntime {
         restart: bool,
         effects: &mut Vec<Effect>,
     ) -> Result<PlacementReply, PlacementError> {
-        if name.contains('/') {
+        if is_reserved(name) {
             return Err(PlacementError::NotYours(name.to_owned()));
         }
         let killed = state.placement.kill(now, name, restart, effects);
@@ -295,40 +299,44 @@ impl ActorRuntime {
         state.placement.placed(now, Home::Here, &node, placed, taken, effects);
     }
 
-    /// Starts an actor in this process; returns its end if it cannot.
+    /// Starts an actor in this process; returns what the hub is told if it cannot.
     pub(super) fn begins(&self, state: &mut State, begin: Begin) -> Option<Placed> {
         let (name, instance) = (begin.creation.name.clone(), begin.instance);
         match self.started(state, begin) {
             Ok(()) => None,
-            Err(reason) => {
+            Err((life, reason)) => {
                 tracing::warn!(actor = name, reason, "an actor cannot be started here");
-                Some(dead(name, instance, reason))
+                Some(Placed { life, ..dead(name, instance, reason) })
             }
         }
     }
 
-    fn started(&self, state: &mut State, begin: Begin) -> Result<(), String> {
+    /// If it fails: `Pending` when another process may take the actor, or this one later; `Dead`
+    /// when the actor cannot be started at all.
+    fn started(&self, state: &mut State, begin: Begin) -> Result<(), (ActorLife, String)> {
+        let not_taken = |reason: String| (ActorLife::Pending, reason);
         let Begin { instance, restarted, creation } = &begin;
         let Creation { name, class, mailbox, .. } = creation;
-        let unknown = || format!("this process does not host the class `{class}`");
+        let unknown = || not_taken(format!("this process does not host the class `{class}`"));
         let factory = state.classes.get(class).cloned().ok_or_else(unknown)?;
         let own = |mailbox: &Mailbox| mailbox.instance.generation != instance.generation;
         if state.mailboxes.get(name).is_some_and(own) {
-            return Err("another actor of its process has its name".to_owned());
+            let reason = "another actor of its process has its name";
+            return Err((ActorLife::Dead, reason.to_owned()));
         }
         if state.controller.is_none() {
             let started = Controller::start();
-            let started =
-                started.map_err(|error| format!("no thread to run actors with: {error}"))?;
+            let started = started
+                .map_err(|error| not_taken(format!("no thread to run actors with: {error}")))?;
             state.controller = Some(started);
         }
         let Some(controller) = &state.controller else { return Ok(()) };
         let threads = controller.threads().load(Ordering::Relaxed);
         if threads >= state.hosted.len() + HUNG_MAX {
             let hung = threads - state.hosted.len();
-            return Err(format!(
+            return Err(not_taken(format!(
                 "{hung} threads of its process hang in handlers, the limit is {HUNG_MAX}"
-            ));
+            )));
         }
         let (sender, receiver) = mpsc::channel((*mailbox).max(1) as usize);
         let (kill, killed) = oneshot::channel();
@@ -360,8 +368,12 @@ impl ActorRuntime {
         name: &str,
         instance: Instance,
         life: ActorLife,
-        reason: Option<String>,
+        mut reason: Option<String>,
     ) {
+        // A frame has a bound: without the news, the hub would take it for alive.
+        if let Some(reason) = &mut reason {
+            truncate(reason, REASON_MAX);
+        }
         let mut state = self.state();
         let state = &mut *state;
         if life == ActorLife::Dead {
@@ -397,7 +409,8 @@ impl ActorRuntime {
     }
 }
 
-fn dead(name: String, instance: Instance, reason: String) -> Placed {
+fn dead(name: String, instance: Instance, mut reason: String) -> Placed {
+    truncate(&mut reason, REASON_MAX);
     Placed { name, instance, life: ActorLife::Dead, reason: Some(reason), known: None }
 }
 

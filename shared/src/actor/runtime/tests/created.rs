@@ -13,6 +13,8 @@ use crate::protocol::actors::creation::{Needs, PlacementError, Where};
 enum Do {
     Add(u64),
     Fail,
+    /// Fails for a reason that fits no frame.
+    FailAtLength,
     Panic,
     /// Blocks its thread, as a computation does.
     Block(u64),
@@ -37,6 +39,7 @@ impl NamedActor for Counter {
         match message {
             Do::Add(n) => self.total += n,
             Do::Fail => return Err("out of luck".to_owned()),
+            Do::FailAtLength => return Err("x".repeat(2 << 20)),
             Do::Panic => panic!("on purpose"),
             Do::Block(ms) => std::thread::sleep(Duration::from_millis(ms)),
             Do::Wait => tokio::time::sleep(Duration::from_secs(3600)).await,
@@ -182,8 +185,26 @@ async fn one_that_fails_is_made_anew_and_one_that_is_killed_is_dead() {
     assert!(matches!(waiting.await.unwrap(), Err(AskError::Failed(_))));
     assert_eq!(tokio::time::timeout(PATIENCE, watch).await.unwrap().unwrap(), "it was killed");
     assert_eq!(made.load(Ordering::Relaxed), 1);
-    let error = b.kill("worker/a", false, PATIENCE).await.unwrap_err();
-    assert_eq!(error, CreateError::Refused(PlacementError::NotYours("worker/a".to_owned())));
+    for own in ["worker/a", "log:a"] {
+        let error = b.kill(own, false, PATIENCE).await.unwrap_err();
+        assert_eq!(error, CreateError::Refused(PlacementError::NotYours(own.to_owned())));
+    }
+}
+
+#[tokio::test]
+async fn a_reason_of_any_length_is_shortened_and_the_death_is_known() {
+    let (hub, a, b) = (hub(), spoke("a", 2), spoke("b", 3));
+    hosts(&a, 4);
+    let (_a_link, _b_link) = (pair(&hub, &a, "a").await, pair(&hub, &b, "b").await);
+    let options = CreateOptions { max_restarts: Some(0), ..one_cpu("counter") };
+    let addr = b.create::<Counter>(&Some(0), options).await.unwrap();
+    let watch = b.watch("counter");
+    let asked = tokio::time::timeout(PATIENCE, addr.ask(&Do::FailAtLength, 2 * PATIENCE)).await;
+    let error = asked.expect("long before its deadline").unwrap_err();
+    assert!(matches!(&error, AskError::Failed(reason) if reason.len() == REASON_MAX), "{error}");
+    let reason = tokio::time::timeout(PATIENCE, watch).await.unwrap().unwrap();
+    assert_eq!(reason.len(), REASON_MAX);
+    until("it is gone", || a.state().hosted.is_empty() && hub.created().is_empty()).await;
 }
 
 #[tokio::test]
