@@ -12,7 +12,7 @@ use crate::cuda::{BLOCK_SIZE, BLOCKS, engine_on};
 use crate::rig::fake_cuda_with;
 
 const PROMPT: u32 = 100;
-const OUTPUT: usize = 8;
+const OUTPUT: usize = 6;
 
 /// A running request, with `chunk` tokens per step.
 struct Request {
@@ -113,7 +113,7 @@ fn in_four_ways(model: &str, batch_invariant: bool, others: u32) -> [(Vec<u32>, 
 #[test]
 fn a_request_gets_the_same_bits_however_it_is_run() {
     // With experts, tiles contain different slots, and different numbers of slots.
-    for (model, others) in [("llama-gqa", 75), ("mixtral", 20), ("qwen3-moe", 75), ("gpt-oss", 20)]
+    for (model, others) in [("llama-gqa", 66), ("mixtral", 20), ("qwen3-moe", 40), ("gpt-oss", 20)]
     {
         let ways = in_four_ways(model, true, others);
         for (way, result) in ["in pieces", "among others", "again"].iter().zip(&ways[1..]) {
@@ -121,6 +121,6 @@ fn a_request_gets_the_same_bits_however_it_is_run() {
         }
     }
     // Without the option the same comparison fails.
-    let ways = in_four_ways("llama-gqa", false, 75);
+    let ways = in_four_ways("llama-gqa", false, 66);
     assert!(ways[1..].iter().any(|way| way != &ways[0]), "nothing differs without it either");
 }
