@@ -266,8 +266,8 @@ pub struct Placed {
     pub name: String,
     /// The start.
     pub instance: Instance,
-    /// `Starting`, `Alive`, `Draining` (it finishes its messages), `Dead`, or `Pending`: the process
-    /// could not start it, and another may.
+    /// `Starting`, `Alive`, `Draining` (it finishes its messages), `Dead`, or `Pending`: the
+    /// process could not start it, and another may.
     pub life: ActorLife,
     /// Why it is dead.
     pub reason: Option<String>,
