@@ -449,7 +449,11 @@ async fn a_leader_that_missed_its_end_stops_when_it_learns_of_the_next() {
     tokio::time::sleep(Duration::from_millis(300)).await;
     LocalCluster::signal(first.pid(), "CONT").unwrap();
     for scrape in scrapes {
-        let page = scrape.await.unwrap().unwrap();
+        let page = match scrape.await.unwrap() {
+            // By a clock that stood still as well, the request may seem to have come too late.
+            Err(error) if error.status() == Some(reqwest::StatusCode::REQUEST_TIMEOUT) => continue,
+            page => page.unwrap(),
+        };
         let total = page.lines().find(|line| line.starts_with("tutti_requests_accepted_total{"));
         assert_eq!(total, None, "the totals are on the next leader's page");
         assert!(page.contains("\ntutti_membership_connected"), "{page}");

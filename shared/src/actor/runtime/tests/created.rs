@@ -165,7 +165,7 @@ async fn one_that_fails_is_made_anew_and_one_that_is_killed_is_dead() {
     let reason = tokio::time::timeout(PATIENCE, watch).await.unwrap().unwrap();
     assert_eq!(reason, "it was killed");
     until("it is gone", || a.state().hosted.is_empty()).await;
-    assert_eq!(hub.class_hosts()[0].free, "4 cpus");
+    until("its core is free", || hub.class_hosts()[0].free == "4 cpus").await;
     let error = b.kill("counter", false, PATIENCE).await.unwrap_err();
     let nobody = PlacementError::NoSuchActor("counter".to_owned());
     assert_eq!(error, CreateError::Refused(nobody));
