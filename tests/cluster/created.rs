@@ -11,6 +11,7 @@ use shared::actor::{ActorMessage, ActorRuntime, CreateError, CreateOptions, Remo
 use shared::membership::CoordinatorAddress;
 use shared::protocol::actors::AskError;
 use shared::protocol::actors::creation::{Needs, PlacementError, Where};
+use testkit::client::Client;
 use testkit::fleet::free_port;
 use testkit::local_cluster::LocalCluster;
 
@@ -65,6 +66,17 @@ fn options() -> CreateOptions {
     }
 }
 
+/// Has the actor created once both hosts are there, so that either can be killed.
+async fn created_on_the_first_of_two(client: &Client, asker: &Program) -> RemoteAddr<Text> {
+    let both = |s: &serde_json::Value| s["hosts"].as_array().is_some_and(|all| all.len() == 2);
+    let status = status_until(client, both).await;
+    assert!(both(&status), "{status}");
+    let words = counts(&asker.actors, options()).await.unwrap();
+    let counted = words.ask(&text("one two three"), REPLY).await;
+    assert_eq!(counted, Ok((3, "host-a".to_owned())));
+    words
+}
+
 /// Asks all the time, and counts the replies; every ask must get one.
 struct Caller {
     replies: Arc<AtomicU64>,
@@ -103,14 +115,8 @@ async fn one_whose_process_is_killed_comes_back_in_another() {
     let host = |node| Host::start(&["--coordinator", &address, "--node", node, "--cpus", "2"]);
     let (a, _b) = (host("host-a"), host("host-b"));
     let asker = Program::start(address.as_str(), "asker", 9 << 40);
-    // Both are there before the first is killed.
     let client = coordinator.client().unwrap();
-    let both = |s: &serde_json::Value| s["hosts"].as_array().is_some_and(|all| all.len() == 2);
-    let status = status_until(&client, both).await;
-    assert!(both(&status), "{status}");
-    let words = counts(&asker.actors, options()).await.unwrap();
-    let counted = words.ask(&text("one two three"), REPLY).await;
-    assert_eq!(counted, Ok((3, "host-a".to_owned())));
+    let words = created_on_the_first_of_two(&client, &asker).await;
     let (ok, table) = operate(coordinator.base(), &["actors"]);
     assert!(ok && table.contains("word-count") && table.contains("0/3"), "{table}");
     assert!(table.contains("1 cpus"), "{table}");
@@ -177,12 +183,7 @@ async fn the_next_coordinator_takes_over_what_the_last_one_created() {
     let asker = Program::start(follows, "asker", 9 << 40);
     first.wait_ready().await.unwrap();
     let client = first.client().unwrap();
-    let both = |s: &serde_json::Value| s["hosts"].as_array().is_some_and(|all| all.len() == 2);
-    let status = status_until(&client, both).await;
-    assert!(both(&status), "{status}");
-    let words = counts(&asker.actors, options()).await.unwrap();
-    let counted = words.ask(&text("one two three"), REPLY).await;
-    assert_eq!(counted, Ok((3, "host-a".to_owned())));
+    let words = created_on_the_first_of_two(&client, &asker).await;
     let caller = Caller::start(&words);
     LocalCluster::signal(first.pid(), "KILL").unwrap();
     let client = second.client().unwrap();

@@ -106,6 +106,9 @@ pub struct Registry {
     settles: Duration,
 }
 
+/// Of an actor that gave none for its end.
+const NO_REASON: &str = "it ended";
+
 /// A watch that waits for its actor; see [`Registry::watch`].
 #[derive(Clone, Copy, Debug)]
 struct Awaited {
@@ -145,7 +148,7 @@ impl Registry {
             None if report.life == ActorLife::Dead => {
                 // It died while its process had no link: some watchers may be waiting for this
                 // news.
-                let reason = report.reason.as_deref().unwrap_or("it ended");
+                let reason = report.reason.as_deref().unwrap_or(NO_REASON);
                 self.ends_awaited(&name, report.generation, reason, notices);
                 return Ok(());
             }
@@ -181,16 +184,7 @@ impl Registry {
             }
             Some(old) => return Err(RegistryError::Taken(old.node.clone())),
         }
-        self.dead.retain(|dead| *dead != name);
-        let died = report.life == ActorLife::Dead;
-        let generation = report.generation;
-        let reason = report.reason.clone().unwrap_or_else(|| "it ended".to_owned());
-        self.actors.insert(name.clone(), Known { report, node: node.to_owned(), home, restarts });
-        if died {
-            self.buried(&name, &reason, notices);
-        } else {
-            self.appeared(&name, generation, notices);
-        }
+        self.put(Known { report, node: node.to_owned(), home, restarts }, notices);
         Ok(())
     }
 
@@ -210,31 +204,37 @@ impl Registry {
         if let Some(reason) = &mut report.reason {
             truncate(reason, REASON_MAX);
         }
-        let name = report.name.clone();
         let (died, generation) = (report.life == ActorLife::Dead, report.generation);
-        let reason = report.reason.clone().unwrap_or_else(|| "it ended".to_owned());
-        match self.actors.get(&name) {
+        match self.actors.get(&report.name) {
             Some(old) if old.report.life == ActorLife::Dead && died => return Ok(()),
             Some(old) if old.report.life != ActorLife::Dead => {
                 if old.report.generation != generation {
-                    self.tell_watchers(&name, "another actor has its name now", notices);
+                    let reason = "another actor has its name now";
+                    self.tell_watchers(&report.name, reason, notices);
                 }
             }
             _ if died => {
-                self.ends_awaited(&name, generation, &reason, notices);
+                let reason = report.reason.as_deref().unwrap_or(NO_REASON);
+                self.ends_awaited(&report.name, generation, reason, notices);
                 return Ok(());
             }
             _ => self.room()?,
         }
-        self.dead.retain(|dead| *dead != name);
         let restarts = report.restarts;
-        self.actors.insert(name.clone(), Known { report, node: node.to_owned(), home, restarts });
-        if died {
-            self.buried(&name, &reason, notices);
+        self.put(Known { report, node: node.to_owned(), home, restarts }, notices);
+        Ok(())
+    }
+
+    /// Keeps what is known of an actor now, and tells those whom it concerns.
+    fn put(&mut self, known: Known, notices: &mut Vec<Notice>) {
+        let ActorReport { name, life, generation, reason, .. } = known.report.clone();
+        self.dead.retain(|dead| *dead != name);
+        self.actors.insert(name.clone(), known);
+        if life == ActorLife::Dead {
+            self.buried(&name, reason.as_deref().unwrap_or(NO_REASON), notices);
         } else {
             self.appeared(&name, generation, notices);
         }
-        Ok(())
     }
 
     /// For [`RETURN_GRACE`] from `now`, processes of the previous hub may still link to this one.
