@@ -101,6 +101,15 @@ struct Block::State {
     bool copies_arrive_early = false;
     const std::function<void()>* entry = nullptr;
     dim3 grid, index;
+    // The order of `Block::run`, or null in `Block::run_one`; of it, the part being run and the
+    // position there, and whether any thread has run in this round over the part, and over all.
+    const std::vector<uint32_t>* order = nullptr;
+    size_t part = 0;
+    size_t first = 0;
+    size_t next = 0;
+    bool again = false;
+    bool progress = false;
+    Fiber* pick();
     std::map<const void*, SharedBlock> shared_arrays;
     SharedBlock dynamic{nullptr, 0, 0};
     uint64_t number = 0;
@@ -138,11 +147,22 @@ tutti_emulate_switch:
 thread_local ucontext_t scheduler_context;
 #endif
 
-void to_scheduler() {
+// Lets the next thread run: without a detour if the order is known, since most time of an emulation
+// is spent here. The scheduler itself runs when no thread can.
+void yield() {
+    Fiber& from = *running->current;
+    Fiber* to = running->order != nullptr ? running->pick() : nullptr;
+    if (to == &from) {
+        return;
+    }
+    if (to != nullptr) {
+        running->current = to;
+        thread_index = {to->index, 0, 0};
+    }
 #if defined(__x86_64__)
-    tutti_emulate_switch(&running->current->sp, scheduler_sp);
+    tutti_emulate_switch(&from.sp, to != nullptr ? to->sp : scheduler_sp);
 #else
-    swapcontext(&running->current->context, &scheduler_context);
+    swapcontext(&from.context, to != nullptr ? &to->context : &scheduler_context);
 #endif
 }
 
@@ -159,7 +179,7 @@ void fiber_main() {
         peer_memory != nullptr) {
         fail("a block that exchanges data ends and has not waited for the kernels before");
     }
-    to_scheduler();
+    yield();
     abort();
 }
 
@@ -172,7 +192,9 @@ void start(Fiber& fiber) {
     fiber.copies.clear();
     fiber.group = 0;
 #if defined(__x86_64__)
-    void** top = reinterpret_cast<void**>(fiber.stack + STACK_BYTES);
+    // Stacks are pages apart: without these steps their tops would share few lines of the cache.
+    const size_t step = fiber.index % 64 * 5 * 64;
+    void** top = reinterpret_cast<void**>(fiber.stack + STACK_BYTES - step);
     // As after a call: the stack pointer is 16 k + 8 on entry, after six registers are popped.
     *--top = nullptr;
     *--top = reinterpret_cast<void*>(fiber_main);
@@ -279,6 +301,7 @@ void Block::enter() {
 
 bool Block::run_one(uint32_t first) {
     enter();
+    state->order = nullptr;
     const size_t count = state->fibers.size();
     for (size_t i = 0; i < count; i++) {
         Fiber& fiber = state->fibers[(first + i) % count];
@@ -290,29 +313,48 @@ bool Block::run_one(uint32_t first) {
     return false;
 }
 
+// The next thread to run: round and round a part of the order until none of it can run, then on to
+// the next part. Null when a round over all parts has found none.
+Fiber* Block::State::pick() {
+    for (;;) {
+        while (next < first + part) {
+            Fiber& fiber = fibers[(*order)[next++]];
+            if (fiber.state == emulate::State::runnable) {
+                again = progress = true;
+#if defined(__x86_64__)
+                // Each stack is on a page of its own, which takes a while to reach.
+                __builtin_prefetch(fibers[(*order)[next < first + part ? next : first]].sp);
+#endif
+                return &fiber;
+            }
+        }
+        if (!std::exchange(again, false)) {
+            first += part;
+            if (first == order->size()) {
+                first = 0;
+                if (!std::exchange(progress, false)) {
+                    return nullptr;
+                }
+            }
+        }
+        next = first;
+    }
+}
+
 // `order` lists threads, one whole warp after the other. `in_turn`: all warps proceed in step;
 // otherwise each runs as far ahead of the others as barriers allow, which exposes missing barriers.
 void Block::run(const std::vector<uint32_t>& order, bool in_turn) {
     enter();
-    std::vector<Fiber>& fibers = state->fibers;
-    const size_t step = in_turn ? order.size() : 32;
-    while (!is_done()) {
-        bool progress = false;
-        for (size_t first = 0; first < order.size(); first += step) {
-            bool again = true;
-            while (again) {
-                again = false;
-                for (size_t i = first; i < first + step; i++) {
-                    if (fibers[order[i]].state == emulate::State::runnable) {
-                        resume(fibers[order[i]]);
-                        again = progress = true;
-                    }
-                }
-            }
-        }
-        if (!progress) {
-            fail("a deadlock: some threads wait for others that wait elsewhere or have ended");
-        }
+    State& s = *state;
+    s.order = &order;
+    s.part = in_turn ? order.size() : 32;
+    s.first = s.next = 0;
+    s.again = s.progress = false;
+    if (Fiber* fiber = s.pick()) {
+        resume(*fiber);
+    }
+    if (!is_done()) {
+        fail("a deadlock: some threads wait for others that wait elsewhere or have ended");
     }
 }
 
@@ -380,7 +422,7 @@ bool barrier_and(bool vote) {
     } else {
         block.current->state = State::at_barrier;
     }
-    to_scheduler();
+    yield();
     return block.verdict;
 }
 
@@ -405,7 +447,7 @@ void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void*
     warp.operands[lane] = operands;
     if (warp.arrived != mask) {
         running->current->state = State::at_meeting;
-        to_scheduler();
+        yield();
         return;
     }
     void* lanes[32];
@@ -419,7 +461,7 @@ void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void*
             running->fibers[first + i].state = State::runnable;
         }
     }
-    to_scheduler();
+    yield();
 }
 
 void count_warp_barrier() { running->warps[running->current->index / 32].barriers++; }
@@ -488,7 +530,7 @@ void push(void* to, const void* from) {
         fail("a push that is not 16-byte aligned");
     }
     if (peer_memory != nullptr) {
-        to_scheduler();
+        yield();
         peer_memory->push(to, from);
         return;
     }
@@ -501,7 +543,7 @@ void take(void* to, const void* from) {
         fail("a take that is not 16-byte aligned");
     }
     if (peer_memory != nullptr) {
-        to_scheduler();
+        yield();
         peer_memory->take(to, from);
         return;
     }
@@ -511,7 +553,7 @@ void take(void* to, const void* from) {
 
 void store_release(uint64_t* at, uint64_t value) {
     if (peer_memory != nullptr) {
-        to_scheduler();
+        yield();
         peer_memory->store_release(at, value);
         return;
     }
@@ -520,7 +562,7 @@ void store_release(uint64_t* at, uint64_t value) {
 
 uint64_t load_acquire(const uint64_t* at) {
     // A waiting thread lets the block's other threads run, and the other ranks.
-    to_scheduler();
+    yield();
     if (peer_memory != nullptr) {
         return peer_memory->load_acquire(at);
     }
@@ -533,14 +575,14 @@ uint64_t load_acquire(const uint64_t* at) {
 
 void store_word(uint32_t* at, uint32_t value) {
     if (peer_memory != nullptr) {
-        to_scheduler();
+        yield();
     }
     __atomic_store_n(at, value, __ATOMIC_RELAXED);
 }
 
 uint32_t load_word(const uint32_t* at) {
     if (peer_memory != nullptr) {
-        to_scheduler();
+        yield();
     }
     return __atomic_load_n(at, __ATOMIC_RELAXED);
 }
@@ -690,7 +732,7 @@ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     Mma mine{c, a, {b0, b1}};
     emulate::meet(0xffffffffu, "mma", &mine, [](void* const* lanes) {
         const auto at = [&](int lane) { return static_cast<Mma*>(lanes[lane]); };
-        float a[16][16], b[16][8];
+        double a[16][16], b[16][8], sum[16][8];
         for (int lane = 0; lane < 32; lane++) {
             const int g = lane / 4;
             const int t = lane % 4;
@@ -703,17 +745,23 @@ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
                 b[2 * t + i % 2 + i / 2 * 8][g] = half_of(at(lane)->b[i / 2], i % 2);
             }
         }
-        for (int lane = 0; lane < 32; lane++) {
-            for (int i = 0; i < 4; i++) {
-                const int row = lane / 4 + i / 2 * 8;
-                const int column = lane % 4 * 2 + i % 2;
-                double sum = at(lane)->c[i];
-                for (int k = 0; k < 16; k++) {
-                    sum += static_cast<double>(a[row][k]) * static_cast<double>(b[k][column]);
+        const auto each = [&](auto visit) {
+            for (int lane = 0; lane < 32; lane++) {
+                for (int i = 0; i < 4; i++) {
+                    visit(at(lane)->c[i], sum[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]);
                 }
-                at(lane)->c[i] = static_cast<float>(sum);
+            }
+        };
+        each([](float& c, double& sum) { sum = c; });
+        // Column by column in the inner loop: the compiler computes several at once.
+        for (int row = 0; row < 16; row++) {
+            for (int k = 0; k < 16; k++) {
+                for (int column = 0; column < 8; column++) {
+                    sum[row][column] += a[row][k] * b[k][column];
+                }
             }
         }
+        each([](float& c, double& sum) { c = static_cast<float>(sum); });
     });
 }
 
