@@ -215,13 +215,17 @@ fn ernie_4_5_and_internlm_3() {
         "architectures": ["InternLM3ForCausalLM"], "bias": false, "head_dim": 128,
         "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10240,
         "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 48,
-        "num_key_value_heads": 2, "qkv_bias": true, "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 2, "qkv_bias": false, "rms_norm_eps": 1e-5,
         "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"}, "rope_theta": 50_000_000,
         "tie_word_embeddings": false, "torch_dtype": "bfloat16", "vocab_size": 128_512,
     });
     let config = read(&intern).unwrap();
-    assert!(config.qkv_bias && !config.output_bias && !config.mlp_bias && !config.tied);
+    assert!(!config.qkv_bias && !config.output_bias && !config.mlp_bias && !config.tied);
     assert_eq!((config.ropes[0].theta, config.max_positions), (5e7, 32768));
+    let mut biased = intern.clone();
+    biased["qkv_bias"] = json!(true);
+    let biased = read(&biased).unwrap();
+    assert!(biased.qkv_bias && !biased.output_bias, "the keys of its own code");
 }
 
 #[test]
