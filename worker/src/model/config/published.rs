@@ -110,7 +110,8 @@ fn gemma_2() {
     assert!(config.tied && !config.qk_norm && config.rounds_embedding_scale);
     assert_eq!((config.attention_cap, config.logits_cap), (Some(50.0), Some(30.0)));
     assert!((config.query_scale - (128f32 / 144.0).sqrt()).abs() < 1e-6);
-    assert_eq!((config.norm_offset, config.activation), (1.0, Activation::GeluTanh));
+    assert_eq!(config.norm_offset, 1.0);
+    assert_eq!(config.activation, MlpActivation::Gated(Activation::GeluTanh));
     assert_eq!(config.sliding_windows[..3], [Some(4096), None, Some(4096)]);
     assert_eq!(config.norms.post, Some("pre_feedforward_layernorm"));
     // Without a key there is the usual cap; null is none.
