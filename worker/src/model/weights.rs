@@ -170,6 +170,7 @@ pub fn load<B: Backend>(
     final_norm.divide(config.logits_scaling);
     let dtype = embedding.first().map_or(DType::F32, |matrix| matrix.dtype);
 
+    warn_of_mixed_experts(&layers);
     let matrices = layers.iter().flat_map(part::LayerPart::matrices);
     let total = embedding.iter().chain(lm_head.iter().flatten()).chain(matrices).map(bytes).sum();
     progress(0, total);
@@ -198,6 +199,20 @@ pub fn load<B: Backend>(
             .collect::<Result<_, KernelError>>()?,
         bytes: loader.held,
     })
+}
+
+/// Says which layers' experts become larger than in the files: all matrices of a stack have one
+/// form, so packed ones are unpacked if some of a layer's experts (often a shared one) are not.
+fn warn_of_mixed_experts(layers: &[part::LayerPart<'_>]) {
+    let is_mixed = |layer: &&part::LayerPart<'_>| layer.mlp.has_mixed_experts();
+    let count = layers.iter().filter(is_mixed).count();
+    if count > 0 {
+        tracing::warn!(
+            layers = count,
+            "in some layers the checkpoint has 4-bit experts beside experts that are not \
+             quantised: all experts of these layers become bf16, about four times as large"
+        );
+    }
 }
 
 /// Rounds the embedding's factor to the embedding's type, as the models' reference code does.

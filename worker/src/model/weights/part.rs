@@ -64,6 +64,17 @@ impl<'a> MlpPart<'a> {
     }
 }
 
+impl MlpPart<'_> {
+    /// Whether some of its experts are packed, and others are not.
+    pub(super) fn has_mixed_experts(&self) -> bool {
+        let Self::Experts(parts) = self else { return false };
+        let is_packed = |matrix: &HostMatrix<'_>| matches!(matrix.scales, Some(Scales::Packed(_)));
+        let is_mixed =
+            |stack: &[HostMatrix<'_>]| stack.iter().any(is_packed) && !stack.iter().all(is_packed);
+        is_mixed(&parts.gate_up) || parts.down.iter().any(|stack| is_mixed(stack))
+    }
+}
+
 impl<'a> LayerPart<'a> {
     /// All matrices.
     pub(super) fn matrices(&self) -> impl Iterator<Item = &HostMatrix<'a>> {
