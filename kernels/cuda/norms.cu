@@ -1,7 +1,7 @@
 // Norms that few models have.
 //
 //   add_layernorm: r += d;  y = (r - mean(r)) / sqrt(mean((r - mean(r))^2) + eps) * w + b
-//   qk_squares, qk_scale: q and k normalised over the heads of all ranks (OLMo 2): each rank adds up
+//   qk_squares, qk_scale: q and k normalised over all heads (OLMo 2): each rank adds up
 //                         its squares, the ranks add up these sums, and each rank scales its own
 //
 // Shapes and launch rules: kernels.h. All are bound by memory. Limits: none on widths.

@@ -57,8 +57,8 @@ pub trait QkNormOps: Tensors {
     ) -> Result<(), KernelError>;
 
     /// The end of [`AttentionOps::qkv_rope_write`]: RoPE on q and k; k and v written to the cache's
-    /// layer at the batch's slots; q to `q_out: [rows, num_heads * head_dim]`. The contents of `qkv`
-    /// are undefined afterwards.
+    /// layer at the batch's slots; q to `q_out: [rows, num_heads * head_dim]`. The contents of
+    /// `qkv` are undefined afterwards.
     ///
     /// # Errors
     /// [`KernelError::Shape`].

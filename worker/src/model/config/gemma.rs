@@ -1,4 +1,4 @@
-//! Gemma's keys in `config.json`: a scale of q, caps of scores and logits, and unsupported features.
+//! Gemma's keys in `config.json`: a scale of q, caps of scores and logits, what is not supported.
 use serde::Deserialize;
 use serde_json::Value;
 

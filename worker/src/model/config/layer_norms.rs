@@ -1,5 +1,5 @@
-//! The keys of `config.json` that only architectures with LayerNorms have: attention and MLP side by
-//! side, a factor of the logits, and norms of heads, which are not supported.
+//! The keys of `config.json` that only architectures with LayerNorms have: attention and MLP side
+//! by side, a factor of the logits, and norms of heads, which are not supported.
 use serde::Deserialize;
 use serde_json::Value;
 
