@@ -2,6 +2,7 @@
 //
 //   add_rmsnorm:        r += d;  y = r / sqrt(mean(r^2) + eps) * w
 //   add_normed_rmsnorm: r += d / sqrt(mean(d^2) + eps) * v;  y as in add_rmsnorm
+//   activate:           y = GELU(x), or max(x, 0)^2
 //   activate_mul:       y = g / (1 + e^-h) * u, with h = g (SiLU) or
 //                       2 sqrt(2 / pi) (g + 0.044715 g^3) (GELU, tanh approximation)
 //
@@ -248,6 +249,27 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     store_bf16(out + static_cast<size_t>(row) * out_stride, first, inner,
                whole && out_stride % 4 == 0, y);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_activate_f32(const float* input, tutti_bf16* out, uint32_t inner, uint32_t out_stride,
+                       uint32_t squared_relu, const uint32_t* live) {
+    release_successors();
+    wait_for_predecessors();
+    const uint32_t row = blockIdx.x;
+    const uint32_t first = first_of_tile();
+    if (!is_live(live, row) || first >= inner) {
+        return;
+    }
+    Four v = load_up_to_4(input + static_cast<size_t>(row) * inner, first, inner);
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+        const float x = v.v[i];
+        // NaN stays NaN.
+        v.v[i] = squared_relu == 0 ? activated(x, 1) : (x < 0.0f ? 0.0f : x * x);
+    }
+    store_bf16(out + static_cast<size_t>(row) * out_stride, first, inner,
+               inner % 4 == 0 && out_stride % 4 == 0, v);
 }
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -188,6 +188,13 @@ __global__ void tutti_activate_mul_f32(const float* input, const float* bias, tu
                                        uint32_t inner, uint32_t out_stride, uint32_t gelu,
                                        const uint32_t* live);
 
+/* out = a(input), per element: GELU in its tanh approximation, or max(x, 0)^2 if `squared_relu` is not
+ * 0. input f32 [rows, inner] contiguous; out bf16 [rows, out_stride].
+ * grid (rows, ceil(inner / 1024)), block 256; `live` counts rows. */
+__global__ void tutti_activate_f32(const float* input, tutti_bf16* out, uint32_t inner,
+                                   uint32_t out_stride, uint32_t squared_relu,
+                                   const uint32_t* live);
+
 /* data += bias, per row. data f32 [rows, width] contiguous; bias f32 [width].
  * grid (rows, ceil(width / 1024)), block 256; `live` counts rows. */
 __global__ void tutti_add_bias(float* data, const float* bias, uint32_t width, const uint32_t* live);
@@ -250,6 +257,32 @@ __global__ void tutti_read(const uint32_t* from, uint32_t* out, uint32_t n);
  * at once. For tests: one that reads `to` before it has waited finds what was there before.
  * grid any, block 256. */
 __global__ void tutti_late(const uint32_t* from, uint32_t* to, uint64_t words, uint64_t delay);
+
+/* ---- norms.cu ------------------------------------------------------------------------------- */
+
+/* residual += delta (if not null); out = (residual - mean) / sqrt(variance + eps) * weight + bias.
+ * residual f32 [rows, width], in and out; delta f32 [rows, width] or null; weight, bias f32 [width];
+ * out bf16 [rows, out_stride]; residual and delta contiguous. grid (rows), block 512. */
+__global__ void tutti_add_layernorm(float* residual, const float* delta, const float* weight,
+                                    const float* bias, tutti_bf16* out, uint32_t width,
+                                    uint32_t out_stride, float eps, const uint32_t* live);
+
+/* Sums of squares of q and of k, for a norm over the heads of all ranks. q's and k's columns are cut
+ * into equal sections; part i of `parts` has section i * sections / parts; the parts are added as a
+ * binary tree. out[row] = {of q, of k}. qkv f32 [rows, stride]: q columns of q, k of k, then others;
+ * out f32 [rows, 2]; parts a power of two, at most TUTTI_QK_PARTS_MAX, and a multiple of both
+ * numbers of sections, which divide their columns. grid (rows), block 256. */
+#define TUTTI_QK_PARTS_MAX 64u
+__global__ void tutti_qk_squares(const float* qkv, float* out, uint32_t q, uint32_t k,
+                                 uint32_t stride, uint32_t q_sections, uint32_t k_sections,
+                                 uint32_t parts, const uint32_t* live);
+
+/* q = q / sqrt(squares[0] / q_count + eps) * weight, and k with squares[1] and k_count.
+ * qkv as above, in and out; squares f32 [rows, 2]; weight f32 [q + k].
+ * grid (rows, ceil((q + k) / 1024)), block 256. */
+__global__ void tutti_qk_scale(float* qkv, const float* squares, const float* weight, uint32_t q,
+                               uint32_t k, uint32_t stride, uint32_t q_count, uint32_t k_count,
+                               float eps, const uint32_t* live);
 
 /* ---- all_reduce.cu --------------------------------------------------------------------------
  * Exchange between GPUs that can access each other's memory. Every rank launches the same entries

@@ -1,7 +1,7 @@
 //! The operations a device must offer. The decoder is written once, over [`Backend`], which
 //! combines all of these traits:
 //! - [`tensors`]: what a device holds, and how it is loaded
-//! - [`rows`], [`products`], [`attention`], [`experts`]: the arithmetic
+//! - [`rows`], [`products`], [`attention`], [`qk_norm`], [`experts`]: the arithmetic
 //! - [`exchange`]: exchanges between ranks
 //! - [`steps`]: steps as a whole, and sampling
 //!
@@ -45,20 +45,22 @@ pub mod exchange;
 pub mod experts;
 pub mod inspect;
 pub mod products;
+pub mod qk_norm;
 pub mod rows;
 pub mod steps;
 pub mod tensors;
 
 pub use arguments::{
     Activation, AttentionAt, AttentionShape, Batch, Choices, EXPERT_SLOTS, ExpertActivation,
-    KvShape, NOT_ASSIGNED, NOT_FED, QkvInput, QkvWeights, RopeTable, Routing, Scores, SeqRows,
-    StepInputs,
+    KvShape, LayerNorm, NOT_ASSIGNED, NOT_FED, PlainActivation, QkvInput, QkvWeights, RopeTable,
+    Routing, Scores, SeqRows, StepInputs,
 };
 pub use attention::AttentionOps;
 pub use exchange::ExchangeOps;
 pub use experts::ExpertOps;
 pub use inspect::Inspect;
 pub use products::ProductOps;
+pub use qk_norm::{QkNorm, QkNormOps};
 pub use rows::RowOps;
 pub use steps::StepOps;
 pub use tensors::{Buffer, Tensors};
@@ -69,12 +71,12 @@ pub use crate::weights::{BlockScales, DType, HostMatrix, Scales};
 
 /// A device. Only its executor thread calls these methods.
 pub trait Backend:
-    Tensors + RowOps + ProductOps + AttentionOps + ExpertOps + ExchangeOps + StepOps
+    Tensors + RowOps + ProductOps + AttentionOps + QkNormOps + ExpertOps + ExchangeOps + StepOps
 {
 }
 
 impl<B> Backend for B where
-    B: Tensors + RowOps + ProductOps + AttentionOps + ExpertOps + ExchangeOps + StepOps
+    B: Tensors + RowOps + ProductOps + AttentionOps + QkNormOps + ExpertOps + ExchangeOps + StepOps
 {
 }
 
@@ -82,6 +84,6 @@ impl<B> Backend for B where
 pub mod prelude {
     pub use super::{
         AttentionOps as _, Buffer as _, ExchangeOps as _, ExpertOps as _, Inspect as _,
-        ProductOps as _, RowOps as _, StepOps as _, Tensors as _,
+        ProductOps as _, QkNormOps as _, RowOps as _, StepOps as _, Tensors as _,
     };
 }

@@ -4,12 +4,14 @@
 //! - here: rows, products, logits
 //! - `attention`: heads, sequences, the cache
 //! - `experts`: mixtures of experts
+//! - `qk_norm`: the norm of q and k over all heads
 pub(crate) mod attention;
 pub(crate) mod experts;
+pub(crate) mod qk_norm;
 
 use std::ops::Range;
 
-use crate::backend::{Buffer, HostMatrix};
+use crate::backend::{Buffer, HostMatrix, LayerNorm};
 use crate::error::KernelError;
 
 pub(crate) fn shape_error(op: &'static str, message: String) -> KernelError {
@@ -143,6 +145,18 @@ pub(crate) fn norm<B: Buffer, V: Vector>(
     shape(op, "delta", delta, (rows, columns))
 }
 
+/// Checks `residual += delta`; `out = layernorm(residual)`.
+pub(crate) fn layernorm<B: Buffer, V: Vector>(
+    op: &'static str,
+    residual: &B,
+    delta: Option<&B>,
+    layer: &LayerNorm<'_, V>,
+    out: &B,
+) -> Result<(), KernelError> {
+    vector(op, "bias", Some(layer.bias), residual.width())?;
+    norm(op, residual, (delta, None), layer.weight, out)
+}
+
 /// Checks `residual += norm(delta)`, with (delta, its weight); `out = residual`.
 pub(crate) fn add_normed<B: Buffer, V: Vector>(
     op: &'static str,
@@ -196,6 +210,19 @@ pub(crate) fn gate_up<B: Buffer>(
     product(op, x, weight, bias, rows / 2, out)?;
     shape(op, "addend", addend, (x.rows(), rows))?;
     Ok(rows / 2)
+}
+
+/// Checks `out = activation(x weight^T + bias + addend)`.
+pub(crate) fn activated<B: Buffer>(
+    x: &B,
+    weight: &impl Matrix,
+    bias: Option<&impl Vector>,
+    addend: Option<&B>,
+    out: &B,
+) -> Result<(), KernelError> {
+    let (op, rows) = ("activated", weight.rows());
+    product(op, x, weight, bias, rows, out)?;
+    shape(op, "addend", addend, (x.rows(), rows))
 }
 
 /// Checks rows `first..first + count` of logits.

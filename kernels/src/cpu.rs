@@ -8,7 +8,7 @@
 //! - `pack`: the weight layout
 //! - `products` over `gemm`: matrix products, and an MLP's gate and up
 //! - `attend` over `attention`: paged attention; `qkv`: norm, RoPE and KV cache after the QKV
-//!   projection
+//!   projection; `qk_norm`: q and k normalised over all heads
 //! - `rows` over `elementwise`: embedding, norms, RoPE and activations
 //! - `experts`: mixtures of experts (MoE)
 //! - `steps` over [`sample`], `mask`: sampling, token masks
@@ -43,6 +43,7 @@ mod memory;
 mod pack;
 mod precision;
 mod products;
+mod qk_norm;
 mod qkv;
 mod rows;
 pub mod sample;

@@ -14,9 +14,9 @@
 //! - `backend`: a rank; `step`: the state of a step, and its graph; `uploads`: lists copied to the
 //!   GPU; `readback`: rows copied to the host
 //! - [`tensors`]: buffers, weights, caches; `swap`: blocks in host memory
-//! - the operations: `loading`, `rows`, `attention`, `products` (of many rows: `matmul`),
-//!   `experts`, `exchange`, `sample`; what sampling keeps: `sampling`, `results`; `edits`: PURE:
-//!   rows whose logits are edited
+//! - the operations: `loading`, `rows`, `attention`, `qk_norm`, `products` (of many rows:
+//!   `matmul`), `experts`, `exchange`, `sample`; what sampling keeps: `sampling`, `results`;
+//!   `edits`: PURE: rows whose logits are edited
 //! - [`measure`], [`compare`]: how fast, and how right, for checks on a GPU; `late`: inputs that
 //!   arrive late
 #![allow(unsafe_code, reason = "calls of NVIDIA's libraries")]
@@ -50,6 +50,7 @@ pub mod nccl;
 pub mod parts;
 pub mod peer;
 mod products;
+mod qk_norm;
 mod readback;
 mod results;
 mod rows;

@@ -5,12 +5,13 @@
 //! so it must be obvious rather than fast.
 //!
 //! Map: `tensor` (buffers, matrices, the cache) and `loading`, `rows`, `products`, `attention`
-//! (QKV, RoPE, attention), `experts`, `exchange`, `steps` over `sampler`.
+//! (QKV, RoPE, attention), `qk_norm`, `experts`, `exchange`, `steps` over `sampler`.
 mod attention;
 mod exchange;
 mod experts;
 mod loading;
 mod products;
+mod qk_norm;
 mod rows;
 mod sampler;
 mod steps;

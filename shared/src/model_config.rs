@@ -106,7 +106,13 @@ pub fn positions(config: &Value) -> Result<Positions, String> {
     let said = config["max_position_embeddings"].as_u64().and_then(|n| u32::try_from(n).ok());
     let said = said.filter(|n| *n > 0);
     let said = said.ok_or("key max_position_embeddings must be a positive integer")?;
-    let all = Positions { most: said, usual: said };
+    // Command R was trained on longer sequences than its files say under the usual key.
+    let longer = match config["architectures"][0].as_str() {
+        Some("CohereForCausalLM") => config["model_max_length"].as_u64(),
+        _ => None,
+    };
+    let longer = longer.and_then(|n| u32::try_from(n).ok()).unwrap_or(0);
+    let all = Positions { most: said.max(longer), usual: said };
     let Some((table, kind)) = rope_scaling(config) else { return Ok(all) };
     // Whoever adds the older table to a file in the newer dialect means it, but it is ignored.
     let kinds = ["rope_parameters", "rope_scaling"].map(|key| {
@@ -229,6 +235,10 @@ mod tests {
         let stretched = json!({"rope_type": "dynamic", "factor": 4.0,
             "original_max_position_embeddings": 2048});
         assert_eq!(of(8192, stretched), Ok((2048, 2048)));
+
+        let command_r = json!({"architectures": ["CohereForCausalLM"],
+            "max_position_embeddings": 8192, "model_max_length": 131_072});
+        assert_eq!(bounds(command_r), Ok((131_072, 8192)));
 
         let error = bounds(json!({"max_position_embeddings": 0})).unwrap_err();
         assert!(error.contains("max_position_embeddings must be a positive integer"), "{error}");

@@ -28,7 +28,7 @@ pub(crate) const PLANNING: Duration = Duration::from_secs(10);
 /// Error caused by bf16 inputs of products in small random models; measured in emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
-pub(crate) const VARIANTS: [&str; 31] = [
+pub(crate) const VARIANTS: [&str; 40] = [
     "llama-gqa",
     "llama-gqa-sharded",
     "llama-tied",
@@ -47,10 +47,19 @@ pub(crate) const VARIANTS: [&str; 31] = [
     "glm4",
     "ernie4_5",
     "exaone4",
+    "olmo2",
+    "olmo3",
+    "cohere",
+    "cohere2",
+    "starcoder2",
+    "nemotron",
+    "stablelm",
     "gemma2",
     "gemma3",
     "mixtral",
     "granite-moe",
+    "olmoe",
+    "minimax-m2",
     "qwen2-moe",
     "glm4-moe",
     "qwen3-moe",

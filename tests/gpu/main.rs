@@ -33,6 +33,7 @@ mod head;
 mod int4;
 mod kernels_speed;
 mod mixed;
+mod norms;
 mod operations;
 mod ranks;
 mod sampling;

@@ -12,7 +12,7 @@ use shared::protocol::Quantization;
 
 use crate::sampling::Sample;
 use crate::{HANGS, Options, Step, Table};
-use crate::{adapters, attention, experts, int4};
+use crate::{adapters, attention, experts, int4, norms};
 
 /// Relative error of one rounding to bf16, with some margin.
 pub(crate) const ROUNDING: f32 = 1.0 / 128.0;
@@ -86,7 +86,7 @@ pub(crate) fn matrix<B: Backend>(
     load(backend, values, cols, Quantization::None)
 }
 
-fn load<B: Backend>(
+pub(crate) fn load<B: Backend>(
     backend: &mut B,
     values: &[f32],
     cols: usize,
@@ -472,6 +472,15 @@ impl<'a> Cases<'a> {
         for (rows, first) in [(5, 8), (5, 3), (70, 8), (70, 3)] {
             let quantization = Quantization::None;
             self.add(Linear { rows, k: 64, n: 40, first, has_bias: false, quantization });
+        }
+        for case in norms::layers(quick) {
+            self.add(case);
+        }
+        for case in norms::all_heads(quick) {
+            self.add(case);
+        }
+        for case in norms::ungated(quick) {
+            self.add(case);
         }
         for case in int4::cases(quick) {
             self.add(case);

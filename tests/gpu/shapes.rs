@@ -10,7 +10,7 @@ use worker::model::config::ModelConfig;
 use worker::model::decoder::Decoder;
 use worker::model::shard::Shard;
 use worker::model::size;
-use worker::model::weights::{BackendWeights, LayerWeights, Mlp, Weights};
+use worker::model::weights::{BackendWeights, LayerWeights, Mlp, Norm, Weights};
 
 use crate::goldens::PLANNING;
 use crate::speed::{BLOCK_SIZE, Sizes};
@@ -193,13 +193,14 @@ impl Shape {
             };
             layers.push(LayerWeights {
                 rope: 0,
-                input_norm: Some(backend.load_vector(&ones)?),
+                input_norm: Some(Norm::Rms(backend.load_vector(&ones)?)),
                 qkv: QkvWeights { weight: qkv, bias: None, q_norm: None, k_norm: None },
+                qk_norm: None,
                 sinks: None,
                 output: vec![output],
                 output_bias: None,
                 output_norm: None,
-                post_norm: Some(backend.load_vector(&ones)?),
+                post_norm: Some(Norm::Rms(backend.load_vector(&ones)?)),
                 mlp,
                 down_norm: None,
             });
@@ -211,7 +212,7 @@ impl Shape {
             embedding_scale: 1.0,
             lm_head,
             layers,
-            final_norm: backend.load_vector(&ones)?,
+            final_norm: Norm::Rms(backend.load_vector(&ones)?),
             ropes: vec![RopeTable {
                 cos: backend.load_vector(&cos)?,
                 sin: backend.load_vector(&sin)?,

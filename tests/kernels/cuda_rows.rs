@@ -244,6 +244,34 @@ fn activated_times_up_is_its_definition() {
 }
 
 #[test]
+fn activated_is_its_definition() {
+    let mut random = Random(6);
+    for (inner, squared_relu) in [(4, 0), (7, 1), (1026, 0), (2052, 1)] {
+        let (rows, stride) = (2, inner + inner % 2);
+        let values: Vec<f32> = random.vec(rows * inner).iter().map(|x| x * 8.0).collect();
+        let args = [
+            f32s(&values),
+            poison_bf16(rows * stride),
+            Arg::U32(inner as u32),
+            Arg::U32(stride as u32),
+            Arg::U32(squared_relu),
+            u32s(&[1]),
+        ];
+        let results = launch("tutti_activate_f32", [rows, tiles(inner), 1], 256).run(&args);
+        let out = read_bf16(&results[1]);
+        for i in 0..inner {
+            let x = f64::from(values[i]);
+            let want = match squared_relu {
+                0 => activated(ACTIVATIONS[1], x),
+                _ => x.max(0.0).powi(2),
+            };
+            assert_close(out[i], want, want.abs() * BF16 + 1e-6, i);
+            assert!(out[stride + i].is_nan(), "not live");
+        }
+    }
+}
+
+#[test]
 fn sums_of_rows() {
     let mut random = Random(4);
     for width in [1, 4, 6, 1024, 1030, 2052] {

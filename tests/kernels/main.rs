@@ -7,7 +7,7 @@
 //! On CPUs:
 //! - [`products`], [`int4`], [`mxfp4`]: matrix products, by weight format
 //! - [`attention`]: QKV projection, rotation and paged attention
-//! - [`rows`]: norms of rows
+//! - [`rows`], [`norms`]: norms of rows; those that few models have
 //! - [`experts`]: mixtures of experts
 //! - [`adapters`]: the operations behind LoRA adapters
 //! - [`sampling`], [`masks`]: sampling, token masks
@@ -17,7 +17,8 @@
 //! CUDA kernels, emulated:
 //! - [`cuda_emulation`]: compiles and launches them
 //! - [`cuda_products`], [`cuda_int4`], [`cuda_int8`]: matrix products
-//! - [`cuda_attention`], [`cuda_rows`], [`cuda_experts`]: the other parts of a layer
+//! - [`cuda_attention`], [`cuda_rows`], [`cuda_norms`], [`cuda_experts`]: the other parts of a
+//!   layer
 //! - [`cuda_sampling`], [`cuda_select`], [`cuda_masks`]: sampling
 //! - [`cuda_peers`]: the exchange between GPUs
 #![allow(
@@ -35,6 +36,7 @@ mod cuda_experts;
 mod cuda_int4;
 mod cuda_int8;
 mod cuda_masks;
+mod cuda_norms;
 mod cuda_peers;
 mod cuda_products;
 mod cuda_rows;
@@ -45,6 +47,7 @@ mod int4;
 mod invariance;
 mod masks;
 mod mxfp4;
+mod norms;
 mod products;
 mod rows;
 mod sampling;

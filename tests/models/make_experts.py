@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Makes the variants with experts (mixtral, qwen2-moe, qwen3-moe, qwen3-moe-stacked, glm4-moe,
-granite-moe) and their golden.json.
+granite-moe, olmoe, minimax-m2) and their golden.json.
 
 Random weights, but for the routers: an expert is chosen by the direction that it has in the embedding,
 and every token has the directions of as many experts as it is sent to. So no choice hangs on rounding:
 golden.json says how small the gap between the last chosen and the first not chosen expert gets.
-glm4-moe has an expert that is chosen because of its bias, whatever the token.
+glm4-moe and minimax-m2 have an expert that is chosen because of its bias, whatever the token.
 Needs torch and transformers 5; tokenizer and templates are those of the variant qwen3.
 usage: make_experts.py OUT_DIR [NAME ..]        (SEEDS=12 seeds are tried for each)
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig, GraniteMoeConfig, MixtralConfig,
-    Qwen2MoeConfig, Qwen3MoeConfig,
+    AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig, GraniteMoeConfig, MiniMaxM2Config,
+    MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig,
 )
 
 import routing
@@ -89,6 +89,24 @@ VARIANTS = {
         ),
         {"old": True},
     ),
+    # q and k normalised over all heads; weights do not add up to one.
+    "olmoe": (
+        OlmoeConfig(
+            **BASE, num_hidden_layers=2, intermediate_size=32, rms_norm_eps=1e-5, num_experts=6,
+            num_experts_per_tok=2, norm_topk_prob=False, tie_word_embeddings=False,
+            rope_parameters=rope(10000.0),
+        ),
+        {"old": True},
+    ),
+    # The same norms, sigmoids, a bias that changes choices, Mixtral's names, half of each head rotated.
+    "minimax-m2": (
+        MiniMaxM2Config(
+            **BASE, num_hidden_layers=2, intermediate_size=32, head_dim=32, rms_norm_eps=1e-6,
+            num_local_experts=7, num_experts_per_tok=3, tie_word_embeddings=False,
+            rope_parameters={**rope(10000.0), "partial_rotary_factor": 0.5},
+        ),
+        {"old": True},
+    ),
     # Every second layer has experts, whose weights do not add up to one; saved as transformers 5
     # holds them, all experts in one tensor.
     "qwen3-moe-stacked": (
@@ -116,7 +134,7 @@ def initialised(config, seed):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     experts = getattr(config, "num_local_experts", None) or config.num_experts
     # The first is chosen by its bias, not by tokens.
-    biased = int(config.model_type == "glm4_moe")
+    biased = int(config.model_type in ("glm4_moe", "minimax_m2"))
     chosen = config.num_experts_per_tok - biased
     directions = torch.linalg.qr(torch.randn(config.hidden_size, experts))[0].T
     with torch.no_grad():

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Makes the variants phi3, phi4-mini, qwen3-yarn, smollm3, mistral3, granite, seed-oss, glm4, exaone4
-and ernie4_5 with their golden.json, and tests/parity/rope.json: what transformers makes of scaled rotary embeddings.
+"""Makes the variants phi3, phi4-mini, qwen3-yarn, smollm3, mistral3, granite, seed-oss, glm4, exaone4,
+ernie4_5, olmo2, olmo3, cohere, cohere2, starcoder2, nemotron and stablelm with their golden.json, and tests/parity/rope.json: what transformers makes of scaled rotary embeddings.
 
 Random weights, in bf16; of some seeds the one whose greedy choices are the clearest. Sets of LongRoPE's
 divisors are chosen by the served length here, not by how long a sequence has become: golden.json is of
@@ -16,10 +16,13 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    AutoTokenizer, Ernie4_5Config, Ernie4_5ForCausalLM, Exaone4Config, Exaone4ForCausalLM, Glm4Config,
-    Glm4ForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaConfig, Mistral3Config,
-    Mistral3ForConditionalGeneration, MistralConfig, Phi3Config, Phi3ForCausalLM, PixtralVisionConfig,
-    Qwen3Config, Qwen3ForCausalLM, SeedOssConfig, SeedOssForCausalLM, SmolLM3Config, SmolLM3ForCausalLM,
+    AutoTokenizer, Cohere2Config, Cohere2ForCausalLM, CohereConfig, CohereForCausalLM, Ernie4_5Config,
+    Ernie4_5ForCausalLM, Exaone4Config, Exaone4ForCausalLM, Glm4Config, Glm4ForCausalLM, GraniteConfig,
+    GraniteForCausalLM, LlamaConfig, Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig,
+    NemotronConfig, NemotronForCausalLM, Olmo2Config, Olmo2ForCausalLM, Olmo3Config, Olmo3ForCausalLM,
+    Phi3Config, Phi3ForCausalLM, PixtralVisionConfig, Qwen3Config, Qwen3ForCausalLM, SeedOssConfig,
+    SeedOssForCausalLM, SmolLM3Config, SmolLM3ForCausalLM, StableLmConfig, StableLmForCausalLM,
+    Starcoder2Config, Starcoder2ForCausalLM,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -92,6 +95,51 @@ VARIANTS = {
         **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
         rms_norm_eps=1e-5, max_position_embeddings=512, use_bias=True, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0})),
+    # q and k normalised over all heads; norms only after attention and MLP.
+    "olmo2": (Olmo2ForCausalLM, lambda: Olmo2Config(
+        **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6,
+        max_position_embeddings=512, attention_bias=False, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0})),
+    # The same with windows; only the layers without one have a scaled rotary embedding.
+    "olmo3": (Olmo3ForCausalLM, lambda: Olmo3Config(
+        **BASE, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, rms_norm_eps=1e-6,
+        max_position_embeddings=512, sliding_window=24, tie_word_embeddings=False,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+                               "original_max_position_embeddings": 128, "attention_factor": 1.2,
+                               "beta_fast": 32.0, "beta_slow": 1.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}})),
+    # LayerNorms without biases, attention beside the MLP, a factor of the logits, pairs next to
+    # each other.
+    "cohere": (CohereForCausalLM, lambda: CohereConfig(
+        **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, layer_norm_eps=1e-5,
+        max_position_embeddings=512, logit_scale=0.4, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0})),
+    # The same with windows; the layer without one has no positions.
+    "cohere2": (Cohere2ForCausalLM, lambda: Cohere2Config(
+        **BASE, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, layer_norm_eps=1e-5,
+        max_position_embeddings=512, logit_scale=0.25, sliding_window=24, tie_word_embeddings=True,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0})),
+    # LayerNorms with biases, biases everywhere, GELU without a gate.
+    "starcoder2": (Starcoder2ForCausalLM, lambda: Starcoder2Config(
+        **{**BASE, "hidden_act": "gelu_pytorch_tanh"}, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, norm_epsilon=1e-5, max_position_embeddings=512, use_bias=True,
+        sliding_window=24, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0})),
+    # 1 is added to the LayerNorms' weights; a squared ReLU without a gate, half of each head rotated.
+    "nemotron": (NemotronForCausalLM, lambda: NemotronConfig(
+        **{**BASE, "hidden_act": "relu2"}, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, norm_eps=1e-5, max_position_embeddings=512,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5})),
+    # LayerNorms with biases and gated MLPs, a quarter of each head rotated; attention beside the MLP.
+    "stablelm": (StableLmForCausalLM, lambda: StableLmConfig(
+        **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, layer_norm_eps=1e-5,
+        max_position_embeddings=512, use_qkv_bias=True, use_parallel_residual=True,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25})),
     # A text model beside a (tiny) vision tower.
     "mistral3": (Mistral3ForConditionalGeneration, lambda: Mistral3Config(
         text_config=MistralConfig(
@@ -104,6 +152,7 @@ VARIANTS = {
             image_size=16, patch_size=8),
         tie_word_embeddings=False, **IDS)),
 }
+LAYER_NORMS = ("cohere", "cohere2", "starcoder2", "nemotron", "stablelm")
 PROMPTS = [
     ("one", "A"),
     ("short", "Hello, world!"),
@@ -121,11 +170,14 @@ def initialised(name, seed):
     with torch.no_grad():
         for parameter, p in model.named_parameters():
             if parameter.endswith("norm.weight"):
-                p.copy_(1 + 0.04 * torch.randn_like(p))
+                p.copy_((0 if name == "nemotron" else 1) + 0.04 * torch.randn_like(p))
             elif parameter.endswith("bias"):
                 p.copy_(0.1 * torch.randn_like(p))
             elif "embed" in parameter:
                 p.copy_((0.3 if model.config.get_text_config().tie_word_embeddings else 1) * torch.randn_like(p))
+                # A mean other than 0, which LayerNorms take away.
+                if name in LAYER_NORMS:
+                    p.add_(0.5)
             elif "lm_head" in parameter:
                 p.copy_(0.35 * torch.randn_like(p))
             else:
@@ -257,7 +309,7 @@ def main():
         goldens(folder, kind, True, "golden.json")
         if name == "phi3":
             goldens(folder, kind, False, "golden-short.json")
-        if name in ("phi4-mini", "mistral3", "granite", "glm4", "ernie4_5"):
+        if name in ("phi4-mini", "mistral3", "granite", "glm4", "ernie4_5", "cohere", "starcoder2", "stablelm"):
             rename_for_transformers_4(folder / "config.json", "4.51.0")
 
 

@@ -12,10 +12,12 @@ def logits_and_gaps(model, ids, router):
     top = model.config.num_experts_per_tok
     gaps, hooks = [], []
 
-    def look(module, _inputs, outputs):
+    def look(module, inputs, outputs):
         keys = outputs[0].float()
-        if hasattr(module, "e_score_correction_bias"):
-            keys = keys.sigmoid() + module.e_score_correction_bias
+        # MiniMax's routers are given the bias.
+        bias = getattr(module, "e_score_correction_bias", inputs[1] if len(inputs) > 1 else None)
+        if bias is not None:
+            keys = keys.sigmoid() + bias
         ordered = keys.sort(-1, descending=True).values
         gaps.append((ordered[:, top - 1] - ordered[:, top]) / ordered.std(-1))
 

@@ -121,6 +121,9 @@ fn specs() -> Vec<(&'static str, AdapterSpec)> {
         ("mixtral", AdapterSpec::attention(8, 7)),
         ("gpt-oss", AdapterSpec::attention(8, 9)),
         ("phi4-mini", AdapterSpec { modules: FUSED.to_vec(), ..AdapterSpec::whole(8, 8) }),
+        ("olmo2", AdapterSpec::whole(8, 10)),
+        ("cohere2", AdapterSpec::whole(8, 11)),
+        ("starcoder2", AdapterSpec { modules: vec!["mlp.c_fc"], ..AdapterSpec::whole(8, 12) }),
     ]
 }
 

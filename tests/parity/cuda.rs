@@ -68,6 +68,10 @@ variants! {
     mistral3_tp2: "mistral3", 2;
     glm4: "glm4", 1;
     exaone4_tp2: "exaone4", 2;
+    olmo2_tp2: "olmo2", 2;
+    cohere2_tp2: "cohere2", 2;
+    starcoder2: "starcoder2", 1;
+    nemotron: "nemotron", 1;
     gemma2_tp2: "gemma2", 2;
     gemma3: "gemma3", 1;
     gemma3_tp2: "gemma3", 2;

@@ -1,7 +1,7 @@
 //! Every backend refuses invalid arguments in the same words.
 use kernels::backend::{
     Activation, AttentionAt, AttentionShape, Batch, Buffer, DType, ExpertActivation, HostMatrix,
-    KvShape, QkvInput, QkvWeights, RopeTable, Routing, SeqRows,
+    KvShape, LayerNorm, PlainActivation, QkNorm, QkvInput, QkvWeights, RopeTable, Routing, SeqRows,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::Precision;
@@ -62,6 +62,10 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
     says(backend.add_rmsnorm(&mut sum, None, &long, 0.0, &mut x));
     says(backend.add_rmsnorm(&mut sum, None, &ones, 0.0, &mut wide_input));
     says(backend.add_normed_rmsnorm(&mut sum, &fewer, &long, &ones, 0.0, &mut x));
+    let norm = |bias| LayerNorm { weight: &ones, bias };
+    says(backend.add_layernorm(&mut sum, Some(&fewer), norm(&ones), 0.0, &mut x));
+    says(backend.add_layernorm(&mut sum, None, norm(&long), 0.0, &mut x));
+    says(backend.add_layernorm(&mut sum, None, norm(&ones), 0.0, &mut wide_input));
     says(backend.add_normed(&mut sum, Some((&fewer, &ones)), 0.0, &mut x));
     says(backend.add_normed(&mut sum, None, 0.0, &mut wide_input));
     says(backend.add(&mut sum, &fewer));
@@ -71,6 +75,18 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
     says(backend.linear_columns(&x, 1, &square, None, &mut sum));
     says(backend.gate_up(&x, &odd, None, None, Activation::Silu, &mut wide_input));
     says(backend.gate_up(&x, &square, None, Some(&sum), Activation::Silu, &mut wide_input));
+    let squared = PlainActivation::SquaredRelu;
+    says(backend.activated(&x, &square, Some(&long), None, squared, &mut queries));
+    says(backend.activated(&x, &square, None, Some(&fewer), squared, &mut queries));
+    says(backend.activated(&x, &square, None, None, squared, &mut wide_input));
+    let qk = QkNorm { columns: [4, 4], sections: [1; 2], parts: 1, counts: [4; 2], eps: 0.0 };
+    says(backend.qk_squares(&sum, &QkNorm { columns: [8, 4], ..qk }, &mut wide));
+    says(backend.qk_squares(&sum, &QkNorm { parts: 3, ..qk }, &mut wide));
+    says(backend.qk_squares(&sum, &QkNorm { sections: [0, 1], ..qk }, &mut wide));
+    says(backend.qk_squares(&sum, &QkNorm { counts: [0, 1], ..qk }, &mut wide));
+    says(backend.qk_squares(&sum, &qk, &mut wide));
+    says(backend.qk_scale(&mut sum, &qk, &fewer, &ones));
+    says(backend.qk_scale(&mut sum, &qk, &fewer, &long));
     says(backend.lm_head(&x, &[0, 2], &square, None, &mut sum));
     says(backend.lm_head(&x, &[0], &square, Some(0.0), &mut sum));
     says(backend.route(&x, &square, None, &mut routes));
@@ -121,6 +137,7 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
     let layer = AttentionAt { layer: 1, ..at(&shape, &good) };
     says(backend.qkv_rope_write(qkv(&weights, None), layer, cache, q));
     says(backend.qkv_rope_write(qkv(&biased, None), at(&shape, &good), cache, q));
+    says(backend.rope_write(&mut sum, &rope, at(&shape, &good), cache, q));
     says(backend.paged_attention(q, Some(&ones), at(&shape, &good), cache, &mut out));
     for batch in [Batch { block_tables: &[2], ..good }, Batch { seqs: &far, ..good }] {
         says(backend.paged_attention(q, None, at(&shape, &batch), cache, &mut out));

@@ -117,6 +117,15 @@ pub const NOT_FED: u32 = u32::MAX;
 /// In [`ExpertOps::assign`](super::ExpertOps::assign): the row goes to no matrix.
 pub const NOT_ASSIGNED: u32 = u32::MAX;
 
+/// The vectors of a LayerNorm.
+#[derive(Clone, Copy, Debug)]
+pub struct LayerNorm<'a, V> {
+    /// Factors.
+    pub weight: &'a V,
+    /// Added at the end.
+    pub bias: &'a V,
+}
+
 /// Activation of an MLP's gate, before the product with up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Activation {
@@ -126,6 +135,15 @@ pub enum Activation {
     /// GELU in its tanh approximation:
     /// `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`.
     GeluTanh,
+}
+
+/// Activation of an MLP without a gate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PlainActivation {
+    /// GELU in its tanh approximation, as [`Activation::GeluTanh`].
+    GeluTanh,
+    /// `max(x, 0)^2`.
+    SquaredRelu,
 }
 
 /// How an expert combines gate and up.

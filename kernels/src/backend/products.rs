@@ -1,5 +1,5 @@
 //! Matrix products.
-use super::{Activation, Tensors};
+use super::{Activation, PlainActivation, Tensors};
 use crate::error::KernelError;
 
 /// Matrix products.
@@ -43,6 +43,21 @@ pub trait ProductOps: Tensors {
         bias: Option<&Self::Vector>,
         addend: Option<&Self::Buffer>,
         activation: Activation,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `out = activation(x W^T + bias + addend)`, for an MLP without a gate: `weight: [inner, in]`,
+    /// `addend` and `out: [rows, inner]`, `out` a [`Tensors::new_input_buffer`].
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn activated(
+        &mut self,
+        x: &Self::Buffer,
+        weight: &Self::Matrix,
+        bias: Option<&Self::Vector>,
+        addend: Option<&Self::Buffer>,
+        activation: PlainActivation,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 

@@ -1,5 +1,5 @@
 //! Operations on rows of activations.
-use super::Tensors;
+use super::{LayerNorm, Tensors};
 use crate::error::KernelError;
 
 /// Embedding, sums and norms.
@@ -28,6 +28,20 @@ pub trait RowOps: Tensors {
         residual: &mut Self::Buffer,
         delta: Option<&Self::Buffer>,
         weight: &Self::Vector,
+        eps: f32,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `residual += delta` (if given), then a LayerNorm: `out = (residual - mean(residual)) /
+    /// sqrt(variance(residual) + eps) * weight + bias`. All `[rows, hidden]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn add_layernorm(
+        &mut self,
+        residual: &mut Self::Buffer,
+        delta: Option<&Self::Buffer>,
+        norm: LayerNorm<'_, Self::Vector>,
         eps: f32,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;

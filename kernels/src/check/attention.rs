@@ -121,7 +121,17 @@ pub(crate) fn qkv<B: Buffer, M: Matrix, V: Vector>(
     vector(op, "q_norm", weights.q_norm.as_ref(), head_dim)?;
     vector(op, "k_norm", weights.k_norm.as_ref(), head_dim)?;
     shape(op, "addend", *addend, (x.rows(), wanted))?;
-    let (rows, positions, slots) = (x.rows(), batch.positions.len(), batch.slots.len());
+    rotated(op, x.rows(), batch, rope)
+}
+
+/// Checks the rows to rotate.
+fn rotated<V: Vector>(
+    op: &'static str,
+    rows: usize,
+    batch: &Batch<'_>,
+    rope: &RopeTable<V>,
+) -> Result<(), KernelError> {
+    let (positions, slots) = (batch.positions.len(), batch.slots.len());
     ensure!(
         op,
         positions == rows && slots == rows,
@@ -130,6 +140,21 @@ pub(crate) fn qkv<B: Buffer, M: Matrix, V: Vector>(
     let (cos, sin) = (rope.cos.len(), rope.sin.len());
     ensure!(op, cos == sin, "the RoPE tables have {cos} and {sin} elements");
     Ok(())
+}
+
+/// As [`qkv`], for what is already projected.
+pub(crate) fn projected<B: Buffer, V: Vector>(
+    op: &'static str,
+    (projected, rope): (&B, &RopeTable<V>),
+    at: AttentionAt<'_>,
+    kv: &KvShape,
+    q_out: &B,
+) -> Result<(), KernelError> {
+    heads(op, at.shape, kv, at.layer)?;
+    let AttentionShape { num_heads, num_kv_heads, head_dim, .. } = *at.shape;
+    width(op, "qkv", projected, (num_heads + 2 * num_kv_heads) * head_dim)?;
+    width(op, "q_out", q_out, num_heads * head_dim)?;
+    rotated(op, projected.rows(), at.batch, rope)
 }
 
 /// Everything but [`sequences`], which needs to be checked only once per step, not in every layer.

@@ -29,7 +29,8 @@ impl AttentionOps for CpuBackend {
         let out = Output { data: Disjoint::new(projected), stride: width, first_row: 0, column: 0 };
         let bias = weights.bias.as_deref();
         gemm::multiply(*isa, pool, &acts, &weights.weight, bias, &out)?;
-        qkv::Heads { isa: *isa, projected, addend, weights, rope, shape, batch, layer }
+        let norms = [weights.q_norm.as_deref(), weights.k_norm.as_deref()];
+        qkv::Heads { isa: *isa, projected, addend, norms, rope, shape, batch, layer }
             .finish(pool, cache, q_out)
     }
 

@@ -2,7 +2,7 @@
 //! instruction set; the order of every sum depends only on the row's length.
 use super::isa::{Isa, multiversion};
 use super::math::{exp, gelu_tanh, silu, soft_capped, sum_by};
-use crate::backend::{Activation, ExpertActivation};
+use crate::backend::{Activation, ExpertActivation, PlainActivation};
 
 multiversion! {
     /// `residual += delta`, then `out = residual / rms(residual) * weight`. All of length `hidden`.
@@ -29,6 +29,40 @@ fn add_rmsnorm_body<const FMA: bool>(
         }
     }
     rmsnorm(residual, weight, eps, out);
+}
+
+multiversion! {
+    /// `residual += delta`, then `out` = its LayerNorm. All of length `hidden`.
+    pub(crate) fn add_layernorm(
+        residual: &mut [f32],
+        delta: Option<&[f32]>,
+        weight: &[f32],
+        bias: &[f32],
+        eps: f32,
+        out: &mut [f32],
+    ) = add_layernorm_body
+}
+
+#[inline(always)]
+fn add_layernorm_body<const FMA: bool>(
+    residual: &mut [f32],
+    delta: Option<&[f32]>,
+    weight: &[f32],
+    bias: &[f32],
+    eps: f32,
+    out: &mut [f32],
+) {
+    if let Some(delta) = delta {
+        for (x, &delta) in residual.iter_mut().zip(delta) {
+            *x += delta;
+        }
+    }
+    let mean = sum_by(residual, |x| x) / residual.len() as f32;
+    let variance = sum_by(residual, |x| (x - mean) * (x - mean)) / residual.len() as f32;
+    let scale = 1.0 / (variance + eps).sqrt();
+    for (((out, &x), &weight), &bias) in out.iter_mut().zip(&*residual).zip(weight).zip(bias) {
+        *out = (x - mean) * scale * weight + bias;
+    }
 }
 
 multiversion! {
@@ -111,6 +145,28 @@ fn rms_scale(row: &[f32], eps: f32) -> f32 {
 }
 
 multiversion! {
+    /// The sum of the squares.
+    pub(crate) fn squares(row: &[f32]) -> f32 = squares_body
+}
+
+#[inline(always)]
+fn squares_body<const FMA: bool>(row: &[f32]) -> f32 {
+    sum_by(row, |x| x * x)
+}
+
+multiversion! {
+    /// `row *= scale * weight`.
+    pub(crate) fn scale_by(row: &mut [f32], scale: f32, weight: &[f32]) = scale_by_body
+}
+
+#[inline(always)]
+fn scale_by_body<const FMA: bool>(row: &mut [f32], scale: f32, weight: &[f32]) {
+    for (x, &weight) in row.iter_mut().zip(weight) {
+        *x = *x * scale * weight;
+    }
+}
+
+multiversion! {
     /// Optional RMSNorm of one head (with weight `norm`), then RoPE ("rotate half"): `head` has
     /// `head_dim` elements, `cos` and `sin` half as many.
     pub(crate) fn norm_rope(head: &mut [f32], norm: Option<&[f32]>, eps: f32, cos: &[f32], sin: &[f32])
@@ -172,6 +228,35 @@ pub(crate) fn activate_mul(
     match activation {
         Activation::Silu => silu_mul(isa, gate, up, out),
         Activation::GeluTanh => gelu_tanh_mul(isa, gate, up, out),
+    }
+}
+
+multiversion! {
+    /// GELU of every element.
+    fn gelu_tanh_all(row: &mut [f32]) = gelu_tanh_all_body
+}
+
+#[inline(always)]
+fn gelu_tanh_all_body<const FMA: bool>(row: &mut [f32]) {
+    row.iter_mut().for_each(|x| *x = gelu_tanh(*x));
+}
+
+multiversion! {
+    /// `max(x, 0)^2` of every element.
+    fn squared_relu_all(row: &mut [f32]) = squared_relu_all_body
+}
+
+#[inline(always)]
+fn squared_relu_all_body<const FMA: bool>(row: &mut [f32]) {
+    // NaN stays NaN.
+    row.iter_mut().for_each(|x| *x = if *x < 0.0 { 0.0 } else { *x * *x });
+}
+
+/// Replaces every element by `activation` of it.
+pub(crate) fn activate(isa: Isa, activation: PlainActivation, row: &mut [f32]) {
+    match activation {
+        PlainActivation::GeluTanh => gelu_tanh_all(isa, row),
+        PlainActivation::SquaredRelu => squared_relu_all(isa, row),
     }
 }
 

@@ -4,7 +4,7 @@ use super::gemm::{self, Output};
 use super::memory::Disjoint;
 use super::pack::PANEL;
 use super::{CpuBackend, CpuBuffer, CpuMatrix, CpuVector, GRAIN, elementwise};
-use crate::backend::{Activation, Buffer as _, ProductOps};
+use crate::backend::{Activation, Buffer as _, PlainActivation, ProductOps};
 use crate::check;
 use crate::error::KernelError;
 
@@ -99,6 +99,30 @@ impl ProductOps for CpuBackend {
                 let out = unsafe { out.slice(row * inner, inner) };
                 elementwise::activate_mul(isa, activation, gate, up, out);
             }
+        })
+    }
+
+    fn activated(
+        &mut self,
+        x: &CpuBuffer,
+        weight: &CpuMatrix,
+        bias: Option<&CpuVector>,
+        addend: Option<&CpuBuffer>,
+        activation: PlainActivation,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        check::activated(x, weight, bias, addend, out)?;
+        out.set_rows(x.rows())?;
+        self.product(&|i| x.row(i), weight, bias, out)?;
+        let (isa, rows, inner) = (self.isa, x.rows(), out.width());
+        let out = Disjoint::new(out.values_mut());
+        self.pool.run_ranges(rows * inner, GRAIN / 4, &|range, _| {
+            // SAFETY: every element belongs to one task.
+            let own = unsafe { out.slice(range.start, range.len()) };
+            if let Some(addend) = addend {
+                elementwise::add(isa, own, &addend.values()[range]);
+            }
+            elementwise::activate(isa, activation, own);
         })
     }
 

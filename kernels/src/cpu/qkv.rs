@@ -2,8 +2,8 @@
 use super::elementwise::{self, norm_rope};
 use super::isa::Isa;
 use super::memory::Disjoint;
-use super::{CpuBuffer, CpuKvCache, CpuMatrix, CpuVector, GRAIN};
-use crate::backend::{AttentionShape, Batch, QkvWeights, RopeTable};
+use super::{CpuBuffer, CpuKvCache, CpuVector, GRAIN};
+use crate::backend::{AttentionShape, Batch, RopeTable};
 use crate::error::KernelError;
 use crate::pool::Pool;
 
@@ -14,7 +14,8 @@ pub(crate) struct Heads<'a> {
     pub(crate) projected: &'a mut [f32],
     /// Added to it first, of the same width (LoRA).
     pub(crate) addend: Option<&'a CpuBuffer>,
-    pub(crate) weights: &'a QkvWeights<CpuMatrix, CpuVector>,
+    /// Norms of each q head and of each k head.
+    pub(crate) norms: [Option<&'a [f32]>; 2],
     pub(crate) rope: &'a RopeTable<CpuVector>,
     pub(crate) shape: &'a AttentionShape,
     pub(crate) batch: &'a Batch<'a>,
@@ -30,7 +31,8 @@ impl Heads<'_> {
         cache: &mut CpuKvCache,
         q_out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let Self { isa, projected, addend, weights, rope, shape, batch, layer } = self;
+        let Self { isa, projected, addend, norms, rope, shape, batch, layer } = self;
+        let [q_norm, k_norm] = norms;
         let AttentionShape { num_heads, num_kv_heads, head_dim, norm_eps: eps, .. } = *shape;
         let half = head_dim / 2;
         let width = (num_heads + 2 * num_kv_heads) * head_dim;
@@ -56,14 +58,14 @@ impl Heads<'_> {
                         elementwise::add(isa, x, &addend.row(row)[head * head_dim..][..head_dim]);
                     }
                     let Some(kv_head) = head.checked_sub(num_heads) else {
-                        norm_rope(isa, x, weights.q_norm.as_deref(), eps, cos, sin);
+                        norm_rope(isa, x, q_norm, eps, cos, sin);
                         // SAFETY: as above.
                         let q =
                             unsafe { q_out.slice((row * num_heads + head) * head_dim, head_dim) };
                         q.copy_from_slice(x);
                         continue;
                     };
-                    norm_rope(isa, x, weights.k_norm.as_deref(), eps, cos, sin);
+                    norm_rope(isa, x, k_norm, eps, cos, sin);
                     let v_start = (head + num_kv_heads) * head_dim;
                     // SAFETY: the v head belongs to the task of its k head.
                     let v = unsafe { projected.slice(row * width + v_start, head_dim) };

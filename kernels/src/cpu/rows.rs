@@ -1,7 +1,7 @@
 //! Rows in parallel: embedding, sums and norms.
 use super::memory::Disjoint;
 use super::{CpuBackend, CpuBuffer, CpuMatrix, CpuVector, GRAIN, elementwise};
-use crate::backend::{Buffer as _, RowOps};
+use crate::backend::{Buffer as _, LayerNorm, RowOps};
 use crate::check;
 use crate::error::KernelError;
 
@@ -48,6 +48,23 @@ impl RowOps for CpuBackend {
         self.each_normed(residual, out, &|row, residual, out| {
             let delta = delta.map(|delta| delta.row(row));
             elementwise::add_rmsnorm(isa, residual, delta, weight, eps, out);
+        })
+    }
+
+    fn add_layernorm(
+        &mut self,
+        residual: &mut CpuBuffer,
+        delta: Option<&CpuBuffer>,
+        norm: LayerNorm<'_, CpuVector>,
+        eps: f32,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        check::layernorm("add_layernorm", residual, delta, &norm, out)?;
+        out.set_rows(residual.rows())?;
+        let (isa, LayerNorm { weight, bias }) = (self.isa, norm);
+        self.each_normed(residual, out, &|row, residual, out| {
+            let delta = delta.map(|delta| delta.row(row));
+            elementwise::add_layernorm(isa, residual, delta, weight, bias, eps, out);
         })
     }
 

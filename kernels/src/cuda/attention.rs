@@ -13,7 +13,7 @@ use crate::check::ensure;
 use crate::error::KernelError;
 
 /// Checks the limits on heads that only GPUs have.
-fn heads(op: &'static str, shape: &AttentionShape) -> Result<(), KernelError> {
+pub(super) fn heads(op: &'static str, shape: &AttentionShape) -> Result<(), KernelError> {
     let (heads, kv_heads, head_dim) = (shape.num_heads, shape.num_kv_heads, shape.head_dim);
     ensure!(op, head_dim <= HEAD_DIM_MAX, "head_dim is {head_dim}: GPUs take up to {HEAD_DIM_MAX}");
     ensure!(

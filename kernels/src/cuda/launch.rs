@@ -5,6 +5,7 @@
 //! - `entries`: names
 //! - `rows`: rows of activations, and blocks of the cache
 //! - `products`: products with weights
+//! - `norms`: norms that few models have
 //! - `attention`: QKV and attention
 //! - `experts`: mixtures of experts
 //! - `sample`: sampling
@@ -15,6 +16,7 @@ use super::module::{Args, Launch};
 mod attention;
 mod entries;
 pub mod experts;
+mod norms;
 mod products;
 mod ranks;
 mod rows;
@@ -26,12 +28,13 @@ pub use attention::{
 };
 use entries::*;
 pub use entries::{Entry, NAMES};
+pub use norms::{add_layernorm, qk_scale, qk_squares};
 use products::{SKINNY, by_rows};
 pub use products::{Weight, skinny, skinny_gate_up, widen_int4, widen_int8};
 pub(super) use ranks::peer_sum_add_rmsnorm;
 pub use ranks::{PEER_BLOCKS, PEER_SLOT, peer_gather, peer_sum, tree_sum};
 pub use rows::{
-    READ_BLOCK, READ_RESULT, activate_mul, add, add_bias, add_normed, add_normed_rmsnorm,
+    READ_BLOCK, READ_RESULT, activate, activate_mul, add, add_bias, add_normed, add_normed_rmsnorm,
     add_rmsnorm, blocks_in, blocks_out, cap, copy_columns, embed, gather_rows, interleave_ranks,
     late, read, scale_add_bias,
 };

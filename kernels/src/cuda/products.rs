@@ -9,7 +9,7 @@ use super::matmul::Product;
 use super::memory::DevicePtr;
 use super::step::LaunchRows;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
-use crate::backend::{Activation, Buffer as _, ProductOps};
+use crate::backend::{Activation, Buffer as _, PlainActivation, ProductOps};
 use crate::check::{self, ensure};
 use crate::error::KernelError;
 
@@ -23,6 +23,8 @@ const INT8_SKINNY_MAX: usize = 256;
 
 /// Rows of gate and up to compute at a time, since their f32 products are large.
 const GATE_UP_ROWS: usize = 1024;
+/// The same without a gate. Quantised weights are widened once for each.
+const ACTIVATED_ROWS: usize = 2 * GATE_UP_ROWS;
 
 /// Address of an addend.
 pub(super) fn addend_at(
@@ -139,6 +141,51 @@ impl ProductOps for CudaBackend {
                 unsafe { self.device.launch(call) }?;
             }
             let call = launch::activate_mul(both, bias, y, inner, activation, part, live);
+            // SAFETY: shapes were checked.
+            unsafe { self.device.launch(call) }?;
+            done += part;
+        }
+        Ok(())
+    }
+
+    fn activated(
+        &mut self,
+        x: &CudaBuffer,
+        weight: &CudaMatrix,
+        bias: Option<&CudaVector>,
+        addend: Option<&CudaBuffer>,
+        activation: PlainActivation,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let (op, inner) = ("activated", weight.rows());
+        check::activated(x, weight, bias, addend, out)?;
+        let from = x.of(Element::Bf16, op, "x")?;
+        let to = out.of(Element::Bf16, op, "out")?;
+        let rows = x.rows();
+        let addend = addend_at(op, addend)?;
+        out.set_rows(rows)?;
+        if self.step.record_or_skip(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
+            return Ok(());
+        }
+        let most = x.rows_max().min(out.rows_max());
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
+        let mut done = 0;
+        while done < count {
+            let part = (count - done).min(ACTIVATED_ROWS);
+            let wide = self.scratch(ScratchKind::Wide, part * inner * 4)?;
+            let x = Rows { ptr: from.ptr.offset(done * from.stride * 2), ..from };
+            let y = Rows { ptr: to.ptr.offset(done * to.stride * 2), ..to };
+            // Graphs have a single part; in a later part, all rows launched for exist.
+            let live = if done == 0 { live } else { DevicePtr::default() };
+            let product = Rows { ptr: wide, stride: inner };
+            self.product(x, None, weight, bias, product, part, live)?;
+            if let Some(addend) = addend {
+                let own = addend.offset(done * inner * 4);
+                let call = launch::add(wide, own, inner, part, live);
+                // SAFETY: shapes were checked.
+                unsafe { self.device.launch(call) }?;
+            }
+            let call = launch::activate(wide, y, inner, activation, part, live);
             // SAFETY: shapes were checked.
             unsafe { self.device.launch(call) }?;
             done += part;

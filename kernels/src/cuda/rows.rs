@@ -9,7 +9,7 @@ use super::device::Device;
 use super::launch;
 use super::step::LaunchRows;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
-use crate::backend::{Batch, Buffer as _, RowOps};
+use crate::backend::{Batch, Buffer as _, LayerNorm, RowOps};
 use crate::check::{self, ensure};
 use crate::error::KernelError;
 
@@ -87,6 +87,36 @@ impl RowOps for CudaBackend {
         let most = residual.rows_max().min(out.rows_max());
         let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
         let call = launch::add_rmsnorm((from, added), weight.ptr(), to, width, eps, count, live);
+        // SAFETY: shapes were checked.
+        unsafe { self.device.launch(call) }
+    }
+
+    fn add_layernorm(
+        &mut self,
+        residual: &mut CudaBuffer,
+        delta: Option<&CudaBuffer>,
+        norm: LayerNorm<'_, CudaVector>,
+        eps: f32,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "add_layernorm";
+        let (rows, width) = (residual.rows(), residual.width());
+        check::layernorm(op, residual, delta, &norm, out)?;
+        let from = residual.of(Element::F32, op, "residual")?.ptr;
+        let most = delta.map_or(usize::MAX, CudaBuffer::rows_max);
+        let added = delta.map(|delta| delta.of(Element::F32, op, "delta")).transpose()?;
+        let to = out.of(Element::Bf16, op, "out")?;
+        out.set_rows(rows)?;
+        let (added, weight) = (added.map(|delta| delta.ptr), norm.weight.ptr());
+        if self.step.record_or_skip(op, [from.0, added.unwrap_or_default().0, weight.0])
+            || rows == 0
+        {
+            return Ok(());
+        }
+        let most = most.min(residual.rows_max()).min(out.rows_max());
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
+        let vectors = (weight, norm.bias.ptr());
+        let call = launch::add_layernorm((from, added), vectors, to, width, eps, count, live);
         // SAFETY: shapes were checked.
         unsafe { self.device.launch(call) }
     }

@@ -85,14 +85,18 @@ impl AttentionOps for ReferenceBackend {
 }
 
 /// cos and sin of one position, `head_dim / 2` of each.
-fn rope_row(rope: &RopeTable<Vec<f32>>, head_dim: usize, position: u32) -> (&[f32], &[f32]) {
+pub(super) fn rope_row(
+    rope: &RopeTable<Vec<f32>>,
+    head_dim: usize,
+    position: u32,
+) -> (&[f32], &[f32]) {
     let half = head_dim / 2;
     let start = position as usize * half;
     (&rope.cos[start..][..half], &rope.sin[start..][..half])
 }
 
 /// Normalises every head if the model does, then rotates it in place.
-fn finish_heads(
+pub(super) fn finish_heads(
     heads: &mut [f32],
     norm: Option<&[f32]>,
     cos: &[f32],

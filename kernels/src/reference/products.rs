@@ -1,6 +1,6 @@
 //! Matrix products, row by row.
 use super::{ReferenceBackend, add_row, project};
-use crate::backend::{Activation, Buffer as _, ProductOps};
+use crate::backend::{Activation, Buffer as _, PlainActivation, ProductOps};
 use crate::check;
 use crate::error::KernelError;
 
@@ -63,6 +63,26 @@ impl ProductOps for ReferenceBackend {
         Ok(())
     }
 
+    fn activated(
+        &mut self,
+        x: &Self::Buffer,
+        weight: &Self::Matrix,
+        bias: Option<&Self::Vector>,
+        addend: Option<&Self::Buffer>,
+        activation: PlainActivation,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError> {
+        check::activated(x, weight, bias, addend, out)?;
+        out.set_rows(x.rows())?;
+        for i in 0..x.rows() {
+            let row = out.row_mut(i);
+            project(x.row(i), weight, bias.map(Vec::as_slice), row);
+            add_row(row, addend, i);
+            row.iter_mut().for_each(|x| *x = plainly_activated(activation, *x));
+        }
+        Ok(())
+    }
+
     fn lm_head(
         &mut self,
         x: &Self::Buffer,
@@ -92,5 +112,12 @@ fn activated(activation: Activation, x: f32) -> f32 {
             let inner = (2.0 / std::f32::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
             0.5 * x * (1.0 + inner.tanh())
         }
+    }
+}
+
+fn plainly_activated(activation: PlainActivation, x: f32) -> f32 {
+    match activation {
+        PlainActivation::GeluTanh => activated(Activation::GeluTanh, x),
+        PlainActivation::SquaredRelu => x.max(0.0).powi(2),
     }
 }

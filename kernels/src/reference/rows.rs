@@ -1,6 +1,6 @@
 //! Embedding, sums and norms, row by row.
 use super::{ReferenceBackend, rmsnorm};
-use crate::backend::{Buffer as _, RowOps};
+use crate::backend::{Buffer as _, LayerNorm, RowOps};
 use crate::check;
 use crate::error::KernelError;
 
@@ -46,6 +46,35 @@ impl RowOps for ReferenceBackend {
                 }
             }
             rmsnorm(residual.row(i), weight, eps, out.row_mut(i));
+        }
+        Ok(())
+    }
+
+    fn add_layernorm(
+        &mut self,
+        residual: &mut Self::Buffer,
+        delta: Option<&Self::Buffer>,
+        norm: LayerNorm<'_, Self::Vector>,
+        eps: f32,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError> {
+        check::layernorm("add_layernorm", residual, delta, &norm, out)?;
+        out.set_rows(residual.rows())?;
+        for i in 0..residual.rows() {
+            if let Some(delta) = delta {
+                for (r, d) in residual.row_mut(i).iter_mut().zip(delta.row(i)) {
+                    *r += d;
+                }
+            }
+            let row = residual.row(i);
+            let mean = row.iter().sum::<f32>() / row.len() as f32;
+            let square = |x: &f32| (x - mean) * (x - mean);
+            let variance = row.iter().map(square).sum::<f32>() / row.len() as f32;
+            let scale = 1.0 / (variance + eps).sqrt();
+            let vectors = norm.weight.iter().zip(norm.bias);
+            for ((y, x), (weight, bias)) in out.row_mut(i).iter_mut().zip(row).zip(vectors) {
+                *y = (x - mean) * scale * weight + bias;
+            }
         }
         Ok(())
     }

@@ -3,19 +3,21 @@
 //!
 //! - `architecture`: the differences between architectures
 //! - `rope`, `windows`, `experts`: the keys for rotary embeddings, sliding windows and experts
-//! - `gemma`, `gpt_oss`, `granite`: the keys that only these architectures have
-//! - `published`: tests with configurations as published
+//! - `gemma`, `gpt_oss`, `granite`: the keys that only these architectures have; `layer_norms`:
+//!   those of architectures with LayerNorms
+//! - `published`, `layered`: tests with configurations as published
 use std::path::Path;
 
-use kernels::backend::{Activation, ExpertActivation};
+use kernels::backend::{Activation, ExpertActivation, PlainActivation};
 use serde::Deserialize;
 use serde_json::Value;
 use shared::model_config;
 
 use self::architecture::{Architecture, Biases};
-pub use self::architecture::{Fused, Norms};
+pub use self::architecture::{Fused, MlpNames, NormKind, Norms};
 use self::gemma::Gemma;
 use self::granite::Granite;
+use self::layer_norms::Own as LayerNorms;
 use super::ModelError;
 use super::experts::ExpertsConfig;
 use super::quantization::{self, Quantised};
@@ -26,6 +28,7 @@ mod experts;
 mod gemma;
 mod gpt_oss;
 mod granite;
+mod layer_norms;
 mod rope;
 mod windows;
 
@@ -52,7 +55,7 @@ pub struct ModelConfig {
     pub vocab_size: usize,
     /// Maximum sequence length that the model supports, in tokens.
     pub max_positions: usize,
-    /// Epsilon of all RMSNorms.
+    /// Epsilon of all norms.
     pub norm_eps: f32,
     /// Rotary embedding of each layer.
     pub ropes: Vec<RopeConfig>,
@@ -71,6 +74,9 @@ pub struct ModelConfig {
     pub fused: Fused,
     /// Whether each head of q and k has an RMSNorm, before the rotary embedding (Qwen3, Gemma 3).
     pub qk_norm: bool,
+    /// Whether q and k are normalised over all heads together, before the rotary embedding
+    /// (OLMo 2); never in addition to `qk_norm`.
+    pub qk_norm_whole: bool,
     /// Factor of attention scores in addition to `1 / sqrt(head_dim)`. A model with a factor other
     /// than 1 either normalises its heads or rotates them whole.
     pub query_scale: f32,
@@ -78,22 +84,38 @@ pub struct ModelConfig {
     pub embedding_scale: f64,
     /// Whether that factor is first rounded to the embeddings' type (Gemma).
     pub rounds_embedding_scale: bool,
-    /// Divisor of the logits (Granite).
+    /// Divisor of the logits (Granite, Cohere).
     pub logits_scaling: f32,
     /// Caps attention scores: `cap * tanh(score / cap)` (Gemma 2).
     pub attention_cap: Option<f32>,
     /// Caps logits in the same way.
     pub logits_cap: Option<f32>,
-    /// Added to the weights of all RMSNorms as stored in the files (1 for Gemma).
+    /// Added to the weights of all norms as stored in the files (1 for Gemma).
     pub norm_offset: f32,
-    /// The RMSNorms that each layer has.
+    /// The norms that each layer has.
     pub norms: Norms,
-    /// Activation of the MLP's gate.
-    pub activation: Activation,
+    /// What the norms of the residual stream are.
+    pub norm_kind: NormKind,
+    /// Whether attention and MLP both read the output of the layer's only norm, and their results
+    /// are added together (Cohere).
+    pub is_parallel: bool,
+    /// Activation of the MLP.
+    pub activation: MlpActivation,
+    /// Names of the MLP's projections.
+    pub mlp_names: MlpNames,
     /// How the checkpoint's weights are quantised, if they are.
     pub quantised: Option<Quantised>,
     /// Whether `dtype` or `torch_dtype` says bfloat16; false if both are absent.
     pub is_bf16: bool,
+}
+
+/// Activation of an MLP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MlpActivation {
+    /// Of its gate, times up.
+    Gated(Activation),
+    /// Of up; there is no gate.
+    Plain(PlainActivation),
 }
 
 /// The raw file. Unknown keys are ignored.
@@ -107,7 +129,6 @@ struct Raw {
     num_key_value_heads: Option<usize>,
     head_dim: Option<usize>,
     vocab_size: Option<usize>,
-    rms_norm_eps: Option<f64>,
     sliding_window: Option<u32>,
     sliding_window_pattern: Option<Value>,
     /// Gemma 3's own name of the key; some files have both.
@@ -119,6 +140,7 @@ struct Raw {
     attention_bias: Option<bool>,
     attention_out_bias: Option<bool>,
     qkv_bias: Option<bool>,
+    use_qkv_bias: Option<bool>,
     use_bias: Option<bool>,
     bias: Option<bool>,
     use_qk_norm: Option<bool>,
@@ -176,33 +198,37 @@ impl ModelConfig {
         let architecture = architecture.ok_or("key architectures is missing or empty")?;
         let architecture = Architecture::parse(architecture)?;
         let is_gemma = architecture.is_gemma();
-        let act = raw.hidden_act.as_deref().filter(|act| !is_gemma && *act != "silu");
-        if let Some(act) = act {
-            return Err(format!("hidden_act is \"{act}\", only \"silu\" is supported"));
+        let (usual, activation) = architecture.activation();
+        if let Some(act) = raw.hidden_act.as_deref().filter(|act| !is_gemma && *act != usual) {
+            return Err(format!("hidden_act is \"{act}\", only \"{usual}\" is supported"));
         }
         let quantised = raw.quantization_config.as_ref().map(quantization::check).transpose()?;
         let hidden_size = size("hidden_size", raw.hidden_size)?;
         let Heads { num_heads, num_kv_heads, head_dim } =
             Heads::read(&raw, architecture, hidden_size)?;
-        let norm_eps = raw.rms_norm_eps.ok_or("key rms_norm_eps is missing")?;
+        let key = architecture.eps_key();
+        let norm_eps = config[key].as_f64().ok_or_else(|| format!("key {key} is missing"))?;
         if !(norm_eps > 0.0 && norm_eps < 1.0) {
-            return Err(format!("rms_norm_eps is {norm_eps}, it must be between 0 and 1"));
+            return Err(format!("{key} is {norm_eps}, it must be between 0 and 1"));
         }
         let num_layers = size("num_hidden_layers", raw.num_hidden_layers)?;
+        let clip = &config["clip_qkv"];
+        if architecture == Architecture::Olmoe && !clip.is_null() {
+            return Err(format!("clip_qkv is {clip}, only null is supported"));
+        }
         let experts = experts::read(&raw, architecture, num_layers)?;
         let positions = model_config::positions(&config)?;
         let told = rope::told(&config, &raw, architecture, num_layers)?;
-        let Gemma { ropes, query_scale, caps: [attention_cap, logits_cap] } = match is_gemma {
-            true => Gemma::read(&config, &raw, architecture, head_dim, &told)?,
-            false => {
-                let ropes = rope::ropes(&config, architecture, head_dim, &told)?;
-                Gemma { ropes, query_scale: 1.0, caps: [None; 2] }
-            }
+        let ropes = rope::ropes(&config, &raw, architecture, head_dim, &told)?;
+        let Gemma { query_scale, caps: [attention_cap, logits_cap] } = match is_gemma {
+            true => Gemma::read(&config, architecture, head_dim)?,
+            false => Gemma { query_scale: 1.0, caps: [None; 2] },
         };
         let granite = match architecture.is_granite() {
             true => Granite::read(&config)?,
             false => Granite::NONE,
         };
+        let layer_norms = LayerNorms::read(&config, architecture)?;
         let is_dense = experts.as_ref().is_none_or(|experts| experts.layers.contains(&false));
         let intermediate_size = match is_dense {
             true => size("intermediate_size", raw.intermediate_size)?,
@@ -230,21 +256,31 @@ impl ModelConfig {
             mlp_bias,
             fused: architecture.fused(),
             qk_norm: architecture.normalises_heads(&raw),
+            qk_norm_whole: architecture.normalises_all_heads(),
             query_scale: query_scale * granite.query_scale(head_dim) as f32,
             embedding_scale: match is_gemma {
                 true => (hidden_size as f64).sqrt(),
                 false => granite.embedding_scale(),
             },
             rounds_embedding_scale: is_gemma,
-            logits_scaling: granite.logits_scaling as f32,
+            logits_scaling: (granite.logits_scaling * layer_norms.logits_scaling) as f32,
             attention_cap,
             logits_cap,
-            norm_offset: if is_gemma { 1.0 } else { 0.0 },
-            norms: architecture.norms(),
-            activation: if is_gemma { Activation::GeluTanh } else { Activation::Silu },
+            norm_offset: architecture.norm_offset(),
+            norms: if layer_norms.is_parallel { Norms::PARALLEL } else { architecture.norms() },
+            norm_kind: architecture.norm_kind(),
+            is_parallel: layer_norms.is_parallel,
+            activation,
+            mlp_names: architecture.mlp_names(),
             quantised,
             is_bf16: raw.dtype.or(raw.torch_dtype).as_deref() == Some("bfloat16"),
         })
+    }
+
+    /// Whether the MLPs of dense layers have a gate.
+    #[must_use]
+    pub fn is_gated(&self) -> bool {
+        matches!(self.activation, MlpActivation::Gated(_))
     }
 
     /// The activation between an expert's gate, up and down projections.
@@ -294,6 +330,8 @@ fn size(key: &str, value: Option<usize>) -> Result<usize, String> {
     }
 }
 
+#[cfg(test)]
+mod layered;
 #[cfg(test)]
 mod published;
 #[cfg(test)]

@@ -3,7 +3,7 @@
 //! Activations live in buffers allocated once for the largest step; a step allocates nothing.
 //!
 //! - `pass`: one batch through the layers
-use kernels::backend::{AttentionShape, Batch, KvShape, NOT_ASSIGNED, Routing};
+use kernels::backend::{AttentionShape, Batch, KvShape, NOT_ASSIGNED, QkNorm, Routing};
 use kernels::{Backend, KernelError};
 
 use self::pass::{Pass, Pending};
@@ -35,10 +35,12 @@ struct Buffers<B: Backend> {
     /// Its normalised form (or, without a norm, itself), `[tokens, hidden]`.
     normed: B::Buffer,
     /// What attention or MLP adds to the residual stream, `[tokens, hidden]`; the buffers after the
-    /// first hold partial sums.
+    /// first hold partial sums, the last one the MLP's part if both are added up together.
     deltas: Vec<B::Buffer>,
     /// Queries, `[tokens, heads * head_dim]`.
     q: B::Buffer,
+    /// What q and k need to be normalised over all heads, if they are.
+    qk_norm: Option<QkNormBuffers<B>>,
     /// Output of attention, `[tokens, heads * head_dim]`.
     attended: B::Buffer,
     /// Inner activations of the MLP, `[tokens, intermediate]`; if some layer has an MLP.
@@ -49,6 +51,22 @@ struct Buffers<B: Backend> {
     logits_local: B::Buffer,
     /// All ranks' logits, `[rows, degree * vocab_width]`, if they are gathered.
     logits: B::Buffer,
+}
+
+struct QkNormBuffers<B: Backend> {
+    norm: QkNorm,
+    /// q, k and v as projected, `[tokens, (heads + 2 * kv_heads) * head_dim]`.
+    projected: B::Buffer,
+    /// Sums of the squares of q, and of k, `[tokens, 2]`.
+    squares: B::Buffer,
+}
+
+impl<B: Backend> QkNormBuffers<B> {
+    fn new(backend: &mut B, rows_max: usize, norm: QkNorm) -> Result<Self, KernelError> {
+        let [q, k] = norm.columns;
+        let projected = backend.new_buffer(rows_max, q + 2 * k)?;
+        Ok(Self { norm, projected, squares: backend.new_buffer(rows_max, 2)? })
+    }
 }
 
 struct ExpertBuffers<B: Backend> {
@@ -100,10 +118,14 @@ impl<B: Backend> Decoder<B> {
         let buffers = Buffers {
             residual: backend.new_buffer(tokens_max, hidden)?,
             normed: backend.new_input_buffer(tokens_max, hidden)?,
-            deltas: (0..=shard.parts.ilog2())
+            deltas: (0..=shard.parts.ilog2() + u32::from(config.is_parallel))
                 .map(|_| backend.new_buffer(tokens_max, hidden))
                 .collect::<Result<_, _>>()?,
             q: backend.new_input_buffer(tokens_max, heads)?,
+            qk_norm: match shard.qk_norm(&config) {
+                None => None,
+                Some(norm) => Some(QkNormBuffers::new(backend, tokens_max, norm)?),
+            },
             attended: backend.new_input_buffer(tokens_max, heads)?,
             inner: match shard.intermediate.len() {
                 0 => None,
@@ -238,9 +260,14 @@ impl<B: Backend> Decoder<B> {
             let sliding_window = config.sliding_windows[index];
             let shape = AttentionShape { sliding_window, ..*attention };
             pass.norm(pending, layer.input_norm.as_ref())?;
-            pass.attention(index, layer, &weights.ropes[layer.rope], &shape)?;
-            pass.norm(Pending::of(layer.output_norm.as_ref()), layer.post_norm.as_ref())?;
-            pass.mlp(index, &layer.mlp)?;
+            let rope = &weights.ropes[layer.rope];
+            if config.is_parallel {
+                pass.attention_and_mlp(index, layer, rope, &shape)?;
+            } else {
+                pass.attention(index, layer, rope, &shape)?;
+                pass.norm(Pending::of(layer.output_norm.as_ref()), layer.post_norm.as_ref())?;
+                pass.mlp(index, &layer.mlp)?;
+            }
             pending = Pending::of(layer.down_norm.as_ref());
         }
         pass.norm(pending, Some(&weights.final_norm))

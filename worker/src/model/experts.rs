@@ -178,7 +178,8 @@ impl<'a> ExpertParts<'a> {
         let bias = match config.routing.scores {
             Scores::Softmax => None,
             Scores::Sigmoid => {
-                let name = format!("{layer}.{block}.gate.e_score_correction_bias");
+                let gate = if matches!(names, Names::Mixtral) { "" } else { "gate." };
+                let name = format!("{layer}.{block}.{gate}e_score_correction_bias");
                 Some(files.numbers(&name, &[count])?)
             }
         };

@@ -48,7 +48,8 @@ pub(super) enum Site {
     Qkv,
     /// The attention's output projection.
     Output,
-    /// Gate and up projections of a dense layer, before SiLU.
+    /// Gate and up projections of a dense layer, before the activation; without a gate, the up
+    /// projection alone.
     GateUp,
     /// The down projection of a dense layer.
     Down,
@@ -78,10 +79,11 @@ impl Part {
 impl Site {
     const ALL: [Self; 4] = [Self::Qkv, Self::Output, Self::GateUp, Self::Down];
 
-    fn modules(self) -> &'static [Module] {
+    fn modules(self, config: &ModelConfig) -> &'static [Module] {
         match self {
             Self::Qkv => &[Module::Q, Module::K, Module::V],
             Self::Output => &[Module::O],
+            Self::GateUp if !config.is_gated() => &[Module::Up],
             Self::GateUp => &[Module::Gate, Module::Up],
             Self::Down => &[Module::Down],
         }
@@ -102,7 +104,7 @@ impl Site {
         match self {
             Self::Qkv => (vec![q, kv.clone(), kv], vec![hidden]),
             Self::Output => (vec![hidden], parts(q)),
-            Self::GateUp => (vec![inner.clone(), inner], vec![hidden]),
+            Self::GateUp => (vec![inner; self.modules(config).len()], vec![hidden]),
             Self::Down => (vec![hidden], parts(inner)),
         }
     }
@@ -249,7 +251,8 @@ impl LoraFiles {
         }
         let (rows, parts) = site.cut(config, shard);
         let (mut used, mut rank) = (Vec::new(), 0);
-        for module in site.modules() {
+        let modules = site.modules(config);
+        for module in modules {
             let mut most = None;
             for layer in 0..config.num_layers {
                 for adapter in &self.adapters {
@@ -262,7 +265,7 @@ impl LoraFiles {
                 rank = rank.max(most.next_multiple_of(RANK_STEP));
             }
         }
-        Ok((!used.is_empty()).then_some(Joint { site, used, rank, rows, parts }))
+        Ok((!used.is_empty()).then_some(Joint { site, modules, used, rank, rows, parts }))
     }
 
     /// The stacks of a site in one layer; `None` when no adapter changes the site there.
@@ -311,6 +314,8 @@ struct Matrices {
 #[derive(Debug)]
 struct Joint {
     site: Site,
+    /// The modules of the site.
+    modules: &'static [Module],
     /// The modules that some adapter changes in some layer.
     used: Vec<Module>,
     /// The padded rank of each module.
@@ -385,7 +390,7 @@ impl Joint {
 
     /// Returns the first row of a module's outputs, and which outputs of the module they are.
     fn outputs_of(&self, module: Module) -> (usize, Range<usize>) {
-        let before = self.site.modules().iter().take_while(|other| **other != module).count();
+        let before = self.modules.iter().take_while(|other| **other != module).count();
         let first = self.rows[..before].iter().map(Range::len).sum();
         (first, self.rows[before].clone())
     }

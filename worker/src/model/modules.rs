@@ -60,9 +60,9 @@ impl Module {
             (Self::K, false) => ("self_attn.k_proj", &[Self::K]),
             (Self::V, false) => ("self_attn.v_proj", &[Self::V]),
             (Self::Gate, false) => ("mlp.gate_proj", &[Self::Gate]),
-            (Self::Up, false) => ("mlp.up_proj", &[Self::Up]),
+            (Self::Up, false) => (config.mlp_names.up, &[Self::Up]),
             (Self::O, _) => ("self_attn.o_proj", &[Self::O]),
-            (Self::Down, _) => ("mlp.down_proj", &[Self::Down]),
+            (Self::Down, _) => (config.mlp_names.down, &[Self::Down]),
         };
         let outputs = |modules: &[Self]| modules.iter().map(|it| it.shape(config)[0]).sum();
         let before = joined.iter().position(|it| *it == self).unwrap_or(0);
@@ -90,9 +90,14 @@ impl Module {
         places
     }
 
+    /// Whether layers of the model can have this module.
+    pub(crate) fn is_known(self, config: &ModelConfig) -> bool {
+        self != Self::Gate || config.is_gated()
+    }
+
     /// Whether a layer has this module.
     pub(crate) fn is_in(self, config: &ModelConfig, layer: usize) -> bool {
         let is_dense = config.experts.as_ref().is_none_or(|experts| !experts.layers[layer]);
-        is_dense || !matches!(self, Self::Gate | Self::Up | Self::Down)
+        self.is_known(config) && (is_dense || !matches!(self, Self::Gate | Self::Up | Self::Down))
     }
 }

@@ -5,6 +5,8 @@
 //! partial products are summed. The vocabulary is divided for the embedding and the output head.
 use std::ops::Range;
 
+use kernels::backend::QkNorm;
+
 use super::ModelError;
 use super::config::ModelConfig;
 
@@ -96,6 +98,25 @@ impl Shard {
         }
         Self::new(config, 0, reduction)?;
         Ok(Self { parts: wanted / self.degree, ..self })
+    }
+
+    /// What this rank has of q and k, if they are normalised over all heads.
+    #[must_use]
+    pub fn qk_norm(&self, config: &ModelConfig) -> Option<QkNorm> {
+        if !config.qk_norm_whole {
+            return None;
+        }
+        let (head_dim, parts) = (config.head_dim, self.parts);
+        let (heads, kv_heads) = (self.heads.len(), self.kv_heads.len());
+        // As many ranks as there are parts would hold this many copies of each KV head.
+        let copies = (self.degree * parts / config.num_kv_heads).max(1);
+        Some(QkNorm {
+            columns: [heads * head_dim, kv_heads * head_dim],
+            sections: [parts, parts.min(kv_heads)],
+            parts,
+            counts: [config.num_heads * head_dim, config.num_kv_heads * head_dim * copies],
+            eps: config.norm_eps,
+        })
     }
 }
 

@@ -49,8 +49,11 @@ pub fn weight_bytes(
     // Each part of a row-parallel matrix has its own scales.
     let parts = n(shard.parts);
     let row_parallel = |cols: u64, is_stack| parts * matrix(hidden, cols / parts, is_stack);
-    let mlp =
-        |inner: u64, is_stack| matrix(2 * inner, hidden, is_stack) + row_parallel(inner, is_stack);
+    // Gate and up, or up alone.
+    let gates = if config.is_gated() { 2 } else { 1 };
+    let mlp = |ups: u64, inner: u64, is_stack| {
+        matrix(ups * inner, hidden, is_stack) + row_parallel(inner, is_stack)
+    };
     let (dense, sparse) = layers(config);
     let routing = config.experts.as_ref().map(|experts| experts.routing);
     let [experts, logits] =
@@ -62,8 +65,8 @@ pub fn weight_bytes(
         (false, _) | (true, Quantization::Int8) => head(vocab, hidden),
     };
     n(config.num_layers) * attention
-        + dense * mlp(n(shard.intermediate.len()), false)
-        + sparse * (as_is(logits, hidden) + experts * mlp(n(shard.expert.len()), true))
+        + dense * mlp(gates, n(shard.intermediate.len()), false)
+        + sparse * (as_is(logits, hidden) + experts * mlp(2, n(shard.expert.len()), true))
         + as_is(vocab, hidden)
         + output
 }
@@ -91,7 +94,7 @@ pub fn activation_bytes(
     let q = n(shard.heads.len() * config.head_dim);
     let kv = n(shard.kv_heads.len() * config.head_dim);
     let inner = n(shard.intermediate.len());
-    let deltas = u64::from(shard.parts.ilog2()) + 1;
+    let deltas = u64::from(shard.parts.ilog2()) + 1 + u64::from(config.is_parallel);
     // Buffers, plus the intermediates of fused operations.
     let row = hidden * (4 + 2 + 4 * deltas) + q * 2 * 2 + inner * 2 + (q + 2 * kv) * 4;
     let product = u64::from(sizes.max_num_batched_tokens.min(1024)) * inner * 2 * 4;

@@ -27,10 +27,13 @@ mod part;
 /// The weights of one decoder layer.
 #[derive(Debug)]
 pub struct LayerWeights<M, S, V> {
-    /// RMSNorm before attention.
-    pub input_norm: Option<V>,
+    /// Norm before attention, or before attention and MLP.
+    pub input_norm: Option<Norm<V>>,
     /// q, k, v projections.
     pub qkv: QkvWeights<M, V>,
+    /// Norm of q and of k over all heads, for this rank's columns of both, in place of norms in
+    /// `qkv` (OLMo 2).
+    pub qk_norm: Option<V>,
     /// Index into [`Weights::ropes`] for q and k.
     pub rope: usize,
     /// Attention sinks, `[heads]`: a learned logit per head that joins the softmax (gpt-oss).
@@ -41,12 +44,26 @@ pub struct LayerWeights<M, S, V> {
     pub output_bias: Option<V>,
     /// RMSNorm of the attention's output, before the residual add (Gemma, OLMo 2).
     pub output_norm: Option<V>,
-    /// RMSNorm before the MLP.
-    pub post_norm: Option<V>,
+    /// Norm before the MLP.
+    pub post_norm: Option<Norm<V>>,
     /// The MLP, or the experts in its place.
     pub mlp: Mlp<M, S, V>,
     /// RMSNorm of the MLP's output, before the residual add (Gemma, OLMo 2).
     pub down_norm: Option<V>,
+}
+
+/// A norm of the residual stream.
+#[derive(Debug)]
+pub enum Norm<V> {
+    /// RMSNorm, with this weight.
+    Rms(V),
+    /// LayerNorm.
+    Layer {
+        /// Factors.
+        weight: V,
+        /// Added at the end.
+        bias: V,
+    },
 }
 
 /// The feed-forward part of a layer.
@@ -54,7 +71,7 @@ pub struct LayerWeights<M, S, V> {
 pub enum Mlp<M, S, V> {
     /// A dense MLP.
     Dense {
-        /// The gate's rows, then the up's rows.
+        /// The gate's rows, then the up's rows; without a gate, only the latter.
         gate_up: M,
         /// The biases of both.
         gate_up_bias: Option<V>,
@@ -99,8 +116,8 @@ pub struct Weights<M, S, V> {
     pub lm_head: Option<M>,
     /// The layers.
     pub layers: Vec<LayerWeights<M, S, V>>,
-    /// RMSNorm before the output head.
-    pub final_norm: V,
+    /// Norm before the output head.
+    pub final_norm: Norm<V>,
     /// The distinct rotary tables; layers refer to them by index.
     pub ropes: Vec<RopeTable<V>>,
     /// Size of the shard's matrices as kept (as stored, or quantised), in bytes.
@@ -149,10 +166,11 @@ pub fn load<B: Backend>(
         (false, _) => Some(part.vocabulary("lm_head.weight", &padding)?),
     };
     let layers = (0..config.num_layers).map(|i| part.layer(i)).collect::<Result<Vec<_>, _>>()?;
-    let mut final_norm = part.norm("model.norm.weight", config.hidden_size)?;
-    final_norm.iter_mut().for_each(|weight| *weight /= config.logits_scaling);
+    let mut final_norm = part.stream_norm("model.norm")?;
+    final_norm.divide(config.logits_scaling);
     let dtype = embedding.first().map_or(DType::F32, |matrix| matrix.dtype);
 
+    warn_of_mixed_experts(&layers);
     let matrices = layers.iter().flat_map(part::LayerPart::matrices);
     let total = embedding.iter().chain(lm_head.iter().flatten()).chain(matrices).map(bytes).sum();
     progress(0, total);
@@ -166,7 +184,7 @@ pub fn load<B: Backend>(
         },
         lm_head: lm_head.map(|matrix| loader.matrix(&matrix)).transpose()?,
         layers: layers.iter().map(|layer| loader.layer(layer)).collect::<Result<_, _>>()?,
-        final_norm: loader.vector(&final_norm)?,
+        final_norm: loader.norm(&final_norm)?,
         ropes: kinds
             .iter()
             .map(|rope| {
@@ -181,6 +199,20 @@ pub fn load<B: Backend>(
             .collect::<Result<_, KernelError>>()?,
         bytes: loader.held,
     })
+}
+
+/// Says which layers' experts become larger than in the files: all matrices of a stack have one
+/// form, so packed ones are unpacked if some of a layer's experts (often a shared one) are not.
+fn warn_of_mixed_experts(layers: &[part::LayerPart<'_>]) {
+    let is_mixed = |layer: &&part::LayerPart<'_>| layer.mlp.has_mixed_experts();
+    let count = layers.iter().filter(is_mixed).count();
+    if count > 0 {
+        tracing::warn!(
+            layers = count,
+            "in some layers the checkpoint has 4-bit experts beside experts that are not \
+             quantised: all experts of these layers become bf16, about four times as large"
+        );
+    }
 }
 
 /// Rounds the embedding's factor to the embedding's type, as the models' reference code does.

@@ -4,7 +4,7 @@ use std::time::Duration;
 use super::entries::*;
 use super::products::gelu;
 use super::{Call, Rows, call, wide, word, words};
-use crate::backend::Activation;
+use crate::backend::{Activation, PlainActivation};
 use crate::cuda::memory::DevicePtr;
 use crate::cuda::module::Args;
 
@@ -95,6 +95,21 @@ pub fn activate_mul(
     let args = Args::new().ptr(input).maybe(bias).ptr(out.ptr);
     let args = words(args, [inner, out.stride]).u32(gelu(activation)).ptr(live);
     wide(ACTIVATE_MUL, inner, rows, args)
+}
+
+/// `tutti_activate_f32`
+#[must_use]
+pub fn activate(
+    input: DevicePtr,
+    out: Rows,
+    inner: usize,
+    activation: PlainActivation,
+    rows: usize,
+    live: DevicePtr,
+) -> Call {
+    let squared_relu = u32::from(activation == PlainActivation::SquaredRelu);
+    let args = words(Args::new().ptr(input).ptr(out.ptr), [inner, out.stride]);
+    wide(ACTIVATE, inner, rows, args.u32(squared_relu).ptr(live))
 }
 
 /// `tutti_add_bias`

@@ -3,7 +3,9 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use super::*;
-use crate::backend::{Activation, AttentionShape, ExpertActivation, Routing};
+use crate::backend::{
+    Activation, AttentionShape, ExpertActivation, PlainActivation, QkNorm, Routing,
+};
 use crate::cuda::group::FusedNorm;
 
 /// Resources of each kernel, as reported by the assembler.
@@ -130,6 +132,13 @@ fn all(sizes: Sizes) -> Vec<Call> {
         rows: seqs,
         live: ptr,
     };
+    let norm = QkNorm {
+        columns: [width, width / 4],
+        sections: [2, 2],
+        parts: 4,
+        counts: [width, width],
+        eps: 1e-5,
+    };
     let mut calls = vec![
         embed(ptr, (ptr, vocab), rows, width, 0, 1.0, number, ptr),
         add_rmsnorm((ptr, None), ptr, rows, width, 1e-5, number, ptr),
@@ -138,6 +147,10 @@ fn all(sizes: Sizes) -> Vec<Call> {
         cap(ptr, 30.0, width, number, ptr),
         activate_mul(ptr, None, rows, width, Activation::GeluTanh, number, ptr),
         add_bias(ptr, ptr, width, number, ptr),
+        activate(ptr, rows, width, PlainActivation::GeluTanh, number, ptr),
+        add_layernorm((ptr, None), (ptr, ptr), rows, width, 1e-5, number, ptr),
+        qk_squares(rows, &norm, ptr, number, ptr),
+        qk_scale(rows, &norm, ptr, ptr, number, ptr),
         scale_add_bias(ptr, ptr, None, width, number, ptr),
         widen_int8(rows, ptr, number),
         widen_int4(rows, (ptr, 7), ptr, number, width),
@@ -283,6 +296,7 @@ fn constants_are_the_headers() {
         "#define TUTTI_BIAS_MAX 1024u",
         "#define TUTTI_TOP_MAX 128u",
         "#define TUTTI_EXPERTS_MAX 1024u",
+        "#define TUTTI_QK_PARTS_MAX 64u",
         "#define TUTTI_TOP_EXPERTS_MAX 32u",
         "#define TUTTI_NO_LOGPROBS 0xffffffffu",
         "#define TUTTI_NO_MASK 0xffffffffu",

@@ -148,30 +148,30 @@ impl Uploader {
         &mut self,
         stream: &Stream,
         memory: &DeviceMemory,
-        mut at: usize,
+        at: usize,
         parts: &[HostMatrix<'_>],
         words_per_row: usize,
         mut scales: &mut [f32],
         write: &Write,
     ) -> Result<(), KernelError> {
         let rows_per_piece = PIECE / 2 / words_per_row;
-        for part in parts {
-            let mut row = 0;
-            while row < part.rows {
-                let count = rows_per_piece.min(part.rows - row);
-                let (piece, travelled) = &mut self.pieces[self.next];
-                self.next = 1 - self.next;
-                travelled.wait(std::time::Duration::from_secs(60))?;
-                let words = &mut piece.as_mut_slice()[..count * words_per_row];
-                let (own, rest) = std::mem::take(&mut scales).split_at_mut(count);
-                fill(&mut self.pool, part, row, words, own, write)?;
-                let (offset, len) = (at * words_per_row * 2, count * words_per_row);
-                memory.upload_pinned(stream, offset, piece, len)?;
-                travelled.record(stream)?;
-                scales = rest;
-                row += count;
-                at += count;
-            }
+        let rows: usize = parts.iter().map(|part| part.rows).sum();
+        let mut row = 0;
+        // A piece holds rows of many parts: where heads are rotated in another order than the
+        // files', each row can be a part.
+        while row < rows {
+            let count = rows_per_piece.min(rows - row);
+            let (piece, travelled) = &mut self.pieces[self.next];
+            self.next = 1 - self.next;
+            travelled.wait(std::time::Duration::from_secs(60))?;
+            let words = &mut piece.as_mut_slice()[..count * words_per_row];
+            let (own, rest) = std::mem::take(&mut scales).split_at_mut(count);
+            fill(&mut self.pool, parts, row, words, own, write)?;
+            let (offset, len) = ((at + row) * words_per_row * 2, count * words_per_row);
+            memory.upload_pinned(stream, offset, piece, len)?;
+            travelled.record(stream)?;
+            scales = rest;
+            row += count;
         }
         Ok(())
     }
@@ -198,11 +198,29 @@ impl Uploader {
     }
 }
 
-/// Writes `scales.len()` rows of a part from `first` on, with several threads: a single one writes
-/// rows more slowly than they are copied.
+/// The rows of all parts from row `first` on, each as its part and its row there.
+fn rows_from<'p, 'a>(
+    parts: &'p [HostMatrix<'a>],
+    first: usize,
+) -> impl Iterator<Item = (&'p HostMatrix<'a>, usize)> {
+    let mut before = 0;
+    let is_before = |part: &&HostMatrix<'_>| {
+        let is_before = before + part.rows <= first;
+        before += if is_before { part.rows } else { 0 };
+        is_before
+    };
+    let skipped = parts.iter().take_while(is_before).count();
+    parts[skipped..].iter().enumerate().flat_map(move |(index, part)| {
+        let first = if index == 0 { first - before } else { 0 };
+        (first..part.rows).map(move |row| (part, row))
+    })
+}
+
+/// Writes `scales.len()` rows of the parts from row `first` of all on, with several threads: a
+/// single one writes rows more slowly than they are copied.
 fn fill(
     pool: &mut Pool,
-    part: &HostMatrix<'_>,
+    parts: &[HostMatrix<'_>],
     first: usize,
     words: &mut [u16],
     scales: &mut [f32],
@@ -217,7 +235,7 @@ fn fill(
         let (words, scales) = &mut *share;
         let mut room = UploadScratch::default();
         let all = words.chunks_exact_mut(words_per_row).zip(scales.iter_mut());
-        for (row, (words, scale)) in (first + index * rows..).zip(all) {
+        for ((part, row), (words, scale)) in rows_from(parts, first + index * rows).zip(all) {
             *scale = write(part, row, &mut room, words);
         }
     })
@@ -280,21 +298,27 @@ mod tests {
             row_stride: 3,
             scales: None,
         };
-        for threads in [1, 3, 4] {
+        // The same rows as parts of one, two, .. rows, and as one part.
+        let one = |first: usize, rows: usize| HostMatrix { data: &data[first * 6..], rows, ..part };
+        let whole = [part];
+        let many = [one(0, 1), one(1, 2), one(3, 3), one(6, 1), one(7, 4)];
+        for (threads, parts) in
+            [1, 3, 4].into_iter().flat_map(|threads| [(threads, &many[..]), (threads, &whole[..])])
+        {
             for (first, count) in [(0, 11), (2, 7), (4, 1), (10, 1)] {
                 let mut words = vec![7u16; count * 8];
                 let mut scales = vec![-1.0; count];
                 let mut pool = Pool::new(threads).unwrap();
-                fill(&mut pool, &part, first, &mut words, &mut scales, &|part, row, room, out| {
+                fill(&mut pool, parts, first, &mut words, &mut scales, &|part, row, room, out| {
                     copy_row(part, row, &mut room.wide, out);
-                    row as f32
+                    f32::from(out[0])
                 })
                 .unwrap();
                 for (i, (words, scale)) in words.chunks_exact(8).zip(&scales).enumerate() {
                     let row = (first + i) as u16;
                     let want = [0, 1, 2].map(|col| (row * 3 + col) * 256);
-                    assert_eq!((words[..3].to_vec(), *scale), (want.to_vec(), f32::from(row)));
-                    assert_eq!(words[3..], [0; 5]);
+                    assert_eq!(words[..3], want);
+                    assert_eq!((*scale, &words[3..]), (f32::from(want[0]), &[0; 5][..]));
                 }
             }
         }

@@ -1,14 +1,18 @@
 //! PURE: the architectures that this worker supports, and how they differ: which keys of
 //! `config.json` their code in transformers reads, the defaults of missing keys, and the layout of
 //! their checkpoints. Everything else about them is data.
+use kernels::backend::{Activation, PlainActivation};
 use shared::model_config;
 
-use super::Raw;
 use super::windows::{Usual, Windows};
+use super::{MlpActivation, Raw};
 
 /// An architecture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Architecture {
+    Arcee,
+    Cohere,
+    Cohere2,
     Ernie45,
     Exaone4,
     Gemma2,
@@ -19,10 +23,17 @@ pub(super) enum Architecture {
     GptOss,
     Granite,
     GraniteMoe,
+    Helium,
     InternLm3,
     Llama,
+    MiniMaxM2,
+    Ministral,
     Mistral,
     Mixtral,
+    Nemotron,
+    Olmo2,
+    Olmo3,
+    Olmoe,
     Phi3,
     Qwen2,
     Qwen2Moe,
@@ -30,6 +41,8 @@ pub(super) enum Architecture {
     Qwen3Moe,
     SeedOss,
     SmolLm3,
+    StableLm,
+    Starcoder2,
 }
 
 /// Which projections have biases.
@@ -47,6 +60,27 @@ pub struct Fused {
     pub qkv: bool,
     /// Gate and up.
     pub gate_up: bool,
+}
+
+/// Names of an MLP's projections within a layer, where they are tensors of their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MlpNames {
+    /// Up.
+    pub up: &'static str,
+    /// Down.
+    pub down: &'static str,
+}
+
+/// What the norms of the residual stream are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormKind {
+    /// RMSNorms.
+    Rms,
+    /// LayerNorms.
+    Layer {
+        /// Whether checkpoints have biases for them.
+        has_bias: bool,
+    },
 }
 
 /// Names of a layer's norms in checkpoints, where it has them.
@@ -70,6 +104,9 @@ impl Norms {
         post: Some("post_attention_layernorm"),
         down: None,
     };
+    /// Before both at once, as in Cohere's models.
+    pub(super) const PARALLEL: Self =
+        Self { input: Some("input_layernorm"), output: None, post: None, down: None };
     /// Only after them, as in OLMo 2.
     const AFTER: Self = Self {
         input: None,
@@ -101,6 +138,8 @@ pub(super) enum Unrotated {
     Listed,
     /// Those without a sliding window, if others have one.
     BesideWindows,
+    /// Those without a sliding window.
+    WithoutWindow,
 }
 
 /// How a configuration describes its mixtures of experts.
@@ -108,6 +147,10 @@ pub(super) enum Unrotated {
 pub(super) enum ExpertKeys {
     /// Every layer has experts, of width `intermediate_size`; their weights are normalised.
     EveryLayer,
+    /// The same, normalised only if `norm_topk_prob` says so.
+    EveryLayerAsSaid,
+    /// As `EveryLayer`, with sigmoids as scores.
+    EveryLayerSigmoid,
     /// Only the layers selected by `decoder_sparse_step` and `mlp_only_layers` have experts, of
     /// width `moe_intermediate_size`.
     SomeLayers,
@@ -119,7 +162,10 @@ pub(super) enum ExpertKeys {
 }
 
 impl Architecture {
-    const ALL: [Self; 21] = [
+    const ALL: [Self; 33] = [
+        Self::Arcee,
+        Self::Cohere,
+        Self::Cohere2,
         Self::Ernie45,
         Self::Exaone4,
         Self::Gemma2,
@@ -130,10 +176,17 @@ impl Architecture {
         Self::GptOss,
         Self::Granite,
         Self::GraniteMoe,
+        Self::Helium,
         Self::InternLm3,
         Self::Llama,
+        Self::MiniMaxM2,
+        Self::Ministral,
         Self::Mistral,
         Self::Mixtral,
+        Self::Nemotron,
+        Self::Olmo2,
+        Self::Olmo3,
+        Self::Olmoe,
         Self::Phi3,
         Self::Qwen2,
         Self::Qwen2Moe,
@@ -141,6 +194,8 @@ impl Architecture {
         Self::Qwen3Moe,
         Self::SeedOss,
         Self::SmolLm3,
+        Self::StableLm,
+        Self::Starcoder2,
     ];
 
     /// Finds the architecture with this name.
@@ -159,6 +214,9 @@ impl Architecture {
     /// Returns its name in `architectures`.
     pub(super) fn name(self) -> &'static str {
         match self {
+            Self::Arcee => "ArceeForCausalLM",
+            Self::Cohere => "CohereForCausalLM",
+            Self::Cohere2 => "Cohere2ForCausalLM",
             Self::Ernie45 => "Ernie4_5ForCausalLM",
             Self::Exaone4 => "Exaone4ForCausalLM",
             Self::Gemma2 => "Gemma2ForCausalLM",
@@ -169,10 +227,17 @@ impl Architecture {
             Self::GptOss => "GptOssForCausalLM",
             Self::Granite => "GraniteForCausalLM",
             Self::GraniteMoe => "GraniteMoeForCausalLM",
+            Self::Helium => "HeliumForCausalLM",
             Self::InternLm3 => "InternLM3ForCausalLM",
             Self::Llama => "LlamaForCausalLM",
+            Self::MiniMaxM2 => "MiniMaxM2ForCausalLM",
+            Self::Ministral => "MinistralForCausalLM",
             Self::Mistral => "MistralForCausalLM",
             Self::Mixtral => "MixtralForCausalLM",
+            Self::Nemotron => "NemotronForCausalLM",
+            Self::Olmo2 => "Olmo2ForCausalLM",
+            Self::Olmo3 => "Olmo3ForCausalLM",
+            Self::Olmoe => "OlmoeForCausalLM",
             Self::Phi3 => "Phi3ForCausalLM",
             Self::Qwen2 => "Qwen2ForCausalLM",
             Self::Qwen2Moe => "Qwen2MoeForCausalLM",
@@ -180,6 +245,8 @@ impl Architecture {
             Self::Qwen3Moe => "Qwen3MoeForCausalLM",
             Self::SeedOss => "SeedOssForCausalLM",
             Self::SmolLm3 => "SmolLM3ForCausalLM",
+            Self::StableLm => "StableLmForCausalLM",
+            Self::Starcoder2 => "Starcoder2ForCausalLM",
         }
     }
 
@@ -188,17 +255,25 @@ impl Architecture {
         let attention = |usual: bool| raw.attention_bias.unwrap_or(usual);
         let mlp = raw.mlp_bias.unwrap_or(false);
         let (qkv, output, mlp) = match self {
-            Self::Granite | Self::Llama | Self::SmolLm3 => {
+            Self::Arcee | Self::Granite | Self::Llama | Self::Nemotron | Self::SmolLm3 => {
                 (attention(false), attention(false), mlp)
             }
-            Self::Gemma2 | Self::Gemma3 | Self::GraniteMoe | Self::Qwen3 | Self::Qwen3Moe => {
-                (attention(false), attention(false), false)
-            }
-            Self::Ernie45 => {
-                let all = raw.use_bias.unwrap_or(false);
+            Self::Cohere
+            | Self::Cohere2
+            | Self::Gemma2
+            | Self::Gemma3
+            | Self::GraniteMoe
+            | Self::Olmo2
+            | Self::Olmo3
+            | Self::Olmoe
+            | Self::Qwen3
+            | Self::Qwen3Moe => (attention(false), attention(false), false),
+            Self::Ernie45 | Self::Starcoder2 => {
+                let all = raw.use_bias.unwrap_or(self == Self::Starcoder2);
                 (all, all, all)
             }
             Self::Glm | Self::Glm4 => (attention(true), false, false),
+            Self::Helium => (attention(false), false, mlp),
             Self::InternLm3 => {
                 let others = raw.bias.or(raw.mlp_bias).unwrap_or(false);
                 (raw.qkv_bias.unwrap_or(attention(false)), others, others)
@@ -206,10 +281,16 @@ impl Architecture {
             Self::GptOss => (attention(true), attention(true), false),
             Self::Glm4Moe => (attention(false), false, false),
             Self::Qwen2Moe => (raw.qkv_bias.unwrap_or(true), false, false),
+            Self::StableLm => (raw.use_qkv_bias.unwrap_or(false), false, false),
             Self::SeedOss => (attention(true), raw.attention_out_bias.unwrap_or(false), mlp),
             // Their code reads none of these keys.
             Self::Qwen2 => (true, false, false),
-            Self::Exaone4 | Self::Mistral | Self::Mixtral | Self::Phi3 => (false, false, false),
+            Self::Exaone4
+            | Self::MiniMaxM2
+            | Self::Ministral
+            | Self::Mistral
+            | Self::Mixtral
+            | Self::Phi3 => (false, false, false),
         };
         Biases { qkv, output, mlp }
     }
@@ -218,14 +299,28 @@ impl Architecture {
     pub(super) fn usual_head_dim(self) -> Option<usize> {
         match self {
             Self::Gemma2 => Some(256),
-            Self::Ernie45 | Self::Glm | Self::Glm4 | Self::InternLm3 | Self::SeedOss => Some(128),
+            Self::Ernie45
+            | Self::Glm
+            | Self::Glm4
+            | Self::Helium
+            | Self::InternLm3
+            | Self::MiniMaxM2
+            | Self::SeedOss => Some(128),
             _ => None,
         }
     }
 
     /// Whether the output head is tied to the embedding if the file does not say.
     pub(super) fn is_tied_by_default(self) -> bool {
-        matches!(self, Self::Ernie45 | Self::Gemma2 | Self::SmolLm3)
+        matches!(
+            self,
+            Self::Cohere
+                | Self::Cohere2
+                | Self::Ernie45
+                | Self::Gemma2
+                | Self::SmolLm3
+                | Self::Starcoder2
+        )
     }
 
     /// Whether it is of the Gemma family, which has its own keys and factors.
@@ -247,12 +342,62 @@ impl Architecture {
         }
     }
 
+    /// What the norms of its residual stream are.
+    pub(super) fn norm_kind(self) -> NormKind {
+        match self {
+            Self::Cohere | Self::Cohere2 => NormKind::Layer { has_bias: false },
+            Self::Nemotron | Self::StableLm | Self::Starcoder2 => {
+                NormKind::Layer { has_bias: true }
+            }
+            _ => NormKind::Rms,
+        }
+    }
+
+    /// Added to the weights of its norms.
+    pub(super) fn norm_offset(self) -> f32 {
+        if self.is_gemma() || self == Self::Nemotron { 1.0 } else { 0.0 }
+    }
+
+    /// The key of the norms' epsilon.
+    pub(super) fn eps_key(self) -> &'static str {
+        match self {
+            Self::Cohere | Self::Cohere2 | Self::StableLm => "layer_norm_eps",
+            Self::Nemotron => "norm_eps",
+            Self::Starcoder2 => "norm_epsilon",
+            _ => "rms_norm_eps",
+        }
+    }
+
+    /// The only activation of its MLPs that is supported, and its name in `hidden_act`.
+    pub(super) fn activation(self) -> (&'static str, MlpActivation) {
+        match self {
+            Self::Arcee | Self::Nemotron => {
+                ("relu2", MlpActivation::Plain(PlainActivation::SquaredRelu))
+            }
+            Self::Starcoder2 => {
+                ("gelu_pytorch_tanh", MlpActivation::Plain(PlainActivation::GeluTanh))
+            }
+            Self::Gemma2 | Self::Gemma3 => {
+                ("gelu_pytorch_tanh", MlpActivation::Gated(Activation::GeluTanh))
+            }
+            _ => ("silu", MlpActivation::Gated(Activation::Silu)),
+        }
+    }
+
+    /// Names of the projections of its MLPs.
+    pub(super) fn mlp_names(self) -> MlpNames {
+        match self {
+            Self::Starcoder2 => MlpNames { up: "mlp.c_fc", down: "mlp.c_proj" },
+            _ => MlpNames { up: "mlp.up_proj", down: "mlp.down_proj" },
+        }
+    }
+
     /// Where its layers have norms.
     pub(super) fn norms(self) -> Norms {
         match self {
             Self::Gemma2 | Self::Gemma3 => Norms::GEMMA,
             Self::Glm4 => Norms::GLM4,
-            Self::Exaone4 => Norms::AFTER,
+            Self::Exaone4 | Self::Olmo2 | Self::Olmo3 => Norms::AFTER,
             _ => Norms::BEFORE,
         }
     }
@@ -266,10 +411,17 @@ impl Architecture {
         }
     }
 
+    /// Whether q and k are normalised over all heads together.
+    pub(super) fn normalises_all_heads(self) -> bool {
+        matches!(self, Self::MiniMaxM2 | Self::Olmo2 | Self::Olmo3 | Self::Olmoe)
+    }
+
     /// How its mixtures of experts are described, if it has some.
     pub(super) fn experts(self) -> Option<ExpertKeys> {
         match self {
             Self::GptOss | Self::GraniteMoe | Self::Mixtral => Some(ExpertKeys::EveryLayer),
+            Self::MiniMaxM2 => Some(ExpertKeys::EveryLayerSigmoid),
+            Self::Olmoe => Some(ExpertKeys::EveryLayerAsSaid),
             Self::Qwen3Moe => Some(ExpertKeys::SomeLayers),
             Self::Qwen2Moe => Some(ExpertKeys::GatedShared),
             Self::Glm4Moe => Some(ExpertKeys::AfterFirst),
@@ -286,17 +438,30 @@ impl Architecture {
     /// Which layers have the sliding window.
     pub(super) fn windows(self) -> Windows {
         match self {
-            Self::Ernie45
+            Self::Arcee
+            | Self::Cohere
+            | Self::Ernie45
             | Self::Glm
             | Self::Glm4
             | Self::Glm4Moe
             | Self::Granite
             | Self::GraniteMoe
+            | Self::Helium
             | Self::InternLm3
             | Self::Llama
-            | Self::SeedOss => Windows::Nowhere,
-            Self::Mistral | Self::Mixtral | Self::Phi3 | Self::Qwen3Moe => Windows::Everywhere,
-            Self::Exaone4 => Windows::Listed(Usual::ButEachPatternth(4)),
+            | Self::MiniMaxM2
+            | Self::Nemotron
+            | Self::Olmo2
+            | Self::Olmoe
+            | Self::SeedOss
+            | Self::StableLm => Windows::Nowhere,
+            Self::Mistral | Self::Mixtral | Self::Phi3 | Self::Qwen3Moe | Self::Starcoder2 => {
+                Windows::Everywhere
+            }
+            Self::Ministral => Windows::Listed(Usual::All),
+            Self::Cohere2 | Self::Exaone4 | Self::Olmo3 => {
+                Windows::Listed(Usual::ButEachPatternth(4))
+            }
             Self::Gemma3 => Windows::Listed(Usual::ButEachPatternth(6)),
             Self::Gemma2 | Self::GptOss => Windows::Listed(Usual::EverySecond),
             Self::Qwen2Moe => Windows::Listed(Usual::EverySecondUpToMaxWindowLayers),
@@ -310,32 +475,61 @@ impl Architecture {
         match self {
             Self::SmolLm3 => Unrotated::Listed,
             Self::Exaone4 => Unrotated::BesideWindows,
+            Self::Cohere2 => Unrotated::WithoutWindow,
             _ => Unrotated::None,
         }
     }
 
     /// Whether checkpoints have the two elements of a rotated pair next to each other.
     pub(super) fn interleaves_pairs(self) -> bool {
-        matches!(self, Self::Ernie45 | Self::Glm | Self::Glm4)
+        matches!(
+            self,
+            Self::Cohere | Self::Cohere2 | Self::Ernie45 | Self::Glm | Self::Glm4 | Self::Helium
+        )
     }
 
     /// Whether only a part of each head may be rotated.
     pub(super) fn rotates_parts(self) -> bool {
-        matches!(self, Self::Glm | Self::Glm4 | Self::Glm4Moe | Self::Phi3)
+        matches!(
+            self,
+            Self::Glm
+                | Self::Glm4
+                | Self::Glm4Moe
+                | Self::MiniMaxM2
+                | Self::Nemotron
+                | Self::Phi3
+                | Self::StableLm
+        )
     }
 
     /// `partial_rotary_factor` if the file does not give it.
     pub(super) fn usual_part(self) -> f64 {
-        if matches!(self, Self::Glm | Self::Glm4 | Self::Glm4Moe) { 0.5 } else { 1.0 }
+        match self {
+            Self::Glm | Self::Glm4 | Self::Glm4Moe | Self::Nemotron => 0.5,
+            Self::StableLm => 0.25,
+            _ => 1.0,
+        }
     }
 
     /// `rope_theta` if the file does not give it.
     pub(super) fn usual_theta(self) -> f64 {
         match self {
             Self::SmolLm3 => 2e6,
-            Self::Ernie45 => 5e5,
+            Self::Cohere | Self::Ernie45 | Self::Olmo3 => 5e5,
+            Self::Helium => 1e5,
+            Self::MiniMaxM2 => 5e6,
             Self::GptOss => 150_000.0,
             _ => 1e4,
+        }
+    }
+
+    /// For architectures whose sliding layers have a rotary embedding of their own, which is never
+    /// scaled: the key of its base in the older dialect.
+    pub(super) fn local_theta(self) -> Option<&'static str> {
+        match self {
+            Self::Gemma3 => Some("rope_local_base_freq"),
+            Self::Olmo3 => Some("rope_theta"),
+            _ => None,
         }
     }
 

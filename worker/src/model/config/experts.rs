@@ -16,8 +16,10 @@ pub(super) fn read(
 ) -> Result<Option<ExpertsConfig>, String> {
     let Some(keys) = architecture.experts() else { return Ok(None) };
     let key = match keys {
-        ExpertKeys::EveryLayer => "num_local_experts",
-        ExpertKeys::SomeLayers | ExpertKeys::GatedShared => "num_experts",
+        ExpertKeys::EveryLayer | ExpertKeys::EveryLayerSigmoid => "num_local_experts",
+        ExpertKeys::EveryLayerAsSaid | ExpertKeys::SomeLayers | ExpertKeys::GatedShared => {
+            "num_experts"
+        }
         ExpertKeys::AfterFirst => "n_routed_experts",
     };
     let (experts_most, top_most) = Routing::MOST;
@@ -31,7 +33,13 @@ pub(super) fn read(
     let mut routing = Routing::softmax(num_experts, top_k, true);
     let width = || size("moe_intermediate_size", raw.moe_intermediate_size);
     let (intermediate_size, layers, shared) = match keys {
-        ExpertKeys::EveryLayer => {
+        ExpertKeys::EveryLayer | ExpertKeys::EveryLayerAsSaid | ExpertKeys::EveryLayerSigmoid => {
+            if keys == ExpertKeys::EveryLayerAsSaid {
+                routing.normalise = raw.norm_topk_prob.unwrap_or(false);
+            }
+            if keys == ExpertKeys::EveryLayerSigmoid {
+                routing.scores = Scores::Sigmoid;
+            }
             (size("intermediate_size", raw.intermediate_size)?, vec![true; num_layers], None)
         }
         ExpertKeys::SomeLayers => {

@@ -1,12 +1,8 @@
-//! Gemma's keys in `config.json`: the rotary embeddings of sliding and full layers, a scale of q,
-//! caps of scores and logits, and unsupported features.
+//! Gemma's keys in `config.json`: a scale of q, caps of scores and logits, what is not supported.
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::architecture::Architecture;
-use super::rope::{rope, ropes};
-use super::windows::{self, Windows};
-use crate::model::rope::RopeConfig;
 
 /// The only activation of its models.
 const ACTIVATION: &str = "gelu_pytorch_tanh";
@@ -27,8 +23,6 @@ struct Own {
 
 /// What they say.
 pub(super) struct Gemma {
-    /// The rotary embedding of each layer.
-    pub(super) ropes: Vec<RopeConfig>,
     /// Factor of attention scores in addition to `1 / sqrt(head_dim)`.
     pub(super) query_scale: f32,
     /// Caps of attention scores and of logits.
@@ -36,16 +30,14 @@ pub(super) struct Gemma {
 }
 
 impl Gemma {
-    /// Reads and checks the keys; `told` says which layers have a rotary embedding.
+    /// Reads and checks the keys.
     ///
     /// # Errors
     /// The key, its value's problem and the bound.
     pub(super) fn read(
         config: &Value,
-        raw: &super::Raw,
         architecture: Architecture,
         head_dim: usize,
-        told: &[bool],
     ) -> Result<Self, String> {
         let own: Own = serde_json::from_value(config.clone()).map_err(|error| error.to_string())?;
         let acts = [("hidden_activation", &own.hidden_activation), ("hidden_act", &own.hidden_act)];
@@ -80,36 +72,6 @@ impl Gemma {
             cap("attn_logit_softcapping", own.attn_logit_softcapping, 50.0)?,
             cap("final_logit_softcapping", own.final_logit_softcapping, 30.0)?,
         ];
-        let ropes = match (is_second, architecture.windows()) {
-            (false, Windows::Listed(usual)) => {
-                // Sliding layers have a rotary embedding of their own, even without a window.
-                let slides = windows::slides(raw, usual, told)?;
-                let [full, sliding] =
-                    both_ropes(config).map(|config| rope(&config, architecture, head_dim));
-                let (full, sliding) = (full?, sliding?);
-                let of = |slides: &bool| if *slides { sliding.clone() } else { full.clone() };
-                slides.iter().map(of).collect()
-            }
-            _ => ropes(config, architecture, head_dim, told)?,
-        };
-        Ok(Self { ropes, query_scale: (head_dim as f64 / scalar).sqrt() as f32, caps })
-    }
-}
-
-/// The rotary embeddings of full and of sliding layers, each as the configuration of a model with
-/// only one. The newer dialect has a table for each kind of layer; the older one has a scaling only
-/// for full layers.
-fn both_ropes(config: &Value) -> [Value; 2] {
-    let (full, local) = (&config["rope_theta"], &config["rope_local_base_freq"]);
-    match &config["rope_parameters"] {
-        newer if newer["full_attention"].is_object() || newer["sliding_attention"].is_object() => [
-            json!({"rope_parameters": newer["full_attention"], "rope_theta": full}),
-            json!({"rope_parameters": newer["sliding_attention"], "rope_theta": local}),
-        ],
-        one => [
-            json!({"rope_parameters": one, "rope_scaling": config["rope_scaling"],
-                "rope_theta": full}),
-            json!({"rope_theta": local}),
-        ],
+        Ok(Self { query_scale: (head_dim as f64 / scalar).sqrt() as f32, caps })
     }
 }

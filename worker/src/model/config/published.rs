@@ -110,7 +110,8 @@ fn gemma_2() {
     assert!(config.tied && !config.qk_norm && config.rounds_embedding_scale);
     assert_eq!((config.attention_cap, config.logits_cap), (Some(50.0), Some(30.0)));
     assert!((config.query_scale - (128f32 / 144.0).sqrt()).abs() < 1e-6);
-    assert_eq!((config.norm_offset, config.activation), (1.0, Activation::GeluTanh));
+    assert_eq!(config.norm_offset, 1.0);
+    assert_eq!(config.activation, MlpActivation::Gated(Activation::GeluTanh));
     assert_eq!(config.sliding_windows[..3], [Some(4096), None, Some(4096)]);
     assert_eq!(config.norms.post, Some("pre_feedforward_layernorm"));
     // Without a key there is the usual cap; null is none.
@@ -215,13 +216,17 @@ fn ernie_4_5_and_internlm_3() {
         "architectures": ["InternLM3ForCausalLM"], "bias": false, "head_dim": 128,
         "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10240,
         "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 48,
-        "num_key_value_heads": 2, "qkv_bias": true, "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 2, "qkv_bias": false, "rms_norm_eps": 1e-5,
         "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"}, "rope_theta": 50_000_000,
         "tie_word_embeddings": false, "torch_dtype": "bfloat16", "vocab_size": 128_512,
     });
     let config = read(&intern).unwrap();
-    assert!(config.qkv_bias && !config.output_bias && !config.mlp_bias && !config.tied);
+    assert!(!config.qkv_bias && !config.output_bias && !config.mlp_bias && !config.tied);
     assert_eq!((config.ropes[0].theta, config.max_positions), (5e7, 32768));
+    let mut biased = intern.clone();
+    biased["qkv_bias"] = json!(true);
+    let biased = read(&biased).unwrap();
+    assert!(biased.qkv_bias && !biased.output_bias, "the keys of its own code");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The keys of `config.json` for rotary embeddings (RoPE).
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 use shared::model_config;
 
 use super::super::rope::{RopeConfig, RopeScaling};
@@ -38,13 +38,46 @@ struct RawLayers {
 /// The key, its value's problem and the bound.
 pub(super) fn ropes(
     config: &Value,
+    raw: &super::Raw,
     architecture: Architecture,
     head_dim: usize,
     told: &[bool],
 ) -> Result<Vec<RopeConfig>, String> {
+    if let (Some(key), Windows::Listed(usual)) =
+        (architecture.local_theta(), architecture.windows())
+    {
+        // Sliding layers have a rotary embedding of their own, even without a window.
+        let slides = windows::slides(raw, usual, told)?;
+        let [full, sliding] =
+            by_window(config, key).map(|config| rope(&config, architecture, head_dim));
+        let (full, sliding) = (full?, sliding?);
+        let of = |slides: &bool| if *slides { sliding.clone() } else { full.clone() };
+        return Ok(slides.iter().map(of).collect());
+    }
     let rope = rope(config, architecture, head_dim)?;
     let of = |told: &bool| if *told { rope.clone() } else { RopeConfig::none() };
     Ok(told.iter().map(of).collect())
+}
+
+/// The rotary embeddings of full and of sliding layers, each as the configuration of a model with
+/// only one. The newer dialect has a table for each kind of layer; the older one has a scaling only
+/// for full layers, and the base of the others under the key `local`.
+fn by_window(config: &Value, local: &str) -> [Value; 2] {
+    let (full, local) = (&config["rope_theta"], &config[local]);
+    let positions = &config["max_position_embeddings"];
+    match &config["rope_parameters"] {
+        newer if newer["full_attention"].is_object() || newer["sliding_attention"].is_object() => [
+            json!({"rope_parameters": newer["full_attention"], "rope_theta": full,
+                "max_position_embeddings": positions}),
+            json!({"rope_parameters": newer["sliding_attention"], "rope_theta": local,
+                "max_position_embeddings": positions}),
+        ],
+        one => [
+            json!({"rope_parameters": one, "rope_scaling": config["rope_scaling"],
+                "rope_theta": full, "max_position_embeddings": positions}),
+            json!({"rope_theta": local}),
+        ],
+    }
 }
 
 /// Returns which layers have a rotary embedding.
@@ -61,6 +94,11 @@ pub(super) fn told(
         (Unrotated::Listed, _) => {}
         (Unrotated::BesideWindows, Windows::Listed(usual)) if raw.sliding_window.is_some() => {
             return windows::slides(raw, usual, &vec![true; num_layers]);
+        }
+        (Unrotated::WithoutWindow, Windows::Listed(usual)) => {
+            let has_window = raw.sliding_window.is_some();
+            let slides = windows::slides(raw, usual, &vec![true; num_layers])?;
+            return Ok(slides.into_iter().map(|slides| slides && has_window).collect());
         }
         _ => return Ok(vec![true; num_layers]),
     }
@@ -86,11 +124,7 @@ pub(super) fn told(
 ///
 /// # Errors
 /// Same as [`ropes`].
-pub(super) fn rope(
-    config: &Value,
-    architecture: Architecture,
-    head_dim: usize,
-) -> Result<RopeConfig, String> {
+fn rope(config: &Value, architecture: Architecture, head_dim: usize) -> Result<RopeConfig, String> {
     let read = |table: &Value| {
         serde_json::from_value::<Raw>(table.clone())
             .map_err(|error| format!("rope_parameters, rope_scaling or rope_theta: {error}"))
@@ -107,7 +141,11 @@ pub(super) fn rope(
     if !(theta.is_finite() && theta > 1.0) {
         return Err(format!("rope_theta is {theta}, it must be finite and above 1"));
     }
-    let part = raw.partial_rotary_factor.or(beside[1]).unwrap_or(architecture.usual_part());
+    // MiniMax's files say how many elements are rotated.
+    let said = Some(&config["rotary_dim"]).filter(|_| architecture == Architecture::MiniMaxM2);
+    let said = said.and_then(Value::as_f64).map(|elements| elements / head_dim as f64);
+    let part = raw.partial_rotary_factor.or(beside[1]).or(said);
+    let part = part.unwrap_or(architecture.usual_part());
     if part != 1.0 && !architecture.rotates_parts() {
         let name = architecture.name();
         return Err(format!("partial_rotary_factor is {part}, only 1 is supported for {name}"));
@@ -291,7 +329,8 @@ mod tests {
         let listed = json!({"no_rope_layers": [0, 1, 1, 1, 0], "no_rope_layer_interval": 2});
         assert_eq!(told(listed.clone()).unwrap(), [false, true, true, true, false]);
         assert_eq!(super::told(&listed, &raw(&listed), Llama, 5).unwrap(), [true; 5]);
-        let ropes = ropes(&listed, SmolLm3, 16, &told(listed.clone()).unwrap()).unwrap();
+        let which = told(listed.clone()).unwrap();
+        let ropes = ropes(&listed, &raw(&listed), SmolLm3, 16, &which).unwrap();
         assert_eq!((ropes[0].dim, ropes[1].dim, ropes[1].theta), (0, 16, 2e6));
         for (more, expected) in [
             (json!({"no_rope_layers": [1]}), "no_rope_layers has 1 entries"),

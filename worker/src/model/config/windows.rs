@@ -28,12 +28,21 @@ pub(super) enum Usual {
     FromMaxWindowLayers,
     /// Layers without a rotary embedding.
     WithoutRope,
+    /// All.
+    All,
 }
 
 /// Adds the window that transformers' own configurations have where a file has no key for it. With
 /// null there is none.
 pub(super) fn completed(mut config: Value) -> Value {
-    const USUAL: [&str; 3] = ["Exaone4ForCausalLM", "Gemma2ForCausalLM", "Qwen2MoeForCausalLM"];
+    const USUAL: [&str; 6] = [
+        "Cohere2ForCausalLM",
+        "Exaone4ForCausalLM",
+        "Gemma2ForCausalLM",
+        "MinistralForCausalLM",
+        "Olmo3ForCausalLM",
+        "Qwen2MoeForCausalLM",
+    ];
     if USUAL.iter().any(|it| config["architectures"][0] == **it)
         && let Some(keys) = config.as_object_mut()
     {
@@ -87,6 +96,7 @@ pub(super) fn slides(raw: &Raw, usual: Usual, told: &[bool]) -> Result<Vec<bool>
         Usual::EverySecondUpToMaxWindowLayers => layer.is_multiple_of(2) && layer < first,
         Usual::FromMaxWindowLayers => layer >= first,
         Usual::WithoutRope => !told[layer],
+        Usual::All => true,
     };
     Ok((0..num_layers).map(slides).collect())
 }

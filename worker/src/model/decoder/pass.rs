@@ -1,12 +1,12 @@
 //! One batch through the layers: norms, attention, MLPs, and the sums of their parts.
-use kernels::backend::{AttentionAt, AttentionShape, Batch, QkvInput, RopeTable};
+use kernels::backend::{AttentionAt, AttentionShape, Batch, LayerNorm, QkvInput, RopeTable};
 use kernels::{Backend, KernelError};
 
-use super::{Buffers, ExpertBuffers};
-use crate::model::config::ModelConfig;
+use super::{Buffers, ExpertBuffers, QkNormBuffers};
+use crate::model::config::{MlpActivation, ModelConfig};
 use crate::model::lora::{Adapters, Part, Place, Site};
 use crate::model::shard::Shard;
-use crate::model::weights::{BackendLayer, BackendMlp, Mlp};
+use crate::model::weights::{BackendLayer, BackendMlp, Mlp, Norm};
 
 /// What the next norm must first add to the residual stream.
 pub(super) enum Pending<'a, V> {
@@ -37,11 +37,11 @@ pub(super) struct Pass<'a, B: Backend> {
 
 impl<B: Backend> Pass<'_, B> {
     /// Adds what is `pending`, summed over all ranks, to the residual stream; `normed` = its norm,
-    /// or the stream itself without a `weight`.
+    /// or the stream itself without a `norm`.
     pub(super) fn norm(
         &mut self,
         pending: Pending<'_, B::Vector>,
-        weight: Option<&B::Vector>,
+        norm: Option<&Norm<B::Vector>>,
     ) -> Result<(), KernelError> {
         let (backend, eps) = (&mut *self.backend, self.config.norm_eps);
         // If so, `deltas[0]` is only this rank's part of the sum.
@@ -51,24 +51,36 @@ impl<B: Backend> Pass<'_, B> {
         if is_sharded && matches!(pending, Pending::Normed(_)) {
             backend.all_reduce(delta)?;
         }
-        match (pending, weight) {
+        match (pending, norm) {
             (Pending::Nothing, None) => backend.add_normed(residual, None, eps, normed),
-            (Pending::Nothing, Some(weight)) => {
+            (Pending::Nothing, Some(Norm::Rms(weight))) => {
                 backend.add_rmsnorm(residual, None, weight, eps, normed)
             }
-            // No model has such layers.
-            (Pending::Delta, None) => Err(missing()),
-            (Pending::Delta, Some(weight)) if is_sharded => {
+            (Pending::Nothing, Some(Norm::Layer { weight, bias })) => {
+                backend.add_layernorm(residual, None, LayerNorm { weight, bias }, eps, normed)
+            }
+            (Pending::Delta, Some(Norm::Rms(weight))) if is_sharded => {
                 backend.all_reduce_add_rmsnorm(delta, residual, weight, eps, normed)
             }
-            (Pending::Delta, Some(weight)) => {
+            (Pending::Delta, Some(Norm::Rms(weight))) => {
                 backend.add_rmsnorm(residual, Some(delta), weight, eps, normed)
+            }
+            (Pending::Delta, Some(Norm::Layer { weight, bias })) => {
+                if is_sharded {
+                    backend.all_reduce(delta)?;
+                }
+                let norm = LayerNorm { weight, bias };
+                backend.add_layernorm(residual, Some(delta), norm, eps, normed)
             }
             (Pending::Normed(own), None) => {
                 backend.add_normed(residual, Some((delta, own)), eps, normed)
             }
-            (Pending::Normed(own), Some(weight)) => {
+            (Pending::Normed(own), Some(Norm::Rms(weight))) => {
                 backend.add_normed_rmsnorm(residual, delta, own, weight, eps, normed)
+            }
+            // No model has such layers.
+            (Pending::Delta, None) | (Pending::Normed(_), Some(Norm::Layer { .. })) => {
+                Err(missing())
             }
         }
     }
@@ -81,35 +93,103 @@ impl<B: Backend> Pass<'_, B> {
         rope: &RopeTable<B::Vector>,
         shape: &AttentionShape,
     ) -> Result<(), KernelError> {
-        let Self { backend, cache, batch, buffers, adapters, .. } = self;
-        let Buffers { normed, deltas, q, attended, .. } = &mut **buffers;
+        self.attend(index, layer, rope, shape)?;
+        let Self { backend, buffers, adapters, .. } = self;
+        let Buffers { deltas, attended, .. } = &mut **buffers;
+        RowParallel::output(index, layer, attended).sum(*backend, deltas, adapters)
+    }
+
+    /// `deltas[0]` = attention plus the MLP, both of `normed`. They are added up part by part, so
+    /// that ranks exchange one sum for both.
+    pub(super) fn attention_and_mlp(
+        &mut self,
+        index: usize,
+        layer: &BackendLayer<B>,
+        rope: &RopeTable<B::Vector>,
+        shape: &AttentionShape,
+    ) -> Result<(), KernelError> {
+        let Mlp::Dense { down, down_bias, .. } = &layer.mlp else { return Err(missing()) };
+        self.attend(index, layer, rope, shape)?;
+        self.widen(index, &layer.mlp)?;
+        let Self { backend, buffers, adapters, .. } = self;
+        let Buffers { deltas, attended, inner, .. } = &mut **buffers;
+        let [deltas @ .., own] = &mut deltas[..] else { return Err(missing()) };
+        let output = RowParallel::output(index, layer, attended);
+        let down = RowParallel::down(index, room(inner)?, down, down_bias.as_ref());
+        sum_parts(*backend, output.parts, deltas, |backend, i, _, delta| {
+            output.part(backend, i, delta, adapters)?;
+            down.part(backend, i, own, adapters)?;
+            backend.add(delta, own)
+        })
+    }
+
+    /// `attended` = attention over `normed`, before its output projection.
+    fn attend(
+        &mut self,
+        index: usize,
+        layer: &BackendLayer<B>,
+        rope: &RopeTable<B::Vector>,
+        shape: &AttentionShape,
+    ) -> Result<(), KernelError> {
+        let Self { backend, cache, batch, shard, buffers, adapters, .. } = self;
+        let Buffers { normed, q, qk_norm, attended, .. } = &mut **buffers;
         let at = Place { layer: index, site: Site::Qkv };
         let addend = addend(*backend, adapters, at, normed)?;
-        let qkv = QkvInput { x: normed, weights: &layer.qkv, addend, rope };
         let at = AttentionAt { shape, batch, layer: index };
-        backend.qkv_rope_write(qkv, at, cache, q)?;
-        backend.paged_attention(q, layer.sinks.as_ref(), at, cache, attended)?;
-        let at = Place { layer: index, site: Site::Output };
-        let weight = Biased { parts: &layer.output, bias: layer.output_bias.as_ref() };
-        row_parallel(*backend, attended, weight, deltas, adapters, at)
+        match &layer.qk_norm {
+            None => {
+                let qkv = QkvInput { x: normed, weights: &layer.qkv, addend, rope };
+                backend.qkv_rope_write(qkv, at, cache, q)?;
+            }
+            Some(weight) => {
+                let QkNormBuffers { norm, projected, squares } = room(qk_norm)?;
+                backend.linear(normed, &layer.qkv.weight, layer.qkv.bias.as_ref(), projected)?;
+                if let Some(addend) = addend {
+                    backend.add(projected, addend)?;
+                }
+                backend.qk_squares(projected, norm, squares)?;
+                if shard.degree > 1 {
+                    backend.all_reduce(squares)?;
+                }
+                backend.qk_scale(projected, norm, squares, weight)?;
+                backend.rope_write(projected, rope, at, cache, q)?;
+            }
+        }
+        backend.paged_attention(q, layer.sinks.as_ref(), at, cache, attended)
+    }
+
+    /// `inner` = the inner activations of a dense MLP over `normed`.
+    fn widen(&mut self, index: usize, mlp: &BackendMlp<B>) -> Result<(), KernelError> {
+        let Mlp::Dense { gate_up, gate_up_bias, .. } = mlp else { return Err(missing()) };
+        let Self { backend, config, buffers, adapters, .. } = self;
+        let Buffers { normed, inner, .. } = &mut **buffers;
+        let inner = room(inner)?;
+        let at = Place { layer: index, site: Site::GateUp };
+        let addend = addend(*backend, adapters, at, normed)?;
+        let bias = gate_up_bias.as_ref();
+        match config.activation {
+            MlpActivation::Gated(activation) => {
+                backend.gate_up(normed, gate_up, bias, addend, activation, inner)
+            }
+            MlpActivation::Plain(activation) => {
+                backend.activated(normed, gate_up, bias, addend, activation, inner)
+            }
+        }
     }
 
     /// `deltas[0]` = the MLP, or the experts in its place, of `normed`.
     pub(super) fn mlp(&mut self, index: usize, mlp: &BackendMlp<B>) -> Result<(), KernelError> {
-        let Self { backend, config, shard, buffers, adapters, .. } = self;
-        let Buffers { normed, deltas, inner, experts, .. } = &mut **buffers;
         match mlp {
-            Mlp::Dense { gate_up, gate_up_bias, down, down_bias } => {
-                let inner = room(inner)?;
-                let at = Place { layer: index, site: Site::GateUp };
-                let addend = addend(*backend, adapters, at, normed)?;
-                let bias = gate_up_bias.as_ref();
-                backend.gate_up(normed, gate_up, bias, addend, config.activation, inner)?;
-                let at = Place { layer: index, site: Site::Down };
-                let weight = Biased { parts: down, bias: down_bias.as_ref() };
-                row_parallel(*backend, inner, weight, deltas, adapters, at)
+            Mlp::Dense { down, down_bias, .. } => {
+                self.widen(index, mlp)?;
+                let Self { backend, buffers, adapters, .. } = self;
+                let Buffers { deltas, inner, .. } = &mut **buffers;
+                let down = RowParallel::down(index, room(inner)?, down, down_bias.as_ref());
+                down.sum(*backend, deltas, adapters)
             }
             Mlp::Experts { router, router_bias, gate_up, gate_up_bias, down, down_bias } => {
+                let Self { backend, config, shard, buffers, .. } = self;
+                let Buffers { normed, deltas, experts, .. } = &mut **buffers;
                 let ExpertBuffers { routes, inner } = room(experts)?;
                 backend.route(normed, router, router_bias.as_ref(), routes)?;
                 let (bias, activation) = (gate_up_bias.as_ref(), config.expert_activation());
@@ -147,40 +227,67 @@ fn missing() -> KernelError {
     KernelError::Shape { op: "forward", message }
 }
 
-/// A row-parallel module: one matrix per part of its sum, and its bias.
-struct Biased<'a, B: Backend> {
+/// A row-parallel module and its input. The columns of its matrices are this rank's share, so what
+/// it computes must still be summed over the ranks.
+struct RowParallel<'a, B: Backend> {
+    x: &'a B::Buffer,
+    /// One matrix per part of its sum, all of one width.
     parts: &'a [B::Matrix],
+    /// Added to the first part.
     bias: Option<&'a B::Vector>,
+    at: Place,
 }
 
-/// `deltas[0] = x W^T + bias`, plus what adapters add, part by part. The columns of `W` are this
-/// rank's share, so the result must still be summed over the ranks.
-fn row_parallel<B: Backend>(
-    backend: &mut B,
-    x: &B::Buffer,
-    Biased { parts, bias }: Biased<'_, B>,
-    deltas: &mut [B::Buffer],
-    adapters: &mut Option<&mut Adapters<B>>,
-    at: Place,
-) -> Result<(), KernelError> {
-    let mut adapt = |backend: &mut B, part: Part, delta: &mut B::Buffer| {
+impl<'a, B: Backend> RowParallel<'a, B> {
+    /// The attention's output projection.
+    fn output(index: usize, layer: &'a BackendLayer<B>, x: &'a B::Buffer) -> Self {
+        let at = Place { layer: index, site: Site::Output };
+        Self { x, parts: &layer.output, bias: layer.output_bias.as_ref(), at }
+    }
+
+    /// An MLP's down projection.
+    fn down(
+        index: usize,
+        x: &'a B::Buffer,
+        parts: &'a [B::Matrix],
+        bias: Option<&'a B::Vector>,
+    ) -> Self {
+        Self { x, parts, bias, at: Place { layer: index, site: Site::Down } }
+    }
+
+    /// `delta = x W^T + bias`, plus what adapters add, of one part.
+    fn part(
+        &self,
+        backend: &mut B,
+        index: usize,
+        delta: &mut B::Buffer,
+        adapters: &mut Option<&mut Adapters<B>>,
+    ) -> Result<(), KernelError> {
+        let Self { x, parts, bias, at } = self;
+        let weight = &parts[index];
+        let first = index * backend.columns(weight);
+        match parts.len() {
+            1 => backend.linear(x, weight, *bias, delta)?,
+            _ => backend.linear_columns(x, first, weight, bias.filter(|_| index == 0), delta)?,
+        }
         let Some(adapters) = adapters.as_mut() else { return Ok(()) };
-        match adapters.addend(backend, at, part, x)? {
+        match adapters.addend(backend, *at, Part { index, first }, x)? {
             Some(addend) => backend.add(delta, addend),
             None => Ok(()),
         }
-    };
-    if let ([whole], [delta, ..]) = (parts, &mut *deltas) {
-        backend.linear(x, whole, bias, delta)?;
-        return adapt(backend, Part::WHOLE, delta);
     }
-    let mut first = 0;
-    sum_parts(backend, parts, deltas, |backend, index, part, delta| {
-        backend.linear_columns(x, first, part, bias.filter(|_| index == 0), delta)?;
-        adapt(backend, Part { index, first }, delta)?;
-        first += backend.columns(part);
-        Ok(())
-    })
+
+    /// `deltas[0]` = the sum of all parts.
+    fn sum(
+        &self,
+        backend: &mut B,
+        deltas: &mut [B::Buffer],
+        adapters: &mut Option<&mut Adapters<B>>,
+    ) -> Result<(), KernelError> {
+        sum_parts(backend, self.parts, deltas, |backend, index, _, delta| {
+            self.part(backend, index, delta, adapters)
+        })
+    }
 }
 
 /// `deltas[0]` = the sum of what `make` computes for the parts. They are added as a binary tree, as

@@ -172,10 +172,11 @@ fn places(tensor: &str, config: &ModelConfig) -> Result<Vec<(usize, Module)>, St
         return Err("adapters of experts are not supported".to_owned());
     }
     let (layer, name) = rest.split_once('.').unwrap_or((rest, ""));
-    let modules: Vec<Module> =
-        Module::ALL.into_iter().filter(|module| module.place(config).name == name).collect();
+    let known: Vec<Module> = Module::ALL.into_iter().filter(|it| it.is_known(config)).collect();
+    let is_it = |module: &Module| module.place(config).name == name;
+    let modules: Vec<Module> = known.iter().copied().filter(is_it).collect();
     if modules.is_empty() {
-        let mut names = Module::ALL.map(|module| module.place(config).name).to_vec();
+        let mut names: Vec<&str> = known.iter().map(|module| module.place(config).name).collect();
         names.dedup();
         let names = names.join(", ");
         return Err(format!("belongs to none of the modules that adapters can change: {names}"));

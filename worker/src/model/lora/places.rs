@@ -44,9 +44,10 @@ impl Places {
         let (rows, parts) = site.cut(config, shard);
         let layers = 0..config.num_layers;
         let is_there = |module: &&Module| layers.clone().any(|layer| module.is_in(config, layer));
-        let used: Vec<Module> = site.modules().iter().filter(is_there).copied().collect();
+        let modules = site.modules(config);
+        let used: Vec<Module> = modules.iter().filter(is_there).copied().collect();
         let rank = self.max_rank.next_multiple_of(RANK_STEP);
-        (!used.is_empty()).then_some(Joint { site, used, rank, rows, parts })
+        (!used.is_empty()).then_some(Joint { site, modules, used, rank, rows, parts })
     }
 }
 

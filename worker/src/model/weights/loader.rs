@@ -4,8 +4,8 @@ use kernels::error::KernelError;
 use kernels::weights::{Int4Groups, int4_groups};
 use shared::protocol::Quantization;
 
-use super::part::{LayerPart, MlpPart};
-use super::{BackendLayer, BackendMlp, LayerWeights, Mlp};
+use super::part::{LayerPart, MlpPart, NormPart};
+use super::{BackendLayer, BackendMlp, LayerWeights, Mlp, Norm};
 use crate::model::experts::ExpertParts;
 
 /// Packs matrices and reports progress.
@@ -23,7 +23,7 @@ pub(super) struct Loader<'a, 'p, B> {
 impl<B: Backend> Loader<'_, '_, B> {
     pub(super) fn layer(&mut self, part: &LayerPart<'_>) -> Result<BackendLayer<B>, KernelError> {
         Ok(LayerWeights {
-            input_norm: self.optional(part.input_norm.as_deref())?,
+            input_norm: part.input_norm.as_ref().map(|norm| self.norm(norm)).transpose()?,
             rope: part.rope,
             qkv: QkvWeights {
                 weight: self.matrix(&part.qkv)?,
@@ -31,11 +31,12 @@ impl<B: Backend> Loader<'_, '_, B> {
                 q_norm: self.optional(part.q_norm.as_deref())?,
                 k_norm: self.optional(part.k_norm.as_deref())?,
             },
+            qk_norm: self.optional(part.qk_norm.as_deref())?,
             sinks: self.optional(part.sinks.as_deref())?,
             output: self.parts(&part.output)?,
             output_bias: self.optional(part.output_bias.as_deref())?,
             output_norm: self.optional(part.output_norm.as_deref())?,
-            post_norm: self.optional(part.post_norm.as_deref())?,
+            post_norm: part.post_norm.as_ref().map(|norm| self.norm(norm)).transpose()?,
             mlp: self.mlp(&part.mlp)?,
             down_norm: self.optional(part.down_norm.as_deref())?,
         })
@@ -100,6 +101,14 @@ impl<B: Backend> Loader<'_, '_, B> {
 
     pub(super) fn vector(&mut self, values: &[f32]) -> Result<B::Vector, KernelError> {
         self.backend.load_vector(values)
+    }
+
+    pub(super) fn norm(&mut self, part: &NormPart) -> Result<Norm<B::Vector>, KernelError> {
+        let weight = self.vector(&part.weight)?;
+        Ok(match &part.bias {
+            None => Norm::Rms(weight),
+            Some(bias) => Norm::Layer { weight, bias: self.vector(bias)? },
+        })
     }
 
     fn optional(&mut self, values: Option<&[f32]>) -> Result<Option<B::Vector>, KernelError> {

@@ -5,6 +5,7 @@ use kernels::backend::{HostMatrix, Scales};
 
 use super::{Source, kinds};
 use crate::model::ModelError;
+use crate::model::config::NormKind;
 use crate::model::experts::ExpertParts;
 use crate::model::modules::Module;
 use crate::model::quantization::Tensors;
@@ -12,19 +13,35 @@ use crate::model::safetensors::TensorView;
 
 /// One rank's share of one layer: checked, but not read yet.
 pub(super) struct LayerPart<'a> {
-    pub(super) input_norm: Option<Vec<f32>>,
+    pub(super) input_norm: Option<NormPart>,
     pub(super) rope: usize,
     pub(super) qkv: Vec<HostMatrix<'a>>,
     pub(super) qkv_bias: Option<Vec<f32>>,
     pub(super) q_norm: Option<Vec<f32>>,
     pub(super) k_norm: Option<Vec<f32>>,
+    pub(super) qk_norm: Option<Vec<f32>>,
     pub(super) sinks: Option<Vec<f32>>,
     pub(super) output: Vec<HostMatrix<'a>>,
     pub(super) output_bias: Option<Vec<f32>>,
     pub(super) output_norm: Option<Vec<f32>>,
-    pub(super) post_norm: Option<Vec<f32>>,
+    pub(super) post_norm: Option<NormPart>,
     pub(super) mlp: MlpPart<'a>,
     pub(super) down_norm: Option<Vec<f32>>,
+}
+
+/// A norm of the residual stream.
+pub(super) struct NormPart {
+    pub(super) weight: Vec<f32>,
+    /// Only of LayerNorms: zeros if the model has none.
+    pub(super) bias: Option<Vec<f32>>,
+}
+
+impl NormPart {
+    /// Divides what it makes.
+    pub(super) fn divide(&mut self, by: f32) {
+        let all = self.weight.iter_mut().chain(self.bias.iter_mut().flatten());
+        all.for_each(|value| *value /= by);
+    }
 }
 
 pub(super) enum MlpPart<'a> {
@@ -44,6 +61,17 @@ impl<'a> MlpPart<'a> {
             Self::Dense { gate_up, down, .. } => Box::new(gate_up.iter().chain(down)),
             Self::Experts(parts) => Box::new(parts.matrices()),
         }
+    }
+}
+
+impl MlpPart<'_> {
+    /// Whether some of its experts are packed, and others are not.
+    pub(super) fn has_mixed_experts(&self) -> bool {
+        let Self::Experts(parts) = self else { return false };
+        let is_packed = |matrix: &HostMatrix<'_>| matches!(matrix.scales, Some(Scales::Packed(_)));
+        let is_mixed =
+            |stack: &[HostMatrix<'_>]| stack.iter().any(is_packed) && !stack.iter().all(is_packed);
+        is_mixed(&parts.gate_up) || parts.down.iter().any(|stack| is_mixed(stack))
     }
 }
 
@@ -112,6 +140,20 @@ impl<'a> Part<'a> {
         Ok(values)
     }
 
+    /// Reads a norm of the residual stream.
+    pub(super) fn stream_norm(&self, name: &str) -> Result<NormPart, ModelError> {
+        let hidden = self.0.config.hidden_size;
+        let weight = self.norm(&format!("{name}.weight"), hidden)?;
+        let bias = match self.0.config.norm_kind {
+            NormKind::Rms => None,
+            NormKind::Layer { has_bias: false } => Some(vec![0.0; hidden]),
+            NormKind::Layer { has_bias: true } => {
+                Some(self.vector(&format!("{name}.bias"), hidden)?)
+            }
+        };
+        Ok(NormPart { weight, bias })
+    }
+
     fn weight(&self, name: &str, shape: [usize; 2]) -> Result<TensorView<'a>, ModelError> {
         self.tensors().weight(name, &shape)
     }
@@ -138,9 +180,12 @@ impl<'a> Layer<'a> {
             Outputs::of(Module::V, vec![self.features(&shard.kv_heads)]),
         ];
         let norm = |name: Option<&str>| name.map(|name| self.norm(name)).transpose();
+        let stream = |name: Option<&str>| {
+            name.map(|name| self.part.stream_norm(&self.name(name))).transpose()
+        };
         let ropes = kinds(&config.ropes);
         Ok(LayerPart {
-            input_norm: norm(config.norms.input)?,
+            input_norm: stream(config.norms.input)?,
             rope: ropes.iter().position(|kind| *kind == rope).unwrap_or(0),
             qkv: self.rows(&qkv)?,
             qkv_bias: self.biases(config.qkv_bias, &qkv)?,
@@ -149,11 +194,12 @@ impl<'a> Layer<'a> {
                 norm
             }),
             k_norm: self.head_norm("self_attn.k_norm")?,
+            qk_norm: self.whole_norm(&qkv[..2])?,
             sinks: self.sinks()?,
             output: self.cols(Module::O, &self.features(&shard.heads))?,
             output_bias: self.row_parallel_bias(config.output_bias, Module::O)?,
             output_norm: norm(config.norms.output)?,
-            post_norm: norm(config.norms.post)?,
+            post_norm: stream(config.norms.post)?,
             mlp: self.mlp()?,
             down_norm: norm(config.norms.down)?,
         })
@@ -167,8 +213,11 @@ impl<'a> Layer<'a> {
             return Ok(MlpPart::Experts(found?));
         }
         let inner = &shard.intermediate;
-        let gate_up =
-            [Module::Gate, Module::Up].map(|module| Outputs::of(module, vec![inner.clone()]));
+        let gate_up: Vec<Outputs> = [Module::Gate, Module::Up]
+            .into_iter()
+            .filter(|module| module.is_known(config))
+            .map(|module| Outputs::of(module, vec![inner.clone()]))
+            .collect();
         Ok(MlpPart::Dense {
             gate_up: self.rows(&gate_up)?,
             gate_up_bias: self.biases(config.mlp_bias, &gate_up)?,
@@ -237,7 +286,7 @@ impl<'a> Layer<'a> {
         Ok(bias.filter(|_| shard.rank == 0))
     }
 
-    /// Reads an RMSNorm of the residual stream, or of what is added to it.
+    /// Reads an RMSNorm of what is added to the residual stream.
     fn norm(&self, name: &str) -> Result<Vec<f32>, ModelError> {
         let hidden = self.part.0.config.hidden_size;
         self.part.norm(&self.name(&format!("{name}.weight")), hidden)
@@ -252,6 +301,21 @@ impl<'a> Layer<'a> {
         }
         let all = self.part.norm(&self.name(&format!("{name}.weight")), head_dim)?;
         Ok(Some((0..head_dim).map(|i| all[rope.source(head_dim, i)]).collect()))
+    }
+
+    /// Reads the norm of q and of k over all heads, for these outputs, if the model has it.
+    fn whole_norm(&self, wanted: &[Outputs]) -> Result<Option<Vec<f32>>, ModelError> {
+        let config = self.part.0.config;
+        if !config.qk_norm_whole {
+            return Ok(None);
+        }
+        let mut joined = Vec::new();
+        for (Outputs { module, ranges }, name) in wanted.iter().zip(["q_norm", "k_norm"]) {
+            let name = self.name(&format!("self_attn.{name}.weight"));
+            let all = self.part.norm(&name, module.shape(config)[0])?;
+            ranges.iter().for_each(|own| joined.extend(&all[own.clone()]));
+        }
+        Ok(Some(joined))
     }
 
     /// Reads the sinks of this rank's heads, if the model has them.
