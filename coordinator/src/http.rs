@@ -1,6 +1,9 @@
 //! The HTTP front end: OpenAI's API, Anthropic's messages, health, metrics.
 //!
-//! - [`server`]: routes, connection limits, start and stop
+//! - [`server`]: connection limits, start and stop
+//! - [`routes`]: every path and what answers it
+//! - `intake`: the way of a request with a body, from the gate to its answer
+//! - `traffic`: counts of all requests
 //! - [`state`]: what handlers share
 //! - [`fields`]: reads the fields of a request body one by one
 //! - [`limits`]: every bound of a request
@@ -53,6 +56,7 @@ pub mod error;
 pub mod fields;
 pub mod gate;
 pub mod generation;
+mod intake;
 mod kept;
 pub mod keys;
 pub mod limits;
@@ -69,6 +73,7 @@ pub mod reading;
 pub mod refused;
 pub mod responses;
 pub mod room;
+pub mod routes;
 pub mod server;
 pub mod sse;
 pub mod state;
@@ -78,5 +83,6 @@ pub mod tls;
 pub mod tokenize;
 pub mod tools;
 pub mod trace;
+mod traffic;
 mod turns;
 pub mod watch;

@@ -22,7 +22,7 @@ use shared::wire::keyring::Keyring;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::error::ApiError;
-use super::server::BODY_DEADLINE_S;
+use super::intake::BODY_DEADLINE_S;
 use super::state::AppState;
 use crate::adapters::AdapterUse;
 use crate::cluster::actor::{ClusterActor, Drain, GetLogs, GetStatus, Scale};

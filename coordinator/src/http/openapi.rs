@@ -16,7 +16,7 @@ use serde_json::{Map, Value, json};
 use self::requests::Requests;
 use self::schema::{any_of, bytes, given, integer, properties, reference};
 use super::conversation::{EFFORT, EFFORTS};
-use super::server::ROUTES;
+use super::routes::ROUTES;
 use super::state::AppState;
 use super::{adapters, admin, keys, messages, terms};
 use crate::text::reply::{CallFormat, Reasoning};
