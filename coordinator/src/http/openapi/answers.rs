@@ -6,11 +6,11 @@ use super::schema::{
     reference, string, words,
 };
 
-fn count() -> Value {
+pub(super) fn count() -> Value {
     json!({"type": "integer", "minimum": 0})
 }
 
-fn time() -> Value {
+pub(super) fn time() -> Value {
     json!({"type": "integer", "description": "Seconds since 1970."})
 }
 
@@ -53,33 +53,6 @@ pub(super) fn all() -> Properties {
         "Document": any_object(),
     })));
     all
-}
-
-/// Answers of the operator's API.
-pub(super) fn of_operators() -> Properties {
-    let several = || any_list(any_object());
-    properties(json!({
-        "Status": answer(
-            json!({
-                "version": string(), "model": string(), "ready": boolean(), "message": string(),
-                "tensor_parallel": count(), "max_replicas": or_null(count()),
-                "commands": any_object(), "nodes": several(), "replicas": several(),
-                "actors": several(), "dead": several(),
-            }),
-            json!({}),
-        ),
-        "Log": answer(
-            json!({
-                "node": string(), "pid": count(), "alive": boolean(), "reason": or_null(string()),
-                "exit": or_null(string()), "missing": count(), "lines": any_list(string()),
-                "stderr": any_list(string()),
-            }),
-            json!({}),
-        ),
-        "Scaled": answer(json!({"scaled": any_object()}), json!({})),
-        "Drained": answer(json!({"drained": string()}), json!({})),
-        "Killed": answer(json!({"killed": string()}), json!({})),
-    }))
 }
 
 fn error() -> Value {
