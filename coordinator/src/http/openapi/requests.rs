@@ -403,8 +403,14 @@ impl Requests<'_> {
         });
         let mut schema = given(&[], joined([self.conversation(), properties(own)]));
         schema["anyOf"] = json!([
-            {"required": ["prompt"], "properties": {"prompt": string()}},
-            {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
+            {
+                "required": ["prompt"],
+                "properties": {"prompt": string(), "messages": nothing()},
+            },
+            {
+                "required": ["messages"],
+                "properties": {"messages": {"type": "array"}, "prompt": nothing()},
+            },
         ]);
         schema
     }
