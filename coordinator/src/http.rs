@@ -13,6 +13,8 @@
 //! - [`refused`]: fields that would change the answer and are not supported
 //! - [`structured`]: constraints on the output
 //! - [`completions`], [`chat`], [`responses`], [`embeddings`], [`models`]: OpenAI's endpoints
+//! - `scores`: how close texts are: reranking
+//! - `vectors`: computes a vector for each of several texts
 //! - [`messages`]: the endpoints of Anthropic's API
 //! - `turns`: turns of another API as chat's messages
 //! - [`dialogue`]: turns the fields of a conversation's request into a running one
@@ -74,6 +76,7 @@ pub mod refused;
 pub mod responses;
 pub mod room;
 pub mod routes;
+mod scores;
 pub mod server;
 pub mod sse;
 pub mod state;
@@ -85,4 +88,5 @@ pub mod tools;
 pub mod trace;
 mod traffic;
 mod turns;
+mod vectors;
 pub mod watch;

@@ -249,6 +249,8 @@ fn the_documentation_lists_what_is_refused() {
         (Endpoint::Responses, "responses"),
         (Endpoint::Messages, "messages"),
         (Endpoint::Embeddings, "embeddings"),
+        (Endpoint::Rerank, "rerank, score"),
+        (Endpoint::Score, "rerank, score"),
     ] {
         let own = listed(of);
         let refused: BTreeSet<&str> = refused::names(endpoint).into_iter().collect();

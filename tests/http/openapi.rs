@@ -84,6 +84,8 @@ fn bases() -> Vec<(&'static str, Value)> {
         ("/v1/messages", json!({"messages": turn, "max_tokens": 1, "truncate_prompt_tokens": 1})),
         ("/v1/messages/count_tokens", json!({"messages": turn})),
         ("/v1/embeddings", json!({"input": "x"})),
+        ("/rerank", json!({"query": "x", "documents": ["x"]})),
+        ("/score", json!({"text_1": "x", "text_2": "x"})),
         ("/tokenize", json!({"messages": turn})),
         ("/detokenize", json!({"tokens": [300]})),
     ]
@@ -117,14 +119,29 @@ fn needs(path: &str, field: &str, value: &Value) -> Value {
         "prompt" if path == "/tokenize" => json!({"messages": null}),
         "messages" if path == "/tokenize" => json!({}),
         "truncation" => json!({"truncate_prompt_tokens": null}),
+        _ if path == "/score" && SIDES.contains(&field) && !value.is_null() => {
+            let other = match field {
+                "queries" => "items",
+                "documents" | "items" => "queries",
+                "data_1" => "data_2",
+                _ => "data_1",
+            };
+            json!({"text_1": null, "text_2": null, other: "x"})
+        }
         _ => json!({}),
     }
 }
+
+/// What `/score` compares, besides `text_1` and `text_2`. All other fields are those of `/rerank`.
+const SIDES: &[&str] = &["queries", "documents", "items", "data_1", "data_2"];
 
 /// Fields whose values may be refused for what they mean, which no schema can say: a grammar that
 /// is none, a list without a constraint, a conversation that says nothing.
 const MEANING: &[&str] = &[
     "best_of",
+    "data_1",
+    "data_2",
+    "documents",
     "guided_choice",
     "guided_grammar",
     "guided_json",
@@ -132,10 +149,15 @@ const MEANING: &[&str] = &[
     "guided_whitespace_pattern",
     "input",
     "messages",
+    "items",
     "prompt",
+    "queries",
+    "query",
     "response_format",
     "structured_outputs",
     "text",
+    "text_1",
+    "text_2",
     "output_config",
     "output_format",
     "tool_choice",
@@ -152,6 +174,10 @@ async fn each_field_is_accepted_up_to_its_bounds_and_refused_beyond() {
         let name = &operation["requestBody"]["content"]["application/json"]["schema"]["$ref"];
         let schema = &schemas[name.as_str().unwrap().rsplit('/').next().unwrap()];
         for (field, of_field) in schema["properties"].as_object().unwrap() {
+            let is_own = field.starts_with("text_") || SIDES.contains(&field.as_str());
+            if path == "/score" && !is_own {
+                continue;
+            }
             for value in candidates(of_field, 0) {
                 let mut body = base.clone();
                 body[field] = value.clone();

@@ -93,6 +93,8 @@ fn schemas(state: &AppState) -> Map<String, Value> {
         "MessageRequest": requests.messages(),
         "TokenCountRequest": requests.count_tokens(),
         "EmbeddingsRequest": requests.embeddings(),
+        "RerankRequest": requests.rerank(),
+        "ScoreRequest": requests.score(),
         "TokenizeRequest": requests.tokenize(),
         "DetokenizeRequest": requests.detokenize(),
         "LoadAdapterRequest": requests::load_adapter(),

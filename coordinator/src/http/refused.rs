@@ -101,6 +101,21 @@ const MESSAGES: &[(&str, Neutral)] = &[
     ("thread", Null),
 ];
 
+/// Fields of `/rerank` and `/score` only.
+const COMPARISON: &[(&str, Neutral)] = &[
+    ("activation", True),
+    ("chat_template_kwargs", Empty),
+    ("instruction", Empty),
+    ("max_chunks_per_doc", Null),
+    ("mm_processor_kwargs", Empty),
+    ("padding", Words(&["do_not_pad"])),
+    ("rank_fields", Only("text")),
+    ("return_embeddings", False),
+    ("softmax", Null),
+    ("truncation_side", Words(&["right"])),
+    ("use_activation", True),
+];
+
 /// Fields of `/v1/embeddings` only.
 const EMBEDDINGS: &[(&str, Neutral)] = &[
     ("activation", True),
@@ -110,6 +125,8 @@ const EMBEDDINGS: &[(&str, Neutral)] = &[
     ("messages", Null),
     ("mm_processor_kwargs", Empty),
     ("normalize", True),
+    ("padding", Words(&["do_not_pad"])),
+    ("truncation_side", Words(&["right"])),
     ("use_activation", True),
 ];
 
@@ -162,6 +179,10 @@ pub enum Endpoint {
     Messages,
     /// `/v1/embeddings`.
     Embeddings,
+    /// `/rerank`.
+    Rerank,
+    /// `/score`.
+    Score,
 }
 
 impl Endpoint {
@@ -172,6 +193,7 @@ impl Endpoint {
             Self::Responses => RESPONSES,
             Self::Messages => MESSAGES,
             Self::Embeddings => EMBEDDINGS,
+            Self::Rerank | Self::Score => COMPARISON,
         }
     }
 }
@@ -196,6 +218,7 @@ fn why(name: &str) -> &'static str {
             ": responses are not stored; send the earlier messages in `input`"
         }
         "background" => ": responses are not stored, so they cannot be retrieved later",
+        "instruction" => ": write it into the query, in the form that the model was trained with",
         _ => "",
     }
 }

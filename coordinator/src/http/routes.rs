@@ -9,18 +9,23 @@ use super::fields::Fields;
 use super::intake::{self, read};
 use super::state::{AppState, Readiness};
 use super::{
-    access, adapters, admin, chat, completions, embeddings, messages, metrics, models, openapi,
-    responses, tokenize,
+    access, adapters, admin, chat, completions, embeddings, messages, metrics, models,
+    openapi, responses, scores, tokenize,
 };
 
 /// Every path and its methods, for `Allow` and for the labels of HTTP metrics.
-pub(super) const ROUTES: [(&str, &str); 21] = [
+pub(super) const ROUTES: [(&str, &str); 26] = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
     ("/v1/responses", "POST"),
     ("/v1/messages", "POST"),
     ("/v1/messages/count_tokens", "POST"),
     ("/v1/embeddings", "POST"),
+    ("/v1/rerank", "POST"),
+    ("/v2/rerank", "POST"),
+    ("/rerank", "POST"),
+    ("/v1/score", "POST"),
+    ("/score", "POST"),
     ("/v1/models", "GET, HEAD"),
     ("/v1/models/{id}", "GET, HEAD"),
     ("/v1/load_lora_adapter", "POST"),
@@ -49,6 +54,8 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             "/v1/messages" => post(messages::respond),
             "/v1/messages/count_tokens" => post_text(messages::count_tokens),
             "/v1/embeddings" => post(embeddings::respond),
+            "/v1/rerank" | "/v2/rerank" | "/rerank" => post(scores::rerank),
+            "/v1/score" | "/score" => post(scores::score),
             "/v1/load_lora_adapter" => web::post().to(post_load_adapter),
             "/v1/unload_lora_adapter" => web::post().to(post_unload_adapter),
             "/tokenize" => post_text(tokenize::tokenize),

@@ -31,6 +31,8 @@ pub(super) fn all() -> Properties {
         "MessageBlock": message_block(),
         "MessageEvent": message_event(),
         "Embeddings": embeddings(),
+        "Ranking": ranking(),
+        "Scores": scores(),
         "Model": model(),
     }));
     all.extend(properties(json!({
@@ -375,6 +377,42 @@ fn message_event() -> Value {
     ])
 }
 
+/// What a request for vectors used.
+fn vectors_usage() -> Value {
+    answer(json!({"prompt_tokens": count(), "total_tokens": count()}), json!({}))
+}
+
+fn closeness() -> Value {
+    json!({"type": "number", "minimum": -1, "maximum": 1})
+}
+
+fn ranking() -> Value {
+    let document = answer(json!({"text": string()}), json!({}));
+    let rank = answer(
+        json!({"index": count(), "relevance_score": closeness()}),
+        json!({"document": document}),
+    );
+    answer(
+        json!({
+            "id": string(), "model": string(), "usage": vectors_usage(),
+            "results": any_list(rank),
+        }),
+        json!({}),
+    )
+}
+
+fn scores() -> Value {
+    let score =
+        answer(json!({"index": count(), "object": only("score"), "score": closeness()}), json!({}));
+    answer(
+        json!({
+            "id": string(), "object": only("list"), "created": time(), "model": string(),
+            "data": any_list(score), "usage": vectors_usage(),
+        }),
+        json!({}),
+    )
+}
+
 fn embeddings() -> Value {
     let vector = json!({
         "type": ["array", "string"], "items": {"type": "number"},
@@ -384,11 +422,10 @@ fn embeddings() -> Value {
         json!({"object": only("embedding"), "index": count(), "embedding": vector}),
         json!({}),
     );
-    let usage = answer(json!({"prompt_tokens": count(), "total_tokens": count()}), json!({}));
     answer(
         json!({
             "id": string(), "object": only("list"), "data": any_list(entry), "model": string(),
-            "usage": usage,
+            "usage": vectors_usage(),
         }),
         json!({}),
     )

@@ -1,4 +1,6 @@
 //! PURE: the bodies of requests. Bounds are those that the readers of fields have.
+use std::collections::BTreeSet;
+
 use serde_json::{Value, json};
 use shared::protocol::guide::{
     GRAMMAR_BYTES_MAX, GUIDE_ITEMS_MAX, REGEX_BYTES_MAX, SCHEMA_BYTES_MAX,
@@ -8,7 +10,7 @@ use shared::protocol::lora::{ADAPTER_NAME_MAX, ADAPTER_PATH_MAX};
 use super::super::embeddings::hidden_size_of;
 use super::super::limits::{EFFORT_BYTES, Limits, MODEL_BYTES, PATTERN_BYTES, ranges};
 use super::super::refused::{self, Endpoint};
-use super::super::{messages, responses};
+use super::super::{messages, responses, scores};
 use super::parts::{
     function, input_item, message, messages_tool, messages_tool_choice, response_format,
     response_tool, response_tool_choice, text_block, text_format, tool_choice, turn,
@@ -391,6 +393,51 @@ impl Requests<'_> {
             "dimensions": integer(1, hidden_size_of(self.text)),
         });
         given(&["input"], joined([self.common(), properties(own), refused(Endpoint::Embeddings)]))
+    }
+
+    /// Texts that are compared.
+    fn compared(&self) -> Value {
+        let text = bytes_at_least(1);
+        let one = any_of([text.clone(), given(&["text"], properties(json!({"text": text})))]);
+        any_of([one.clone(), list(one, 1, self.limits.inputs)])
+    }
+
+    /// What rerank and score have in common.
+    fn comparison(&self) -> Properties {
+        let most = || told(integer(0, u32::MAX), "The others are left out. 0: all.");
+        let own = json!({"max_tokens_per_query": most(), "max_tokens_per_doc": most()});
+        joined([self.common(), properties(own)])
+    }
+
+    pub(super) fn rerank(&self) -> Value {
+        let text = bytes_at_least(1);
+        let own = json!({
+            "query": any_of([text.clone(), given(&["text"], properties(json!({"text": text})))]),
+            "documents": self.compared(),
+            "top_n": told(integer(0, u32::MAX), "The closest ones. 0: all."),
+            "return_documents": told(boolean(), "Absent: true."),
+        });
+        given(
+            &["query", "documents"],
+            joined([self.comparison(), properties(own), refused(Endpoint::Rerank)]),
+        )
+    }
+
+    pub(super) fn score(&self) -> Value {
+        let names: BTreeSet<&str> = scores::PAIRS.into_iter().flat_map(<[_; 2]>::from).collect();
+        let own = names.iter().map(|name| ((*name).to_owned(), self.compared())).collect();
+        let mut schema = given(&[], joined([self.comparison(), own, refused(Endpoint::Score)]));
+        // One pair of them, and no other.
+        let pairs = scores::PAIRS.map(|(left, right)| {
+            let of = |name: &&str| match [left, right].contains(name) {
+                true => ((*name).to_owned(), self.compared()),
+                false => ((*name).to_owned(), nothing()),
+            };
+            let properties: Properties = names.iter().map(of).collect();
+            json!({"required": [left, right], "properties": properties})
+        });
+        schema["anyOf"] = json!(pairs);
+        schema
     }
 
     pub(super) fn tokenize(&self) -> Value {
