@@ -13,6 +13,7 @@
 //! - [`refused`]: fields that would change the answer and are not supported
 //! - [`structured`]: constraints on the output
 //! - [`completions`], [`chat`], [`responses`], [`embeddings`], [`models`]: OpenAI's endpoints
+//! - `invocations`: several of these at the one path that SageMaker knows
 //! - `scores`: how close texts are: reranking
 //! - `vectors`: computes a vector for each of several texts
 //! - [`messages`]: the endpoints of Anthropic's API
@@ -59,6 +60,7 @@ pub mod fields;
 pub mod gate;
 pub mod generation;
 mod intake;
+mod invocations;
 mod kept;
 pub mod keys;
 pub mod limits;

@@ -101,6 +101,28 @@ async fn one_text_is_scored_with_each_and_many_in_pairs() {
 }
 
 #[tokio::test]
+async fn the_fields_of_an_invocation_tell_what_it_is() {
+    let rig = Rig::saying("x");
+    let messages = json!([{"role": "user", "content": "x"}]);
+    for (body, object) in [
+        (json!({"messages": messages}), json!("chat.completion")),
+        (json!({"prompt": "x"}), json!("text_completion")),
+        (json!({"input": "x"}), json!("list")),
+        (json!({"query": "x", "documents": ["y"]}), Value::Null),
+        (json!({"text_1": "x", "text_2": "y"}), json!("list")),
+    ] {
+        let answer = rig.ask("/invocations", &body).await;
+        assert_eq!(answer["object"], object, "{answer}");
+    }
+    let body = json!({"prompt": "x", "stream": true});
+    assert!(rig.client.stream("/invocations", &body).await.unwrap().done);
+    let reply = rig.client.post("/invocations", &json!({"model": "demo"})).await.unwrap();
+    assert_eq!((reply.status, &reply.body["error"]["param"]), (400, &json!("messages")));
+    let reply = rig.client.post("/invocations", &json!({"items": "x"})).await.unwrap();
+    assert_eq!((reply.status, &reply.body["error"]["param"]), (400, &json!("queries")));
+}
+
+#[tokio::test]
 async fn texts_that_are_too_long_are_refused_or_lose_their_end() {
     let rig = Rig::saying("x");
     let long = "long ".repeat(rig.text.max_positions as usize);

@@ -95,6 +95,7 @@ fn schemas(state: &AppState) -> Map<String, Value> {
         "EmbeddingsRequest": requests.embeddings(),
         "RerankRequest": requests.rerank(),
         "ScoreRequest": requests.score(),
+        "InvocationRequest": requests::invocation(),
         "TokenizeRequest": requests.tokenize(),
         "DetokenizeRequest": requests.detokenize(),
         "LoadAdapterRequest": requests::load_adapter(),

@@ -9,12 +9,12 @@ use super::fields::Fields;
 use super::intake::{self, read};
 use super::state::{AppState, Readiness};
 use super::{
-    access, adapters, admin, chat, completions, embeddings, messages, metrics, models,
+    access, adapters, admin, chat, completions, embeddings, invocations, messages, metrics, models,
     openapi, responses, scores, tokenize,
 };
 
 /// Every path and its methods, for `Allow` and for the labels of HTTP metrics.
-pub(super) const ROUTES: [(&str, &str); 26] = [
+pub(super) const ROUTES: [(&str, &str); 27] = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
     ("/v1/responses", "POST"),
@@ -30,6 +30,7 @@ pub(super) const ROUTES: [(&str, &str); 26] = [
     ("/v1/models/{id}", "GET, HEAD"),
     ("/v1/load_lora_adapter", "POST"),
     ("/v1/unload_lora_adapter", "POST"),
+    ("/invocations", "POST"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
     ("/health", "GET, HEAD"),
@@ -58,6 +59,7 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             "/v1/score" | "/score" => post(scores::score),
             "/v1/load_lora_adapter" => web::post().to(post_load_adapter),
             "/v1/unload_lora_adapter" => web::post().to(post_unload_adapter),
+            "/invocations" => post(invocations::respond),
             "/tokenize" => post_text(tokenize::tokenize),
             "/detokenize" => post_text(tokenize::detokenize),
             "/ping" => {

@@ -36,6 +36,10 @@ pub(super) fn all() -> Properties {
         "Model": model(),
     }));
     all.extend(properties(json!({
+        "Invocation": any_of(
+            ["Completion", "ChatCompletion", "Embeddings", "Ranking", "Scores"].map(reference),
+        ),
+        "InvocationEvent": any_of(["CompletionEvent", "ChatCompletionEvent"].map(reference)),
         "TokenCount": answer(json!({"input_tokens": count()}), json!({})),
         "Models": answer(
             json!({"object": only("list"), "data": any_list(reference("Model"))}),

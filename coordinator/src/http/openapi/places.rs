@@ -130,6 +130,13 @@ pub(super) const PLACES: &[Place] = &[
         errors: &[404],
     },
     Place {
+        path: "/invocations",
+        summary: "Answer what SageMaker sends: chat, completions, embeddings, rerank or score",
+        body: Some("InvocationRequest"),
+        answer: Stream("Invocation", "InvocationEvent"),
+        errors: ENGINE,
+    },
+    Place {
         path: "/tokenize",
         summary: "Turn text or a conversation into tokens",
         body: Some("TokenizeRequest"),

@@ -17,7 +17,7 @@ use super::parts::{
 };
 use super::schema::{
     Properties, any_list, any_object, any_of, boolean, bytes, given, integer, list, nothing,
-    number, only, or_null, properties, string, told, words,
+    number, only, or_null, properties, reference, string, told, words,
 };
 use crate::text::model::TextModel;
 
@@ -466,6 +466,14 @@ impl Requests<'_> {
         let own = json!({"model": self.model(), "tokens": self.ids()});
         given(&["tokens"], properties(own))
     }
+}
+
+/// A request of any of the APIs that `/invocations` knows.
+pub(super) fn invocation() -> Value {
+    any_of(
+        ["Completion", "ChatCompletion", "Embeddings", "Rerank", "Score"]
+            .map(|name| reference(&format!("{name}Request"))),
+    )
 }
 
 pub(super) fn load_adapter() -> Value {
