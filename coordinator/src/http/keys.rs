@@ -29,7 +29,7 @@ pub use self::file::{KeyFile, KeyFileError};
 pub(super) use self::rates::NAMES as RATE_HEADERS;
 use super::error::ApiError;
 use super::state::AppState;
-use super::{access, adapters, messages};
+use super::{access, adapters, admin, messages};
 use crate::metrics::FrontendStats;
 
 /// Where Anthropic's clients say their key.
@@ -188,11 +188,11 @@ const OPEN: [&str; 8] =
     ["/", "/health", "/live", "/load", "/metrics", "/ping", "/ready", "/version"];
 
 /// Whether a path, as written in the request, needs a key: every path that is not known to be open.
-/// `/admin` has its own secret, and changes of adapters have their own rule. Routes are matched
-/// after percent-decoding, so a path that does not name an open one letter by letter needs a key,
-/// however it is spelt.
+/// The operator's have their own secret, and changes of adapters have their own rule. Routes are
+/// matched after percent-decoding, so a path that does not name an open one letter by letter needs
+/// a key, however it is spelt.
 pub(super) fn is_guarded(path: &str) -> bool {
-    !OPEN.contains(&path) && !path.starts_with("/admin/") && !adapters::PATHS.contains(&path)
+    !OPEN.contains(&path) && !admin::is_at(path) && !adapters::PATHS.contains(&path)
 }
 
 /// Rejects requests without a key where one is needed, and notes the owner of the others. Browsers

@@ -24,7 +24,7 @@ use self::schema::{any_of, integer, properties, reference};
 use super::conversation::{EFFORT, EFFORTS};
 use super::routes::ROUTES;
 use super::state::AppState;
-use super::{adapters, keys, messages, terms};
+use super::{adapters, admin, keys, messages, terms};
 use crate::text::reply::{CallFormat, Reasoning};
 
 /// Returns the document.
@@ -174,7 +174,7 @@ fn operation(state: &AppState, place: &Place, method: &str) -> Value {
     if is_guarded || adapts && state.runtime_adapters && !state.keys.is_empty() {
         ways.extend([json!({"bearer": []}), json!({"key": []})]);
     }
-    let operates = adapts || place.path.starts_with("/admin/");
+    let operates = adapts || admin::is_at(place.path);
     if operates && state.admin.as_ref().is_some_and(|admin| admin.secret.is_some()) {
         ways.push(json!({"operator": []}));
     }
@@ -198,6 +198,11 @@ fn parameters(place: &Place) -> Vec<Value> {
             query("previous", false, json!({"type": "boolean"})),
             query("pid", false, integer(0, u32::MAX)),
         ];
+    }
+    if place.path == admin::RESET {
+        let no = json!({"type": "boolean", "enum": [false]});
+        let names = ["reset_running_requests", "reset_external"];
+        return names.map(|name| query(name, false, no.clone())).into();
     }
     if !place.errors.contains(&504) {
         return Vec::new();

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 use super::super::admin;
 use super::answers::{count, time};
 use super::schema::{
-    Properties, answer, any_list, any_object, boolean, bytes, given, integer, or_null,
+    Properties, answer, any_list, any_object, boolean, bytes, given, integer, only, or_null,
     properties, string,
 };
 
@@ -16,6 +16,7 @@ pub(super) fn all() -> Properties {
         "KillRequest": strict(&["actor"], json!({"actor": bytes(0, admin::BODY_MAX)}), &["restart"]),
         "Status": status(),
         "Log": log(),
+        "Reset": answer(json!({"success": only(true)}), json!({})),
         "Scaled": answer(json!({"scaled": any_object()}), json!({})),
         "Drained": answer(json!({"drained": string()}), json!({})),
         "Killed": answer(json!({"killed": string()}), json!({})),

@@ -284,6 +284,16 @@ pub(super) const OPERATORS: &[(Place, &str)] = &[
         },
         "POST",
     ),
+    (
+        Place {
+            path: "/reset_prefix_cache",
+            summary: "Forget all prompts in the prefix cache",
+            body: None,
+            answer: Json("Reset"),
+            errors: &[400, 401, 403, 503],
+        },
+        "POST",
+    ),
 ];
 
 /// What a status means.
