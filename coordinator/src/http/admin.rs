@@ -23,6 +23,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::error::ApiError;
 use super::intake::BODY_DEADLINE_S;
+use super::routes::{get, resource};
 use super::state::AppState;
 use crate::adapters::AdapterUse;
 use crate::cluster::actor::{ClusterActor, Drain, GetLogs, GetStatus, ResetPrefixCache, Scale};
@@ -151,12 +152,12 @@ pub(super) fn routes(config: &mut ServiceConfig) {
     };
     config
         .app_data(JsonConfig::default().limit(BODY_MAX).error_handler(wrong))
-        .route("/admin/status", web::get().to(status))
-        .route("/admin/logs", web::get().to(logs))
-        .route("/admin/scale", web::post().to(scale))
-        .route("/admin/drain", web::post().to(drain))
-        .route("/admin/actors/kill", web::post().to(kill))
-        .route(RESET, web::post().to(reset));
+        .service(resource("/admin/status", "GET, HEAD", get().to(status)))
+        .service(resource("/admin/logs", "GET, HEAD", get().to(logs)))
+        .service(resource("/admin/scale", "POST", web::post().to(scale)))
+        .service(resource("/admin/drain", "POST", web::post().to(drain)))
+        .service(resource("/admin/actors/kill", "POST", web::post().to(kill)))
+        .service(resource(RESET, "POST", web::post().to(reset)));
 }
 
 /// Whether a path is one of these, which the operator's token is for and not an API key.

@@ -1,5 +1,5 @@
-//! `POST /invocations`, the one path that Amazon SageMaker sends requests to, as in vLLM: the fields
-//! tell which API they are of.
+//! `POST /invocations`, the one path that Amazon SageMaker sends requests to, as in vLLM: the
+//! fields tell which API they are of.
 use actix_web::HttpResponse;
 
 use super::error::ApiError;

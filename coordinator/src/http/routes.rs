@@ -1,7 +1,7 @@
 //! Every path and what answers it.
 use actix_web::middleware::Compress;
 use actix_web::web::{self, Data, Payload, ServiceConfig};
-use actix_web::{HttpRequest, HttpResponse, Route, guard, http};
+use actix_web::{HttpRequest, HttpResponse, Resource, Route, guard, http};
 use serde_json::json;
 
 use super::error::ApiError;
@@ -74,11 +74,7 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             "/version" | "/" => get().to(get_version),
             _ => get().to(get_health),
         };
-        let refuse = move |request: HttpRequest| async move {
-            let error = ApiError::method(request.method().as_str(), allow);
-            Err::<HttpResponse, _>(access::told(error, &request))
-        };
-        let resource = web::resource(pattern(path)).route(route).default_service(web::to(refuse));
+        let resource = resource(pattern(path), allow, route);
         if path == "/metrics" {
             // Only this one: compressing a stream would delay its events.
             config.service(resource.wrap(Compress::default()));
@@ -91,6 +87,16 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
         let error = ApiError::unknown_path(request.method().as_str(), request.path());
         Err::<HttpResponse, _>(access::told(error, &request))
     }));
+}
+
+/// Answers a path: other methods than those in `allow` get a 405.
+pub(super) fn resource(path: &str, allow: &'static str, route: Route) -> Resource {
+    web::resource(path).route(route).default_service(web::to(
+        move |request: HttpRequest| async move {
+            let error = ApiError::method(request.method().as_str(), allow);
+            Err::<HttpResponse, _>(access::told(error, &request))
+        },
+    ))
 }
 
 /// Answers with what the engine makes of a body.

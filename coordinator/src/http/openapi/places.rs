@@ -242,7 +242,7 @@ pub(super) const OPERATORS: &[(Place, &str)] = &[
             answer: Json("Status"),
             errors: OPERATOR,
         },
-        "GET",
+        "GET, HEAD",
     ),
     (
         Place {
@@ -252,7 +252,7 @@ pub(super) const OPERATORS: &[(Place, &str)] = &[
             answer: Json("Log"),
             errors: OPERATOR,
         },
-        "GET",
+        "GET, HEAD",
     ),
     (
         Place {
