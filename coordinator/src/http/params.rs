@@ -310,7 +310,7 @@ fn stream_usage(fields: &Fields, stream: bool) -> Result<StreamUsage, ApiError> 
     let name = "stream_options";
     let options = match fields.get(name) {
         None => return Ok(StreamUsage::Never),
-        Some(Value::Object(_)) if !stream => {
+        Some(Value::Object(options)) if !stream && !options.is_empty() => {
             let message = format!("`{name}` is allowed only with `stream`: true");
             return Err(ApiError::field(name, message));
         }
