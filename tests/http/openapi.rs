@@ -1,5 +1,6 @@
 //! `/openapi.json` held against the server: its routes, and each field at the ends of its bounds
 //! and beyond. That all answers are as it says is checked by [`crate::contract`] in every test.
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use coordinator::http::options::ApiOptions;
@@ -171,9 +172,8 @@ async fn each_field_is_accepted_up_to_its_bounds_and_refused_beyond() {
     let (mut accepted, mut refused, mut by_meaning) = (0, 0, 0);
     for (path, base) in bases() {
         let operation = &rig.client.contract().document["paths"][path]["post"];
-        let name = &operation["requestBody"]["content"]["application/json"]["schema"]["$ref"];
-        let schema = &schemas[name.as_str().unwrap().rsplit('/').next().unwrap()];
-        for (field, of_field) in schema["properties"].as_object().unwrap() {
+        let body = &operation["requestBody"]["content"]["application/json"]["schema"];
+        for (field, of_field) in &fields_of(schemas, body) {
             let is_own = field.starts_with("text_") || SIDES.contains(&field.as_str());
             if path == "/score" && !is_own {
                 continue;
@@ -211,6 +211,22 @@ async fn each_field_is_accepted_up_to_its_bounds_and_refused_beyond() {
     }
     println!("{accepted} accepted, {refused} refused, {by_meaning} for what they mean");
     assert!(accepted > 500 && refused > 1000 && by_meaning * 4 < accepted);
+}
+
+/// The fields of a body, in any of its forms.
+fn fields_of(schemas: &Value, body: &Value) -> BTreeMap<String, Value> {
+    let named = |it: &Value| &schemas[it["$ref"].as_str().unwrap().rsplit('/').next().unwrap()];
+    let whole = named(body);
+    let forms = whole["anyOf"].as_array();
+    let forms = forms.map_or_else(|| vec![whole], |forms| forms.iter().map(named).collect());
+    let mut all: BTreeMap<String, Value> = BTreeMap::new();
+    for (field, of_form) in forms.iter().flat_map(|form| form["properties"].as_object().unwrap()) {
+        let of_field = all.entry(field.clone()).or_insert_with(|| of_form.clone());
+        if of_field != of_form {
+            *of_field = json!({"anyOf": [of_field, of_form]});
+        }
+    }
+    all
 }
 
 /// A value that a schema allows.

@@ -94,17 +94,39 @@ fn schemas(state: &AppState) -> Map<String, Value> {
         "TokenCountRequest": requests.count_tokens(),
         "EmbeddingsRequest": requests.embeddings(),
         "RerankRequest": requests.rerank(),
-        "ScoreRequest": requests.score(),
-        "InvocationRequest": requests::invocation(),
-        "TokenizeRequest": requests.tokenize(),
         "DetokenizeRequest": requests.detokenize(),
         "LoadAdapterRequest": requests::load_adapter(),
         "UnloadAdapterRequest": requests::unload_adapter(),
     })));
+    // Bodies of several forms.
+    let tokenize = [requests.tokenize_prompt(), requests.tokenize_chat()];
+    add_forms(&mut schemas, "TokenizeRequest", &TOKENIZE_FORMS, tokenize);
+    add_forms(&mut schemas, "ScoreRequest", &SCORE_FORMS, requests.scores());
+    let invocations = ["Completion", "ChatCompletion", "Embeddings", "Rerank", "Score"];
+    let invocation = any_of(invocations.map(|name| reference(&format!("{name}Request"))));
+    schemas.insert("InvocationRequest".to_owned(), invocation);
     if state.admin.is_some() {
         schemas.extend(operators::all());
     }
     schemas
+}
+
+/// The forms of `/tokenize`'s body.
+const TOKENIZE_FORMS: [&str; 2] = ["TokenizePromptRequest", "TokenizeChatRequest"];
+/// Those of `/score`'s, in the order of its pairs of names.
+const SCORE_FORMS: [&str; 4] =
+    ["ScoreTextsRequest", "ScoreDocumentsRequest", "ScoreItemsRequest", "ScoreDataRequest"];
+
+/// Adds a body that has one of several forms. Each is a component: generators of clients make a
+/// class of each.
+fn add_forms<const N: usize>(
+    schemas: &mut Map<String, Value>,
+    name: &str,
+    names: &[&str; N],
+    forms: [Value; N],
+) {
+    schemas.insert(name.to_owned(), any_of(names.map(reference)));
+    schemas.extend(names.iter().map(|name| (*name).to_owned()).zip(forms));
 }
 
 /// What a path does with each of its methods.

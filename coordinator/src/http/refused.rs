@@ -131,20 +131,29 @@ const EMBEDDINGS: &[(&str, Neutral)] = &[
 ];
 
 impl Neutral {
-    /// The values, null among them, as a JSON schema.
+    /// The values, null among them, as a JSON schema. Each enumeration is of one type, as
+    /// generators of clients want it.
     fn schema(self) -> Value {
         match self {
             Null => json!({"type": "null"}),
-            False => json!({"enum": [null, false]}),
-            True => json!({"enum": [null, true]}),
-            One => json!({"enum": [null, 1]}),
-            Empty => json!({"enum": [null, "", [], {}]}),
+            False => json!({"anyOf": [{"type": "null"}, {"const": false}]}),
+            True => json!({"anyOf": [{"type": "null"}, {"const": true}]}),
+            One => json!({"anyOf": [{"type": "null"}, {"const": 1}]}),
+            Empty => json!({"anyOf": [
+                {"type": "null"},
+                {"type": "string", "maxLength": 0},
+                {"type": "array", "items": {}, "maxItems": 0},
+                {"type": "object", "maxProperties": 0},
+            ]}),
             Words(words) => {
                 let mut all = json!(words);
                 all.as_array_mut().into_iter().for_each(|all| all.insert(0, Value::Null));
                 json!({"enum": all})
             }
-            Only(word) => json!({"enum": [null, [word]]}),
+            Only(word) => json!({"anyOf": [
+                {"type": "null"},
+                {"type": "array", "items": {"const": word}, "minItems": 1, "maxItems": 1},
+            ]}),
         }
     }
 

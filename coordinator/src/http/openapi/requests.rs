@@ -17,7 +17,7 @@ use super::parts::{
 };
 use super::schema::{
     Properties, any_list, any_object, any_of, boolean, bytes, given, integer, list, nothing,
-    number, only, or_null, properties, reference, string, told, words,
+    number, only, or_null, properties, string, told, words,
 };
 use crate::text::model::TextModel;
 
@@ -273,7 +273,7 @@ impl Requests<'_> {
         let limits = self.limits;
         let (entries, key, value) = responses::METADATA;
         let ignored = || told(bytes(0, limits.user_bytes), NO_EFFECT);
-        let obfuscation = json!({"include_obfuscation": {"type": "boolean", "enum": [false]}});
+        let obfuscation = json!({"include_obfuscation": only(false)});
         let own = json!({
             "input": any_of([string(), list(input_item(), 1, limits.messages)]),
             "instructions": string(),
@@ -423,57 +423,42 @@ impl Requests<'_> {
         )
     }
 
-    pub(super) fn score(&self) -> Value {
+    /// One pair of texts for each way to name them: a body has one of these forms.
+    pub(super) fn scores(&self) -> [Value; 4] {
         let names: BTreeSet<&str> = scores::PAIRS.into_iter().flat_map(<[_; 2]>::from).collect();
-        let own = names.iter().map(|name| ((*name).to_owned(), self.compared())).collect();
-        let mut schema = given(&[], joined([self.comparison(), own, refused(Endpoint::Score)]));
-        // One pair of them, and no other.
-        let pairs = scores::PAIRS.map(|(left, right)| {
+        scores::PAIRS.map(|(left, right)| {
             let of = |name: &&str| match [left, right].contains(name) {
                 true => ((*name).to_owned(), self.compared()),
                 false => ((*name).to_owned(), nothing()),
             };
-            let properties: Properties = names.iter().map(of).collect();
-            json!({"required": [left, right], "properties": properties})
-        });
-        schema["anyOf"] = json!(pairs);
-        schema
+            let own = names.iter().map(of).collect();
+            given(&[left, right], joined([self.comparison(), own, refused(Endpoint::Score)]))
+        })
     }
 
-    pub(super) fn tokenize(&self) -> Value {
-        let own = json!({
-            "model": self.model(),
-            "prompt": told(string(), "Or `messages`, not both."),
-            "return_token_strs": boolean(),
+    /// What is tokenized without a template.
+    pub(super) fn tokenize_prompt(&self) -> Value {
+        let own = json!({"prompt": string(), "messages": nothing()});
+        given(&["prompt"], joined([self.tokenizing(), properties(own)]))
+    }
+
+    /// What is tokenized with the template.
+    pub(super) fn tokenize_chat(&self) -> Value {
+        let own = json!({"prompt": nothing(), "chat_template": nothing()});
+        given(&["messages"], joined([self.tokenizing(), self.conversation(), properties(own)]))
+    }
+
+    fn tokenizing(&self) -> Properties {
+        properties(json!({
+            "model": self.model(), "return_token_strs": boolean(),
             "add_special_tokens": boolean(),
-            "chat_template": nothing(),
-        });
-        let mut schema = given(&[], joined([self.conversation(), properties(own)]));
-        schema["anyOf"] = json!([
-            {
-                "required": ["prompt"],
-                "properties": {"prompt": string(), "messages": nothing()},
-            },
-            {
-                "required": ["messages"],
-                "properties": {"messages": {"type": "array"}, "prompt": nothing()},
-            },
-        ]);
-        schema
+        }))
     }
 
     pub(super) fn detokenize(&self) -> Value {
         let own = json!({"model": self.model(), "tokens": self.ids()});
         given(&["tokens"], properties(own))
     }
-}
-
-/// A request of any of the APIs that `/invocations` knows.
-pub(super) fn invocation() -> Value {
-    any_of(
-        ["Completion", "ChatCompletion", "Embeddings", "Rerank", "Score"]
-            .map(|name| reference(&format!("{name}Request"))),
-    )
 }
 
 pub(super) fn load_adapter() -> Value {
