@@ -91,6 +91,7 @@ async fn fields_that_nobody_knows_and_hints_are_ignored() {
             ("user", json!("me")),
             ("prompt_cache_key", json!("k")),
             ("parallel_tool_calls", json!(true)),
+            ("stream_options", json!({})),
             // Chat fields: the template does not read the first, and there is no reasoning for the
             // second to separate.
             ("reasoning_effort", json!("low")),
