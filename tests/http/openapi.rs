@@ -55,6 +55,64 @@ async fn the_document_follows_the_model_and_the_options() {
     assert_eq!(free["CompletionRequest"]["properties"]["priority"]["minimum"], i32::MIN);
 }
 
+/// What generators of clients do not understand: they leave out what has it.
+fn not_understood(schema: &Value, found: &mut Vec<String>) {
+    let mut wrong = |what: &str| found.push(format!("{what}: {schema}"));
+    if let Some(values) = schema["enum"].as_array() {
+        let mut kinds: Vec<&str> = values.iter().filter(|it| !it.is_null()).map(kind_of).collect();
+        kinds.dedup();
+        if kinds.len() != 1 || !["string", "integer"].contains(&kinds[0]) {
+            wrong("values of several types, or of one that has no enumerations");
+        }
+    }
+    let kinds = match &schema["type"] {
+        Value::Array(kinds) => kinds.clone(),
+        one => vec![one.clone()],
+    };
+    if kinds.contains(&json!("array")) && schema["items"].is_null() {
+        wrong("a list of nothing");
+    }
+    if schema.get("properties").is_some_and(|it| it["type"].is_null())
+        && !kinds.contains(&json!("object"))
+    {
+        wrong("properties of no object");
+    }
+    match schema {
+        Value::Object(map) => map.values().for_each(|it| not_understood(it, found)),
+        Value::Array(list) => list.iter().for_each(|it| not_understood(it, found)),
+        _ => {}
+    }
+}
+
+fn kind_of(value: &Value) -> &'static str {
+    match value {
+        Value::String(_) => "string",
+        Value::Number(number) if number.is_i64() => "integer",
+        _ => "other",
+    }
+}
+
+#[tokio::test]
+async fn generators_of_clients_understand_it() {
+    let rig = rig();
+    let schemas = &rig.client.contract().document["components"]["schemas"];
+    // Generated clients have a type of this name.
+    assert!(schemas["Response"].is_null());
+    let mut found = Vec::new();
+    schemas.as_object().unwrap().values().for_each(|it| not_understood(it, &mut found));
+    assert_eq!(found, Vec::<String>::new());
+    for wrong in [
+        json!({"enum": [null, "", []]}),
+        json!({"enum": [false]}),
+        json!({"items": {"type": ["array", "null"]}}),
+        json!({"anyOf": [{"properties": {"a": {}}}]}),
+    ] {
+        let mut found = Vec::new();
+        not_understood(&wrong, &mut found);
+        assert_eq!(found.len(), 1, "{wrong}");
+    }
+}
+
 #[tokio::test]
 async fn an_answer_that_differs_from_the_document_is_noticed() {
     let rig = rig();

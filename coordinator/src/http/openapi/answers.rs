@@ -24,7 +24,7 @@ pub(super) fn all() -> Properties {
         "CompletionEvent": completion(true),
         "ChatCompletion": chat(),
         "ChatCompletionEvent": chat_event(),
-        "Response": response(),
+        "ModelResponse": response(),
         "ResponseItem": response_item(),
         "ResponseEvent": response_event(),
         "ResponsePart": response_part(),
@@ -307,7 +307,7 @@ fn response_event() -> Value {
     };
     let logprobs = any_list(reference("TokenLogprob"));
     any_of([
-        of(&whole, json!({"response": reference("Response")})),
+        of(&whole, json!({"response": reference("ModelResponse")})),
         of(&items, json!({"output_index": count(), "item": reference("ResponseItem")})),
         of(&parts, place(json!({"part": reference("ResponsePart")}), true)),
         of(

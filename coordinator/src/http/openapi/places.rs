@@ -56,7 +56,7 @@ pub(super) const PLACES: &[Place] = &[
         path: "/v1/responses",
         summary: "Answer a conversation, in OpenAI's Responses API; nothing is stored",
         body: Some("ResponseRequest"),
-        answer: Stream("Response", "ResponseEvent"),
+        answer: Stream("ModelResponse", "ResponseEvent"),
         errors: ENGINE,
     },
     Place {
