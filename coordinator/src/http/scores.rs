@@ -108,7 +108,7 @@ fn sides(fields: &Fields) -> Result<(&'static str, &'static str), ApiError> {
         return Err(ApiError::field(missing, message));
     };
     let other = |name: &&str| ![left, right].contains(name) && has(name);
-    match PAIRS.iter().flat_map(|(left, right)| [left, right]).copied().find(|name| other(&name)) {
+    match PAIRS.into_iter().flat_map(<[_; 2]>::from).find(other) {
         None => Ok((left, right)),
         Some(more) => {
             let message = format!("`{more}` cannot be combined with `{left}` and `{right}`");
