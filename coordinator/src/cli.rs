@@ -123,6 +123,7 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
         Command::Scale(args) => operate::scale(&args),
         Command::Drain(args) => operate::drain(&args),
         Command::Actors(args) => operate::actors(&args),
+        Command::ResetPrefixCache(args) => operate::reset_prefix_cache(&args),
         Command::Adapters(args) => operate::adapters(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Bench(args) => bench::run(&args),

@@ -1,6 +1,9 @@
 //! The HTTP front end: OpenAI's API, Anthropic's messages, health, metrics.
 //!
-//! - [`server`]: routes, connection limits, start and stop
+//! - [`server`]: connection limits, start and stop
+//! - [`routes`]: every path and what answers it
+//! - `intake`: the way of a request with a body, from the gate to its answer
+//! - `traffic`: counts of all requests
 //! - [`state`]: what handlers share
 //! - [`fields`]: reads the fields of a request body one by one
 //! - [`limits`]: every bound of a request
@@ -10,6 +13,9 @@
 //! - [`refused`]: fields that would change the answer and are not supported
 //! - [`structured`]: constraints on the output
 //! - [`completions`], [`chat`], [`responses`], [`embeddings`], [`models`]: OpenAI's endpoints
+//! - `invocations`: several of these at the one path that SageMaker knows
+//! - `scores`: how close texts are: reranking
+//! - `vectors`: computes a vector for each of several texts
 //! - [`messages`]: the endpoints of Anthropic's API
 //! - `turns`: turns of another API as chat's messages
 //! - [`dialogue`]: turns the fields of a conversation's request into a running one
@@ -53,6 +59,8 @@ pub mod error;
 pub mod fields;
 pub mod gate;
 pub mod generation;
+mod intake;
+mod invocations;
 mod kept;
 pub mod keys;
 pub mod limits;
@@ -69,6 +77,8 @@ pub mod reading;
 pub mod refused;
 pub mod responses;
 pub mod room;
+pub mod routes;
+mod scores;
 pub mod server;
 pub mod sse;
 pub mod state;
@@ -78,5 +88,7 @@ pub mod tls;
 pub mod tokenize;
 pub mod tools;
 pub mod trace;
+mod traffic;
 mod turns;
+mod vectors;
 pub mod watch;

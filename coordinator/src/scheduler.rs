@@ -207,6 +207,12 @@ impl Scheduler {
         self.waker = waker;
     }
 
+    /// Forgets what KV blocks hold: no later sequence finds anything of earlier ones. Those that
+    /// run keep theirs, and may make them findable again as they fill more blocks.
+    pub fn forget_prefixes(&mut self) {
+        self.blocks.forget_all();
+    }
+
     /// Returns the present state.
     #[must_use]
     pub fn gauges(&self) -> Gauges {

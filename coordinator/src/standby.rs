@@ -19,7 +19,8 @@ use tokio::task::JoinHandle;
 
 use crate::coordinator::{BoundListener, PreparedCoordinator, StartError};
 use crate::http::error::ApiError;
-use crate::http::server::{self, get, get_version};
+use crate::http::routes::{get, get_version};
+use crate::http::server::small_server;
 use crate::http::tls::Tls;
 use crate::metrics::exposition::Format;
 use crate::metrics::membership;
@@ -104,7 +105,7 @@ fn serve(
     view: watch::Receiver<View>,
     tls: Option<&Tls>,
 ) -> io::Result<Server> {
-    server::small_server(listener, tls, move |config| {
+    small_server(listener, tls, move |config| {
         config
             .app_data(Data::new(view.clone()))
             .route("/live", get().to(HttpResponse::Ok))

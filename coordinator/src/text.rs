@@ -8,8 +8,10 @@
 //! - [`stop`]: stop strings across token boundaries
 //! - [`stream`]: detokenizer and stop strings together: one choice's text and its end
 //! - [`template`]: chat messages to a prompt
+//! - `date`: dates in UTC, for templates and headers
 //! - `samples`: small tokenizers for tests
 pub mod bound;
+pub(crate) mod date;
 pub mod detokenizer;
 pub mod dialect;
 pub mod model;

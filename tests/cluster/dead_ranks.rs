@@ -3,27 +3,30 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use testkit::client::Client;
+use testkit::contract::Contract;
 use testkit::fleet::Fleet;
 use testkit::local_cluster::LocalCluster;
 
 use crate::scaling::operate;
 use crate::{STORY, greedy, up};
 
-/// Asks until `wanted` holds, up to a limit; returns the last answer.
+/// Asks until `wanted` holds, up to a limit; returns the last answer, which is as `/openapi.json`
+/// says.
 pub(crate) async fn ask_until(
     client: &Client,
     path: &str,
     wanted: impl Fn(&Value) -> bool,
 ) -> Value {
-    let mut last = Value::Null;
+    let mut last = client.get(path).await.unwrap();
     for _ in 0..400 {
-        last = client.get(path).await.unwrap().body;
-        if wanted(&last) {
+        if wanted(&last.body) {
             break;
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
+        last = client.get(path).await.unwrap();
     }
-    last
+    Contract::of(client).await.unwrap().check("get", path, None, &last);
+    last.body
 }
 
 fn has_line(list: &Value, part: &str) -> bool {

@@ -1,9 +1,11 @@
 //! Common prefixes of prompts are computed once, without any effect on the answers.
 use serde_json::{Value, json};
 use testkit::client::Client;
+use testkit::contract::Contract;
 use testkit::scrape::Scrape;
 
 use crate::counters::check_invariants;
+use crate::scaling::operate;
 use crate::{STORY, greedy, up};
 
 /// Requests whose prompts share about 80 tokens, with everything that may depend on a cache:
@@ -80,10 +82,28 @@ async fn a_prompt_known_in_part_is_computed_in_part_and_answered_alike() {
     // The client is told the number of cached tokens.
     let mut body = greedy(STORY.repeat(8), 4);
     body["cache_salt"] = json!("usage");
-    for known in [false, true] {
+    let ask = async |known: bool| {
         let usage = client.post("/v1/completions", &body).await.unwrap().body["usage"].clone();
         let told = usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
         let prompt = usage["prompt_tokens"].as_u64().unwrap();
         assert_eq!(told, if known { (prompt - 1) / 16 * 16 } else { 0 });
+    };
+    ask(false).await;
+    ask(true).await;
+
+    // An operator empties the cache.
+    let contract = Contract::of(&client).await.unwrap();
+    for (query, status) in
+        [("", 200), ("?reset_external=false", 200), ("?reset_external=true", 400)]
+    {
+        let path = format!("/reset_prefix_cache{query}");
+        let reply = client.post(&path, &json!(null)).await.unwrap();
+        contract.check("post", &path, None, &reply);
+        assert_eq!(reply.status, status, "{}", reply.body);
     }
+    ask(false).await;
+    ask(true).await;
+    let (ok, said) = operate(with.base(), &["reset-prefix-cache"]);
+    assert!(ok, "{said}");
+    ask(false).await;
 }

@@ -91,6 +91,7 @@ async fn fields_that_nobody_knows_and_hints_are_ignored() {
             ("user", json!("me")),
             ("prompt_cache_key", json!("k")),
             ("parallel_tool_calls", json!(true)),
+            ("stream_options", json!({})),
             // Chat fields: the template does not read the first, and there is no reasoning for the
             // second to separate.
             ("reasoning_effort", json!("low")),
@@ -110,6 +111,23 @@ async fn numbers_may_be_strings_and_integers_may_have_a_fraction_of_zero() {
     assert_eq!(answer["usage"]["completion_tokens"], 5, "{answer}");
     let given = rig.seen.lock().unwrap().requests[0].sampling[0].clone();
     assert_eq!((given.temperature, given.top_k), (0.5, 7));
+    // A number above 0 stays above it, where f32 has none so small.
+    let tokens = json!([5.0, 6]);
+    let request = json!({"prompt": tokens, "max_tokens": 1, "top_p": 5e-324,
+        "allowed_token_ids": tokens, "stop_token_ids": [7.0]});
+    rig.client.post(COMPLETIONS, &request).await.unwrap();
+    {
+        let seen = rig.seen.lock().unwrap();
+        let given = seen.requests.last().unwrap();
+        assert_eq!((&given.prompt[..], given.sampling[0].top_p > 0.0), (&[5, 6][..], true));
+        assert!(given.end_tokens.contains(&7));
+    }
+    for wrong in [json!([5.5]), json!([5, "6"]), json!([5, 1e300]), json!([-1])] {
+        let reply = rig.client.post(COMPLETIONS, &json!({"prompt": wrong})).await.unwrap();
+        assert_eq!((reply.status, &reply.body["error"]["param"]), (400, &json!("prompt")));
+    }
+    let text = rig.ask("/detokenize", &json!({"tokens": [300.0]})).await;
+    assert_eq!(text, rig.ask("/detokenize", &json!({"tokens": [300]})).await);
     let request = json!({"messages": [{"role": "user", "content": "x"}], "logprobs": false, "top_logprobs": 0});
     assert_eq!(rig.client.post(CHAT, &request).await.unwrap().status, 200);
 }
@@ -232,6 +250,8 @@ fn the_documentation_lists_what_is_refused() {
         (Endpoint::Responses, "responses"),
         (Endpoint::Messages, "messages"),
         (Endpoint::Embeddings, "embeddings"),
+        (Endpoint::Rerank, "rerank, score"),
+        (Endpoint::Score, "rerank, score"),
     ] {
         let own = listed(of);
         let refused: BTreeSet<&str> = refused::names(endpoint).into_iter().collect();

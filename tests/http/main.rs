@@ -14,6 +14,7 @@
 //! - [`openapi`]: `/openapi.json`, its routes and bounds
 //! - [`options`]: API keys, origins, operators' limits
 //! - [`overload`]: limits per key and address, time limits of requests
+//! - [`scores`]: `/rerank` and `/score`
 //! - [`structured`]: structured output fields
 //! - [`tls`]: HTTPS, with curl
 //! - [`tokens`]: `/tokenize` and `/detokenize`
@@ -33,6 +34,7 @@ mod options;
 mod overload;
 mod responses;
 mod rig;
+mod scores;
 mod shapes;
 mod streams;
 mod structured;

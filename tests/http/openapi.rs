@@ -1,5 +1,6 @@
 //! `/openapi.json` held against the server: its routes, and each field at the ends of its bounds
 //! and beyond. That all answers are as it says is checked by [`crate::contract`] in every test.
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use coordinator::http::options::ApiOptions;
@@ -54,6 +55,64 @@ async fn the_document_follows_the_model_and_the_options() {
     assert_eq!(free["CompletionRequest"]["properties"]["priority"]["minimum"], i32::MIN);
 }
 
+/// What generators of clients do not understand: they leave out what has it.
+fn not_understood(schema: &Value, found: &mut Vec<String>) {
+    let mut wrong = |what: &str| found.push(format!("{what}: {schema}"));
+    if let Some(values) = schema["enum"].as_array() {
+        let mut kinds: Vec<&str> = values.iter().filter(|it| !it.is_null()).map(kind_of).collect();
+        kinds.dedup();
+        if kinds.len() != 1 || !["string", "integer"].contains(&kinds[0]) {
+            wrong("values of several types, or of one that has no enumerations");
+        }
+    }
+    let kinds = match &schema["type"] {
+        Value::Array(kinds) => kinds.clone(),
+        one => vec![one.clone()],
+    };
+    if kinds.contains(&json!("array")) && schema["items"].is_null() {
+        wrong("a list of nothing");
+    }
+    if schema.get("properties").is_some_and(|it| it["type"].is_null())
+        && !kinds.contains(&json!("object"))
+    {
+        wrong("properties of no object");
+    }
+    match schema {
+        Value::Object(map) => map.values().for_each(|it| not_understood(it, found)),
+        Value::Array(list) => list.iter().for_each(|it| not_understood(it, found)),
+        _ => {}
+    }
+}
+
+fn kind_of(value: &Value) -> &'static str {
+    match value {
+        Value::String(_) => "string",
+        Value::Number(number) if number.is_i64() => "integer",
+        _ => "other",
+    }
+}
+
+#[tokio::test]
+async fn generators_of_clients_understand_it() {
+    let rig = rig();
+    let schemas = &rig.client.contract().document["components"]["schemas"];
+    // Generated clients have a type of this name.
+    assert!(schemas["Response"].is_null());
+    let mut found = Vec::new();
+    schemas.as_object().unwrap().values().for_each(|it| not_understood(it, &mut found));
+    assert_eq!(found, Vec::<String>::new());
+    for wrong in [
+        json!({"enum": [null, "", []]}),
+        json!({"enum": [false]}),
+        json!({"items": {"type": ["array", "null"]}}),
+        json!({"anyOf": [{"properties": {"a": {}}}]}),
+    ] {
+        let mut found = Vec::new();
+        not_understood(&wrong, &mut found);
+        assert_eq!(found.len(), 1, "{wrong}");
+    }
+}
+
 #[tokio::test]
 async fn an_answer_that_differs_from_the_document_is_noticed() {
     let rig = rig();
@@ -84,6 +143,8 @@ fn bases() -> Vec<(&'static str, Value)> {
         ("/v1/messages", json!({"messages": turn, "max_tokens": 1, "truncate_prompt_tokens": 1})),
         ("/v1/messages/count_tokens", json!({"messages": turn})),
         ("/v1/embeddings", json!({"input": "x"})),
+        ("/rerank", json!({"query": "x", "documents": ["x"]})),
+        ("/score", json!({"text_1": "x", "text_2": "x"})),
         ("/tokenize", json!({"messages": turn})),
         ("/detokenize", json!({"tokens": [300]})),
     ]
@@ -117,14 +178,29 @@ fn needs(path: &str, field: &str, value: &Value) -> Value {
         "prompt" if path == "/tokenize" => json!({"messages": null}),
         "messages" if path == "/tokenize" => json!({}),
         "truncation" => json!({"truncate_prompt_tokens": null}),
+        _ if path == "/score" && SIDES.contains(&field) && !value.is_null() => {
+            let other = match field {
+                "queries" => "items",
+                "documents" | "items" => "queries",
+                "data_1" => "data_2",
+                _ => "data_1",
+            };
+            json!({"text_1": null, "text_2": null, other: "x"})
+        }
         _ => json!({}),
     }
 }
+
+/// What `/score` compares, besides `text_1` and `text_2`. All other fields are those of `/rerank`.
+const SIDES: &[&str] = &["queries", "documents", "items", "data_1", "data_2"];
 
 /// Fields whose values may be refused for what they mean, which no schema can say: a grammar that
 /// is none, a list without a constraint, a conversation that says nothing.
 const MEANING: &[&str] = &[
     "best_of",
+    "data_1",
+    "data_2",
+    "documents",
     "guided_choice",
     "guided_grammar",
     "guided_json",
@@ -132,10 +208,15 @@ const MEANING: &[&str] = &[
     "guided_whitespace_pattern",
     "input",
     "messages",
+    "items",
     "prompt",
+    "queries",
+    "query",
     "response_format",
     "structured_outputs",
     "text",
+    "text_1",
+    "text_2",
     "output_config",
     "output_format",
     "tool_choice",
@@ -149,9 +230,12 @@ async fn each_field_is_accepted_up_to_its_bounds_and_refused_beyond() {
     let (mut accepted, mut refused, mut by_meaning) = (0, 0, 0);
     for (path, base) in bases() {
         let operation = &rig.client.contract().document["paths"][path]["post"];
-        let name = &operation["requestBody"]["content"]["application/json"]["schema"]["$ref"];
-        let schema = &schemas[name.as_str().unwrap().rsplit('/').next().unwrap()];
-        for (field, of_field) in schema["properties"].as_object().unwrap() {
+        let body = &operation["requestBody"]["content"]["application/json"]["schema"];
+        for (field, of_field) in &fields_of(schemas, body) {
+            let is_own = field.starts_with("text_") || SIDES.contains(&field.as_str());
+            if path == "/score" && !is_own {
+                continue;
+            }
             for value in candidates(of_field, 0) {
                 let mut body = base.clone();
                 body[field] = value.clone();
@@ -185,6 +269,22 @@ async fn each_field_is_accepted_up_to_its_bounds_and_refused_beyond() {
     }
     println!("{accepted} accepted, {refused} refused, {by_meaning} for what they mean");
     assert!(accepted > 500 && refused > 1000 && by_meaning * 4 < accepted);
+}
+
+/// The fields of a body, in any of its forms.
+fn fields_of(schemas: &Value, body: &Value) -> BTreeMap<String, Value> {
+    let named = |it: &Value| &schemas[it["$ref"].as_str().unwrap().rsplit('/').next().unwrap()];
+    let whole = named(body);
+    let forms = whole["anyOf"].as_array();
+    let forms = forms.map_or_else(|| vec![whole], |forms| forms.iter().map(named).collect());
+    let mut all: BTreeMap<String, Value> = BTreeMap::new();
+    for (field, of_form) in forms.iter().flat_map(|form| form["properties"].as_object().unwrap()) {
+        let of_field = all.entry(field.clone()).or_insert_with(|| of_form.clone());
+        if of_field != of_form {
+            *of_field = json!({"anyOf": [of_field, of_form]});
+        }
+    }
+    all
 }
 
 /// A value that a schema allows.

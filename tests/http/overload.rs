@@ -139,10 +139,29 @@ async fn a_key_uses_so_many_tokens_in_a_minute() {
     let error: Value = third.json().await.unwrap();
     assert_eq!(error["error"]["code"], "rate_limit_exceeded");
     assert!(error["error"]["message"].as_str().unwrap().contains("100 tokens"), "{error}");
+    // Below Anthropic's paths the same account is told of in Anthropic's headers, and no others.
+    let url = format!("http://{}/v1/messages", rig.address);
+    let body = json!({"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]});
+    let sent = reqwest::Client::new().post(url).header("x-api-key", "tight").json(&body).send();
+    let message = sent.await.unwrap();
+    assert_eq!((message.status().as_u16(), rate(&message, "limit-tokens")), (429, None));
+    let told = |name: &str| {
+        let header = message.headers().get(format!("anthropic-ratelimit-{name}"));
+        header.unwrap_or_else(|| panic!("{name}: {message:?}")).to_str().unwrap()
+    };
+    assert_eq!((told("requests-limit"), told("tokens-limit")), ("100", "100"));
+    assert_eq!(told("tokens-remaining"), "0");
+    assert!(told("requests-remaining").parse::<u32>().unwrap() >= 97);
+    for kind in ["requests", "tokens"] {
+        let reset = told(&format!("{kind}-reset"));
+        assert!(reset.len() == 20 && reset.starts_with("20") && reset.ends_with('Z'), "{reset}");
+    }
+    assert!(told("tokens-reset") > told("requests-reset"));
     let free = ask(FREE, json!({})).await;
     assert_eq!((free.status().as_u16(), rate(&free, "limit-tokens")), (200, None));
+    assert_eq!(free.headers().get("anthropic-ratelimit-tokens-limit"), None);
     let counts = [("reason", "key_limit")];
-    assert_eq!(counted(&rig, "tutti_requests_rejected_total", &counts).await, 1.0);
+    assert_eq!(counted(&rig, "tutti_requests_rejected_total", &counts).await, 2.0);
 }
 
 #[tokio::test]

@@ -252,6 +252,8 @@ async fn adapters_are_models_that_requests_name() {
             ("/v1/responses", json!({"input": "x"})),
             ("/v1/messages", json!({"messages": message, "max_tokens": 9})),
             ("/v1/embeddings", json!({"input": "x"})),
+            ("/rerank", json!({"query": "x", "documents": ["x"]})),
+            ("/score", json!({"text_1": "x", "text_2": "x"})),
         ] {
             body["model"] = json!(model);
             let reply = rig.client.post(path, &body).await.unwrap();

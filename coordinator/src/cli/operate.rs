@@ -1,16 +1,16 @@
 //! `tutti status`, `tutti logs`, `tutti scale`, `tutti drain`, `tutti adapters`,
-//! `tutti actors`: the operator's commands to a running coordinator.
+//! `tutti actors`, `tutti reset-prefix-cache`: the operator's commands to a running coordinator.
 use std::path::Path;
 use std::time::Duration;
 
 use coordinator::cluster::status::{Actor, AdapterStatus, NodeLogs, Status};
-use coordinator::http::admin::{DrainRequest, KillRequest, ScaleRequest, TOKEN_PURPOSE};
+use coordinator::http::admin::{DrainRequest, KillRequest, RESET, ScaleRequest, TOKEN_PURPOSE};
 use serde_json::{Value, json};
 use shared::clock::since_1970;
 
 use super::options::{
     ActorsArgs, AdapterCommand, AdaptersArgs, DrainArgs, LoadArgs, LogsArgs, OperatorArgs,
-    ScaleArgs, StatusArgs, UnloadArgs,
+    ResetPrefixCacheArgs, ScaleArgs, StatusArgs, UnloadArgs,
 };
 use super::output::print_line;
 use super::{CliError, http_client, secret};
@@ -99,6 +99,12 @@ pub(crate) fn drain(args: &DrainArgs) -> Result<(), CliError> {
     let body = serde_json::to_value(request).unwrap_or_default();
     ask(&args.operator, "/admin/drain", &[], Some(body))?;
     print_line(&format!("{} is draining and will leave; see tutti status", args.node));
+    Ok(())
+}
+
+pub(crate) fn reset_prefix_cache(args: &ResetPrefixCacheArgs) -> Result<(), CliError> {
+    ask(&args.operator, RESET, &[], Some(Value::Null))?;
+    print_line("the prefix caches of all replicas are empty");
     Ok(())
 }
 

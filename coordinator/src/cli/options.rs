@@ -16,7 +16,8 @@ use self::compute::parse_workers;
 pub(crate) use self::compute::{ComputeArgs, CudaArgs, Device, Workers};
 pub(crate) use self::operator::{
     ActorsArgs, AdapterCommand, AdaptersArgs, BenchArgs, CheckConfigArgs, DevicesArgs, DrainArgs,
-    LoadArgs, LogsArgs, MetricsArgs, OperatorArgs, ScaleArgs, StatusArgs, UnloadArgs,
+    LoadArgs, LogsArgs, MetricsArgs, OperatorArgs, ResetPrefixCacheArgs, ScaleArgs, StatusArgs,
+    UnloadArgs,
 };
 pub(crate) use self::serving::{
     CompatArg, PolicyArg, ServingArgs, parse_quantization, parse_swap_space,
@@ -61,6 +62,8 @@ pub(crate) enum Command {
     Drain(DrainArgs),
     /// Show the actors of applications and the processes that host their classes; or kill an actor
     Actors(ActorsArgs),
+    /// Forget the prompts in all prefix caches
+    ResetPrefixCache(ResetPrefixCacheArgs),
     /// Load or unload a LoRA adapter while the cluster runs (--max-loras)
     Adapters(AdaptersArgs),
     /// Check whether this host can run as a node, and say how to fix any problems

@@ -31,7 +31,7 @@ use self::adapters::Adapting;
 pub use self::adapters::ChangeAdapters;
 use self::names::AffectedActors;
 pub use self::names::Supervised;
-pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, Scale};
+pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, ResetPrefixCache, Scale};
 pub use self::requests::Command;
 pub use self::workers::{Admit, JoinRefusal, Joined, NotJoined};
 use super::absence::{Absences, EXPECTED_FOR};

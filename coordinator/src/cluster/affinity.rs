@@ -85,6 +85,12 @@ impl Affinity {
         }
     }
 
+    /// Forgets everything: all caches are empty.
+    pub fn forget_all(&mut self) {
+        self.given.clear();
+        self.order.clear();
+    }
+
     /// Forgets a replica whose cache is gone.
     pub fn forget(&mut self, replica: ReplicaId) {
         self.given.retain(|_, (given, _)| *given != replica);
@@ -135,6 +141,8 @@ mod tests {
         affinity.forget(ReplicaId(1));
         assert_eq!(affinity.route(&long, 0, &candidates(&[0, 1])), Some(ReplicaId(0)));
         assert_eq!(affinity.route(&long, 0, &candidates(&[])), None);
+        affinity.forget_all();
+        assert_eq!(affinity.route(&long, 0, &candidates(&[1, 0])), Some(ReplicaId(1)));
     }
 
     #[test]

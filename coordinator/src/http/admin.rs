@@ -1,5 +1,5 @@
 //! The operator's API: shows the cluster's processes, scales replicas, drains workers, ends
-//! actors.
+//! actors, empties the prefix cache.
 //!
 //! With a cluster secret, a request carries a token that only holders of the secret can make.
 //! Without one, only this host is answered, but no proxy or browser on it that speaks for others.
@@ -22,10 +22,11 @@ use shared::wire::keyring::Keyring;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::error::ApiError;
-use super::server::BODY_DEADLINE_S;
+use super::intake::BODY_DEADLINE_S;
+use super::routes::{get, resource};
 use super::state::AppState;
 use crate::adapters::AdapterUse;
-use crate::cluster::actor::{ClusterActor, Drain, GetLogs, GetStatus, Scale};
+use crate::cluster::actor::{ClusterActor, Drain, GetLogs, GetStatus, ResetPrefixCache, Scale};
 use crate::cluster::records::WhichProcess;
 use crate::cluster::status::{Node, NodeLogs};
 use crate::frontends::Frontends;
@@ -113,6 +114,19 @@ const NODES_SAID: usize = 8;
 /// Maximum number of lines in an answer of `GET /admin/logs`.
 const LOG_LINES_MAX: usize = 1000;
 
+/// Where the prefix cache is emptied, as in vLLM.
+pub const RESET: &str = "/reset_prefix_cache";
+
+/// The query of `POST /reset_prefix_cache`: what vLLM can do besides, and this server cannot.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ResetQuery {
+    #[serde(default)]
+    reset_running_requests: bool,
+    #[serde(default)]
+    reset_external: bool,
+}
+
 /// The query of `GET /admin/logs`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -138,11 +152,17 @@ pub(super) fn routes(config: &mut ServiceConfig) {
     };
     config
         .app_data(JsonConfig::default().limit(BODY_MAX).error_handler(wrong))
-        .route("/admin/status", web::get().to(status))
-        .route("/admin/logs", web::get().to(logs))
-        .route("/admin/scale", web::post().to(scale))
-        .route("/admin/drain", web::post().to(drain))
-        .route("/admin/actors/kill", web::post().to(kill));
+        .service(resource("/admin/status", "GET, HEAD", get().to(status)))
+        .service(resource("/admin/logs", "GET, HEAD", get().to(logs)))
+        .service(resource("/admin/scale", "POST", web::post().to(scale)))
+        .service(resource("/admin/drain", "POST", web::post().to(drain)))
+        .service(resource("/admin/actors/kill", "POST", web::post().to(kill)))
+        .service(resource(RESET, "POST", web::post().to(reset)));
+}
+
+/// Whether a path is one of these, which the operator's token is for and not an API key.
+pub(super) fn is_at(path: &str) -> bool {
+    path == RESET || path.starts_with("/admin/")
 }
 
 /// Returns the operator's API, if it is served here and the request may use it.
@@ -251,9 +271,7 @@ async fn status(state: Data<AppState>, request: HttpRequest) -> Result<HttpRespo
 
 async fn logs(state: Data<AppState>, request: HttpRequest) -> Result<HttpResponse, ApiError> {
     let admin = allowed(&state, &request)?;
-    let query = web::Query::<LogsQuery>::from_query(request.query_string())
-        .map_err(|error| ApiError::field("query", error.to_string()))?
-        .into_inner();
+    let query = query::<LogsQuery>(&request)?;
     let lines = query.lines.unwrap_or(100).min(LOG_LINES_MAX);
     if query.node == OWN_NODE {
         let pid = std::process::id();
@@ -384,6 +402,28 @@ async fn kill(
         error => ApiError::overloaded(error.to_string()),
     })?;
     Ok(HttpResponse::Ok().json(json!({"killed": body.actor})))
+}
+
+async fn reset(state: Data<AppState>, request: HttpRequest) -> Result<HttpResponse, ApiError> {
+    let admin = allowed(&state, &request)?;
+    let query = query::<ResetQuery>(&request)?;
+    for (name, asked) in [
+        ("reset_running_requests", query.reset_running_requests),
+        ("reset_external", query.reset_external),
+    ] {
+        if asked {
+            return Err(ApiError::field(name, format!("`{name}` is not supported")));
+        }
+    }
+    admin.cluster.send(ResetPrefixCache).await.map_err(gone)?;
+    Ok(HttpResponse::Ok().json(json!({"success": true})))
+}
+
+/// Reads what stands behind the path.
+fn query<T: DeserializeOwned>(request: &HttpRequest) -> Result<T, ApiError> {
+    web::Query::from_query(request.query_string())
+        .map(web::Query::into_inner)
+        .map_err(|error| ApiError::field("query", error.to_string()))
 }
 
 /// Waits until the next leader would know of this many commands, if there can be one.

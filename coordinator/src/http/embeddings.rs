@@ -1,43 +1,23 @@
-//! `POST /v1/embeddings`: a vector of length 1 for each text. It is computed like a prompt without
-//! output tokens.
+//! `POST /v1/embeddings`: a vector of length 1 for each text.
 use std::iter;
-use std::sync::Arc;
-use std::time::Duration;
 
 use actix_web::HttpResponse;
 use actix_web::http::header::ContentType;
 use actix_web::web::Bytes;
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
-use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use futures_util::stream;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
-use shared::metrics::labels::RejectReason;
-use tokio::time::Instant;
 
-use super::again::Again;
-use super::conversation;
 use super::error::ApiError;
 use super::fields::Fields;
-use super::generation::{Next, RunningPrompt};
-use super::params::{Common, Limits, Truncation, token_id};
-use super::refused::{self, Endpoint};
+use super::limits::Limits;
+use super::params::token_id;
+use super::refused::Endpoint;
 use super::state::AppState;
+use super::vectors::{Computed, Group, Input, Vectors};
 use crate::text::model::TextModel;
-
-/// Maximum number of inputs of one request in the engine at a time: the others wait here, so that a
-/// long list does not fill the queue that all clients share.
-const AT_A_TIME: usize = 64;
-
-/// How long after its arrival a request's later inputs wait for room in the queue.
-const QUEUE_PATIENCE: Duration = Duration::from_secs(600);
-
-/// One input as the client gave it.
-#[derive(Clone, Debug)]
-enum Input {
-    Text(String),
-    Tokens(Vec<u32>),
-}
 
 /// How a vector is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,99 +33,19 @@ enum Format {
 /// # Errors
 /// Everything a client can do wrong, and the engine's refusals.
 pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, ApiError> {
-    let arrived = state.clock.now();
-    let limits = &state.limits;
-    refused::check(&fields, Endpoint::Embeddings)?;
-    let mut common = Common::read(&fields, limits, &state.text, &state.models)?;
-    let pooling = state.text.pooling.clone();
-    let pooling = pooling.map_err(|why| {
-        ApiError::field("model", format!("this model's embeddings are not supported: {why}"))
-    })?;
-    // Nothing is sampled, so sampling parameters have no effect.
-    (common.n, common.sampling.pooling) = (1, Some(pooling));
-    common.stops.clear();
+    let mut asked = Vectors::read(state, &fields, Endpoint::Embeddings, "embd-")?;
     let format = format(&fields)?;
-    let dimensions = dimensions(&fields, &state.text)?;
-    let special = fields.boolean("add_special_tokens", true)?;
-    let inputs = inputs(&fields, limits, &state.text)?;
-    check_answer(inputs.len(), dimensions.unwrap_or(state.text.hidden_size), limits)?;
-    let id: Arc<str> = fields.response_id("embd-", limits)?.into();
-    let keep = common.truncation.map(|truncation| match truncation {
-        Truncation::To(max) => max.min(limits.max_model_len) as usize,
-        Truncation::Fit => limits.max_model_len as usize,
-    });
-    let (bytes, share) = (fields.bytes(), fields.share());
-    // The fields may be much larger than what is kept of them.
-    drop(fields);
-    let max = limits.max_model_len;
-    let encode = move |text: &_| {
-        let _share = share;
-        encode(text, inputs, special, keep, max)
-    };
-    // The deadline is watched for all inputs together, and so counts once.
-    let deadline = common.deadline.take();
-    let encoded = state.in_time(deadline, state.with_text(bytes, encode)).await?;
-    let tokens: usize = encoded.iter().map(Vec::len).sum();
-    if tokens > limits.prompt_tokens {
-        let max = limits.prompt_tokens;
-        let message = format!("`input` has {tokens} tokens in total, the limit is {max}");
-        return Err(ApiError::field("input", message));
-    }
-    let again = Again::new(Instant::now() + QUEUE_PATIENCE);
-    let shared = Shared { state, common: &common, id: &id, arrived, dimensions, again };
-    let vectors = stream::iter(encoded.into_iter().enumerate())
-        .map(|(index, tokens)| shared.vector(index, tokens))
-        .buffered(AT_A_TIME)
-        .try_collect::<Vec<_>>();
-    let vectors = state
-        .in_time(deadline, vectors)
-        .await
-        // Counted once, however often it was retried and for however many inputs.
-        .map_err(|error| match error.is_queue_full() {
-            true => error.counted_as(RejectReason::QueueFull),
-            false => error,
-        })?;
+    asked.dimensions = dimensions(&fields, &state.text)?;
+    let inputs = inputs(&fields, &state.limits, &state.text)?;
+    let (id, model) = (asked.id.clone(), asked.model.clone());
+    let group = Group { field: "input", inputs, keep: None };
+    let Computed { vectors, tokens } = asked.compute(state, fields, vec![group]).await?;
     let usage = Usage { prompt_tokens: tokens, total_tokens: tokens };
-    let model = state.models.name(&common.adapter);
     let tail = Tail { model: &model, usage };
     let (head, tail) = (serde_json::to_string(&*id), serde_json::to_string(&tail));
     let failed = |error: serde_json::Error| ApiError::internal(error.to_string());
     let pieces = pieces(&head.map_err(failed)?, &tail.map_err(failed)?, vectors, format);
     Ok(HttpResponse::Ok().content_type(ContentType::json()).streaming(stream::iter(pieces)))
-}
-
-/// What all inputs of a request share.
-struct Shared<'a> {
-    state: &'a AppState,
-    common: &'a Common,
-    id: &'a Arc<str>,
-    arrived: Duration,
-    dimensions: Option<u32>,
-    again: Again,
-}
-
-impl Shared<'_> {
-    /// Returns the vector of one input. Once the first inputs are under way, one that finds the
-    /// queue full retries: the work done for the others would be lost.
-    async fn vector(&self, index: usize, tokens: Vec<u32>) -> Result<Vec<f32>, ApiError> {
-        let count = tokens.len() as u64;
-        self.common.tally.prompt(count);
-        let pause = |error: &ApiError| {
-            let pause = error.full_for().filter(|_| index >= AT_A_TIME)?;
-            // Up to a quarter more, so that requests refused together do not retry together.
-            let draw = self.state.draw_seed(self.state.next_request()) % 1024;
-            Some(pause + pause * draw as u32 / 4096)
-        };
-        let vector = self.again.ask(async || self.attempt(tokens.clone()).await, pause).await;
-        vector.inspect_err(|_| self.common.tally.failed(count))
-    }
-
-    /// Makes one attempt. For each, the client has waited since the request arrived.
-    async fn attempt(&self, tokens: Vec<u32>) -> Result<Vec<f32>, ApiError> {
-        let arrived = self.arrived;
-        let running = RunningPrompt::start(self.state, self.common, tokens, 0, arrived, self.id)?;
-        Ok(unit(embedding(running).await?, self.dimensions))
-    }
 }
 
 /// Writes the answer one vector at a time, with the fields in the order of OpenAI's API.
@@ -168,27 +68,6 @@ fn pieces(
     one(head).chain(entries).chain(one(tail))
 }
 
-/// Waits for the embedding of one input.
-async fn embedding(mut running: RunningPrompt) -> Result<Vec<f32>, ApiError> {
-    let mut found = None;
-    while let Some(next) = running.next().await {
-        if let Next::Embedding(vector) = next? {
-            found = Some(vector);
-        }
-    }
-    found.ok_or_else(|| ApiError::internal("the engine gave no embedding"))
-}
-
-/// Cuts a vector to its first `dimensions` numbers and scales it to length 1.
-fn unit(mut vector: Vec<f32>, dimensions: Option<u32>) -> Vec<f32> {
-    vector.truncate(dimensions.map_or(usize::MAX, |dimensions| dimensions as usize));
-    let length = vector.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
-    if length > 0.0 {
-        vector.iter_mut().for_each(|value| *value = (f64::from(*value) / length) as f32);
-    }
-    vector
-}
-
 fn format(fields: &Fields) -> Result<Format, ApiError> {
     let name = "encoding_format";
     match fields.get(name).map(|value| (value.as_str(), value)) {
@@ -206,20 +85,6 @@ fn dimensions(fields: &Fields, text: &TextModel) -> Result<Option<u32>, ApiError
 /// large: the whole vector is returned.
 pub(super) fn hidden_size_of(text: &TextModel) -> u32 {
     if text.hidden_size == 0 { u32::MAX } else { text.hidden_size }
-}
-
-/// Checks that an answer of so many vectors is not too large.
-fn check_answer(inputs: usize, width: u32, limits: &Limits) -> Result<(), ApiError> {
-    let (max, width) = (limits.embedding_numbers, width.max(1) as usize);
-    if inputs.saturating_mul(width) <= max {
-        return Ok(());
-    }
-    let fit = max / width;
-    let message = format!(
-        "`input` has {inputs} entries, each a vector of {width} numbers: a response has room for \
-         {max} numbers, or {fit} entries"
-    );
-    Err(ApiError::field("input", message))
 }
 
 fn inputs(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Input>, ApiError> {
@@ -251,47 +116,6 @@ fn inputs(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Inpu
     }
 }
 
-/// Tokenizes inputs: keeps at most `keep` tokens of each if given, otherwise rejects inputs of more
-/// than `max`.
-fn encode(
-    model: &TextModel,
-    inputs: Vec<Input>,
-    special: bool,
-    keep: Option<usize>,
-    max: u32,
-) -> Result<Vec<Vec<u32>>, ApiError> {
-    let name = "input";
-    let failed = |error: String| ApiError::field(name, error);
-    let encode = |(index, input)| {
-        let tokens = match (input, keep) {
-            (Input::Text(text), Some(keep)) => {
-                model.encode_beginning(&text, special, keep).map_err(failed)?
-            }
-            (Input::Text(text), None) => {
-                conversation::check_fits(model, name, &text, Some(max))?;
-                model.encode(&text, special).map_err(failed)?
-            }
-            (Input::Tokens(mut tokens), keep) => {
-                tokens.truncate(keep.unwrap_or(usize::MAX));
-                tokens
-            }
-        };
-        if tokens.is_empty() {
-            return Err(failed(format!("`{name}[{index}]` has no tokens")));
-        }
-        if tokens.len() > max as usize {
-            let message = format!(
-                "This model's maximum context length is {max} tokens. However, `{name}[{index}]` \
-                 has {} tokens. Please reduce it, or set `truncate_prompt_tokens`.",
-                tokens.len()
-            );
-            return Err(ApiError::context_length(name, message));
-        }
-        Ok(tokens)
-    };
-    inputs.into_iter().enumerate().map(encode).collect()
-}
-
 /// The rest of the answer, after the vectors.
 #[derive(Serialize)]
 struct Tail<'a> {
@@ -306,10 +130,11 @@ struct Entry {
     embedding: Vector,
 }
 
-#[derive(Serialize)]
-struct Usage {
-    prompt_tokens: usize,
-    total_tokens: usize,
+/// What a request for vectors used.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct Usage {
+    pub(super) prompt_tokens: usize,
+    pub(super) total_tokens: usize,
 }
 
 struct Vector {
@@ -333,6 +158,7 @@ impl Serialize for Vector {
 mod tests {
     use super::super::access::Tally;
     use super::super::state::tests::state_of;
+    use super::super::vectors::AT_A_TIME;
     use super::*;
     use crate::engine::{EngineCommand, EngineError, EngineEvent, EngineHandle, FinishReason};
 

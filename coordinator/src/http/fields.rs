@@ -235,6 +235,8 @@ impl Fields {
             other => other.as_f64(),
         };
         match number.filter(|number| *number >= min && *number <= max) {
+            // A number above 0 stays above it, however small.
+            Some(number) if number > 0.0 => Ok(Some((number as f32).max(f32::MIN_POSITIVE))),
             Some(number) => Ok(Some(number as f32)),
             None => Err(Self::wrong(name, value, &format!("a number from {min} to {max}"))),
         }
@@ -266,13 +268,18 @@ pub fn is_request_id(id: &str, limits: &Limits) -> bool {
 fn whole(value: &Value) -> Option<i64> {
     match value {
         Value::String(text) => text.trim().parse().ok(),
-        Value::Number(number) => number.as_i64().or_else(|| {
-            // Integers beyond 2^53 are ambiguous in this form.
-            let exact = |it: &f64| it.fract() == 0.0 && it.abs() <= (1u64 << 53) as f64;
-            number.as_f64().filter(exact).map(|it| it as i64)
-        }),
-        _ => None,
+        other => whole_number(other),
     }
+}
+
+/// Returns the integer that a number is, also with a fraction of zero.
+pub(super) fn whole_number(value: &Value) -> Option<i64> {
+    let Value::Number(number) = value else { return None };
+    number.as_i64().or_else(|| {
+        // Integers beyond 2^53 are ambiguous in this form.
+        let exact = |it: &f64| it.fract() == 0.0 && it.abs() <= (1u64 << 53) as f64;
+        number.as_f64().filter(exact).map(|it| it as i64)
+    })
 }
 
 /// Returns the greatest nesting of arrays and objects, and at least the number of values. Each

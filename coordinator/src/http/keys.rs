@@ -3,30 +3,33 @@
 //! - `file`: the file of keys, reread when it changes
 //! - `account`: what the owner of a key has under way, and may start
 //! - `bucket`: so many of something per minute
+//! - `rates`: headers that tell what is left
 mod account;
 mod bucket;
 mod file;
+mod rates;
 
 use std::fmt;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
-use std::time::Duration;
 
 use actix_web::body::{EitherBody, MessageBody};
 use actix_web::dev::{ServiceRequest, ServiceResponse};
 use actix_web::http::Method;
-use actix_web::http::header::{AUTHORIZATION, HeaderMap, HeaderName, HeaderValue};
+use actix_web::http::header::{AUTHORIZATION, HeaderMap, HeaderName};
 use actix_web::middleware::Next;
 use actix_web::web::Data;
 use actix_web::{Error, HttpMessage as _, HttpRequest, ResponseError as _};
 use sha2::{Digest as _, Sha256};
+use shared::clock::since_1970;
 use shared::metrics::labels::RejectReason;
 
 use self::account::Account;
 pub use self::account::{KeyLimits, Meter, Refusal, Turn};
 pub use self::file::{KeyFile, KeyFileError};
+pub(super) use self::rates::NAMES as RATE_HEADERS;
 use super::error::ApiError;
 use super::state::AppState;
-use super::{access, adapters};
+use super::{access, adapters, admin, messages};
 use crate::metrics::FrontendStats;
 
 /// Where Anthropic's clients say their key.
@@ -185,11 +188,11 @@ const OPEN: [&str; 8] =
     ["/", "/health", "/live", "/load", "/metrics", "/ping", "/ready", "/version"];
 
 /// Whether a path, as written in the request, needs a key: every path that is not known to be open.
-/// `/admin` has its own secret, and changes of adapters have their own rule. Routes are matched
-/// after percent-decoding, so a path that does not name an open one letter by letter needs a key,
-/// however it is spelt.
+/// The operator's have their own secret, and changes of adapters have their own rule. Routes are
+/// matched after percent-decoding, so a path that does not name an open one letter by letter needs
+/// a key, however it is spelt.
 pub(super) fn is_guarded(path: &str) -> bool {
-    !OPEN.contains(&path) && !path.starts_with("/admin/") && !adapters::PATHS.contains(&path)
+    !OPEN.contains(&path) && !admin::is_at(path) && !adapters::PATHS.contains(&path)
 }
 
 /// Rejects requests without a key where one is needed, and notes the owner of the others. Browsers
@@ -216,7 +219,12 @@ pub async fn authenticate<B: MessageBody + 'static>(
             request.extensions_mut().insert(Owner(account));
             let mut response = next.call(request).await?.map_into_left_body();
             if response.request().extensions().contains::<Limited>() {
-                tell_rates(&owner, clock.now(), response.headers_mut());
+                let is_anthropic = messages::is_at(response.request().path());
+                let rates = owner.rates(clock.now());
+                match is_anthropic {
+                    true => rates::tell_anthropic(rates, since_1970(), response.headers_mut()),
+                    false => rates::tell_openai(rates, response.headers_mut()),
+                }
             }
             return Ok(response);
         }
@@ -230,40 +238,6 @@ struct Owner(Arc<Account>);
 
 /// Among the extensions of a request that its key's limits apply to.
 struct Limited;
-
-/// Headers that tell the clients of OpenAI's API of a key's limits per minute.
-pub(super) const RATE_HEADERS: [[&str; 3]; 2] = [
-    ["x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"],
-    ["x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"],
-];
-
-/// Says what is left of the owner's limits, in OpenAI's headers.
-fn tell_rates(account: &Account, now: Duration, headers: &mut HeaderMap) {
-    for (what, max, left) in account.rates(now) {
-        let Some(names) = RATE_HEADERS.iter().find(|names| names[0].ends_with(what)) else {
-            continue;
-        };
-        let values = [max.to_string(), left.count.to_string(), in_units(left.until_full)];
-        for (name, value) in names.iter().zip(values) {
-            if let Ok(value) = HeaderValue::try_from(value) {
-                headers.insert(HeaderName::from_static(name), value);
-            }
-        }
-    }
-}
-
-/// A time as OpenAI's headers write it: `120ms`, `1.5s`, `6m0s`.
-fn in_units(time: Duration) -> String {
-    let milliseconds = time.as_nanos().div_ceil(1_000_000);
-    let (minutes, rest) = (milliseconds / 60_000, milliseconds % 60_000);
-    let seconds = format!("{}s", rest as f64 / 1000.0);
-    match (minutes / 60, minutes % 60) {
-        (0, 0) if milliseconds < 1000 => format!("{milliseconds}ms"),
-        (0, 0) => seconds,
-        (0, minutes) => format!("{minutes}m{seconds}"),
-        (hours, minutes) => format!("{hours}h{minutes}m{seconds}"),
-    }
-}
 
 /// Counts the tokens of a request against its key's limit, if it has one.
 #[must_use]
@@ -294,6 +268,10 @@ pub(super) fn enter(state: &AppState, request: &HttpRequest) -> Result<Option<Tu
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use actix_web::http::header::HeaderValue;
+
     use super::*;
 
     fn key(key: &str) -> ApiKey {
@@ -335,20 +313,5 @@ mod tests {
         assert!(keys.owner("kept").unwrap().1.enter(now).is_err(), "one is under way");
         drop(turn);
         assert!(keys.owner("kept").unwrap().1.enter(now).is_ok());
-    }
-
-    #[test]
-    fn times_are_written_as_openai_does() {
-        for (milliseconds, written) in [
-            (0, "0ms"),
-            (120, "120ms"),
-            (1000, "1s"),
-            (8640, "8.64s"),
-            (360_000, "6m0s"),
-            (3_600_500, "1h0m0.5s"),
-        ] {
-            assert_eq!(in_units(Duration::from_millis(milliseconds)), written);
-        }
-        assert_eq!(in_units(Duration::from_micros(1)), "1ms", "never too early");
     }
 }

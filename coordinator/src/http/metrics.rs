@@ -16,7 +16,8 @@ use shared::protocol::FrontendId;
 use tokio::sync::watch;
 
 use super::error::ApiError;
-use super::server::{self, get};
+use super::routes::{self, get};
+use super::server::small_server;
 use super::state::{AppState, ReadinessCheck};
 use super::tls::Tls;
 use crate::checkpoint::Publication;
@@ -128,10 +129,10 @@ pub fn start(
     readiness: ReadinessCheck,
     tls: Option<&Tls>,
 ) -> std::io::Result<Server> {
-    server::small_server(listener, tls, move |config| {
+    small_server(listener, tls, move |config| {
         let (page, readiness) = (page.clone(), readiness.clone());
         let scrape = get().to(move |request: HttpRequest| answer(page.clone(), request));
-        let probe = get().to(move || std::future::ready(server::ready(readiness())));
+        let probe = get().to(move || std::future::ready(routes::ready(readiness())));
         config
             .service(web::resource("/metrics").wrap(Compress::default()).route(scrape))
             .service(web::resource("/ready").route(probe))

@@ -2,269 +2,30 @@
 //! says of each field what the server accepts; numbers written as strings, which it accepts too,
 //! are left out.
 //!
+//! - `places`: every path
 //! - `schema`: small JSON schemas
 //! - `requests`: the bodies of requests
 //! - `parts`: what the conversations among them are made of
 //! - `answers`: what is answered
+//! - `operators`: bodies and answers of the operator's API
 mod answers;
+mod operators;
 mod parts;
+mod places;
 mod requests;
 mod schema;
 
 use serde_json::{Map, Value, json};
 
+use self::places::Answer::{Empty, Json, Metrics, Sentence, Stream};
+use self::places::{OPERATORS, PLACES, Place, meaning};
 use self::requests::Requests;
-use self::schema::{any_of, bytes, given, integer, properties, reference};
+use self::schema::{any_of, integer, properties, reference};
 use super::conversation::{EFFORT, EFFORTS};
-use super::server::ROUTES;
+use super::routes::ROUTES;
 use super::state::AppState;
 use super::{adapters, admin, keys, messages, terms};
 use crate::text::reply::{CallFormat, Reasoning};
-
-/// A path.
-struct Place {
-    path: &'static str,
-    summary: &'static str,
-    /// The component of its body, for POST.
-    body: Option<&'static str>,
-    answer: Answer,
-    /// The other statuses that it may answer.
-    errors: &'static [u16],
-}
-
-/// What a path answers if all goes well.
-enum Answer {
-    /// Nothing but its status.
-    Empty,
-    /// JSON.
-    Json(&'static str),
-    /// JSON, or a stream of such events.
-    Stream(&'static str, &'static str),
-    /// The metrics, as text.
-    Metrics,
-    /// A sentence.
-    Sentence,
-}
-
-use Answer::{Empty, Json, Metrics, Sentence, Stream};
-
-/// Of paths that reach the engine.
-const ENGINE: &[u16] = &[400, 404, 408, 413, 415, 429, 500, 503, 504];
-/// The same where 503 and a full queue are 529.
-const OVERLOADED: &[u16] = &[400, 404, 408, 413, 415, 429, 500, 504, 529];
-/// Of paths that only read text.
-const READING: &[u16] = &[400, 404, 408, 413, 415, 500, 503];
-
-/// Of paths that change adapters: 404 where they may not change.
-const ADAPTING: &[u16] = &[400, 401, 403, 404, 408, 413, 415, 500, 503];
-
-/// Every path of [`ROUTES`].
-const PLACES: &[Place] = &[
-    Place {
-        path: "/v1/completions",
-        summary: "Complete prompts",
-        body: Some("CompletionRequest"),
-        answer: Stream("Completion", "CompletionEvent"),
-        errors: ENGINE,
-    },
-    Place {
-        path: "/v1/chat/completions",
-        summary: "Answer a conversation",
-        body: Some("ChatCompletionRequest"),
-        answer: Stream("ChatCompletion", "ChatCompletionEvent"),
-        errors: ENGINE,
-    },
-    Place {
-        path: "/v1/responses",
-        summary: "Answer a conversation, in OpenAI's Responses API; nothing is stored",
-        body: Some("ResponseRequest"),
-        answer: Stream("Response", "ResponseEvent"),
-        errors: ENGINE,
-    },
-    Place {
-        path: "/v1/messages",
-        summary: "Answer a conversation, in Anthropic's API",
-        body: Some("MessageRequest"),
-        answer: Stream("Message", "MessageEvent"),
-        errors: OVERLOADED,
-    },
-    Place {
-        path: "/v1/messages/count_tokens",
-        summary: "Count the tokens of a conversation's prompt",
-        body: Some("TokenCountRequest"),
-        answer: Json("TokenCount"),
-        errors: &[400, 404, 408, 413, 415, 500, 529],
-    },
-    Place {
-        path: "/v1/embeddings",
-        summary: "Compute a vector for each text",
-        body: Some("EmbeddingsRequest"),
-        answer: Json("Embeddings"),
-        errors: ENGINE,
-    },
-    Place {
-        path: "/v1/models",
-        summary: "List the model, its other names and its adapters",
-        body: None,
-        answer: Json("Models"),
-        errors: &[],
-    },
-    Place {
-        path: "/v1/models/{id}",
-        summary: "Show one of them",
-        body: None,
-        answer: Json("Model"),
-        errors: &[404],
-    },
-    Place {
-        path: "/tokenize",
-        summary: "Turn text or a conversation into tokens",
-        body: Some("TokenizeRequest"),
-        answer: Json("Tokens"),
-        errors: READING,
-    },
-    Place {
-        path: "/detokenize",
-        summary: "Turn tokens into text",
-        body: Some("DetokenizeRequest"),
-        answer: Json("Text"),
-        errors: READING,
-    },
-    Place {
-        path: "/v1/load_lora_adapter",
-        summary: "Load a LoRA adapter, and serve it as a model of its own",
-        body: Some("LoadAdapterRequest"),
-        answer: Sentence,
-        errors: ADAPTING,
-    },
-    Place {
-        path: "/v1/unload_lora_adapter",
-        summary: "Serve a LoRA adapter no longer; requests that use it end undisturbed",
-        body: Some("UnloadAdapterRequest"),
-        answer: Sentence,
-        errors: ADAPTING,
-    },
-    Place {
-        path: "/health",
-        summary: "Answer while the process runs",
-        body: None,
-        answer: Empty,
-        errors: &[],
-    },
-    Place {
-        path: "/live",
-        summary: "Answer while the process runs",
-        body: None,
-        answer: Empty,
-        errors: &[],
-    },
-    Place {
-        path: "/ready",
-        summary: "Say whether requests can be served",
-        body: None,
-        answer: Json("Readiness"),
-        errors: &[503],
-    },
-    Place {
-        path: "/metrics",
-        summary: "Show the metrics, in Prometheus's or OpenMetrics' text format",
-        body: None,
-        answer: Metrics,
-        errors: &[404, 503],
-    },
-    Place {
-        path: "/load",
-        summary: "Say how many requests are being answered",
-        body: None,
-        answer: Json("Load"),
-        errors: &[],
-    },
-    Place {
-        path: "/ping",
-        summary: "Answer while the process runs",
-        body: None,
-        answer: Empty,
-        errors: &[],
-    },
-    Place {
-        path: "/version",
-        summary: "Show the program's version",
-        body: None,
-        answer: Json("Version"),
-        errors: &[],
-    },
-    Place {
-        path: "/openapi.json",
-        summary: "Show this document",
-        body: None,
-        answer: Json("Document"),
-        errors: &[],
-    },
-    Place {
-        path: "/",
-        summary: "Show the program's version",
-        body: None,
-        answer: Json("Version"),
-        errors: &[],
-    },
-];
-
-/// Statuses of all of the operator's paths.
-const OPERATOR: &[u16] = &[400, 401, 403, 408, 415, 503];
-
-/// The operator's paths, and their methods.
-const OPERATORS: &[(Place, &str)] = &[
-    (
-        Place {
-            path: "/admin/status",
-            summary: "Show the cluster",
-            body: None,
-            answer: Json("Status"),
-            errors: OPERATOR,
-        },
-        "GET",
-    ),
-    (
-        Place {
-            path: "/admin/logs",
-            summary: "Show the last lines of a process's log",
-            body: None,
-            answer: Json("Log"),
-            errors: OPERATOR,
-        },
-        "GET",
-    ),
-    (
-        Place {
-            path: "/admin/scale",
-            summary: "Bound the replicas, or set the number of local workers",
-            body: Some("ScaleRequest"),
-            answer: Json("Scaled"),
-            errors: OPERATOR,
-        },
-        "POST",
-    ),
-    (
-        Place {
-            path: "/admin/drain",
-            summary: "Let a worker finish its requests and leave",
-            body: Some("DrainRequest"),
-            answer: Json("Drained"),
-            errors: OPERATOR,
-        },
-        "POST",
-    ),
-    (
-        Place {
-            path: "/admin/actors/kill",
-            summary: "End an actor of an application at once",
-            body: Some("KillRequest"),
-            answer: Json("Killed"),
-            errors: OPERATOR,
-        },
-        "POST",
-    ),
-];
 
 /// Returns the document.
 #[must_use]
@@ -332,31 +93,40 @@ fn schemas(state: &AppState) -> Map<String, Value> {
         "MessageRequest": requests.messages(),
         "TokenCountRequest": requests.count_tokens(),
         "EmbeddingsRequest": requests.embeddings(),
-        "TokenizeRequest": requests.tokenize(),
+        "RerankRequest": requests.rerank(),
         "DetokenizeRequest": requests.detokenize(),
         "LoadAdapterRequest": requests::load_adapter(),
         "UnloadAdapterRequest": requests::unload_adapter(),
     })));
+    // Bodies of several forms.
+    let tokenize = [requests.tokenize_prompt(), requests.tokenize_chat()];
+    add_forms(&mut schemas, "TokenizeRequest", &TOKENIZE_FORMS, tokenize);
+    add_forms(&mut schemas, "ScoreRequest", &SCORE_FORMS, requests.scores());
+    let invocations = ["Completion", "ChatCompletion", "Embeddings", "Rerank", "Score"];
+    let invocation = any_of(invocations.map(|name| reference(&format!("{name}Request"))));
+    schemas.insert("InvocationRequest".to_owned(), invocation);
     if state.admin.is_some() {
-        schemas.extend(answers::of_operators());
-        let mut scale = given(
-            &[],
-            properties(json!({
-                "replicas": integer(0, u32::MAX), "workers": integer(1, admin::LOCAL_WORKERS_MAX),
-            })),
-        );
-        scale["properties"]["reset"] = json!({"type": "boolean"});
-        let mut drain = given(&["node"], properties(json!({"node": bytes(0, admin::BODY_MAX)})));
-        let mut kill = given(&["actor"], properties(json!({"actor": bytes(0, admin::BODY_MAX)})));
-        kill["properties"]["restart"] = json!({"type": "boolean"});
-        for schema in [&mut scale, &mut drain, &mut kill] {
-            schema["additionalProperties"] = false.into();
-        }
-        schemas.insert("ScaleRequest".to_owned(), scale);
-        schemas.insert("DrainRequest".to_owned(), drain);
-        schemas.insert("KillRequest".to_owned(), kill);
+        schemas.extend(operators::all());
     }
     schemas
+}
+
+/// The forms of `/tokenize`'s body.
+const TOKENIZE_FORMS: [&str; 2] = ["TokenizePromptRequest", "TokenizeChatRequest"];
+/// Those of `/score`'s, in the order of its pairs of names.
+const SCORE_FORMS: [&str; 4] =
+    ["ScoreTextsRequest", "ScoreDocumentsRequest", "ScoreItemsRequest", "ScoreDataRequest"];
+
+/// Adds a body that has one of several forms. Each is a component: generators of clients make a
+/// class of each.
+fn add_forms<const N: usize>(
+    schemas: &mut Map<String, Value>,
+    name: &str,
+    names: &[&str; N],
+    forms: [Value; N],
+) {
+    schemas.insert(name.to_owned(), any_of(names.map(reference)));
+    schemas.extend(names.iter().map(|name| (*name).to_owned()).zip(forms));
 }
 
 /// What a path does with each of its methods.
@@ -426,7 +196,7 @@ fn operation(state: &AppState, place: &Place, method: &str) -> Value {
     if is_guarded || adapts && state.runtime_adapters && !state.keys.is_empty() {
         ways.extend([json!({"bearer": []}), json!({"key": []})]);
     }
-    let operates = adapts || place.path.starts_with("/admin/");
+    let operates = adapts || admin::is_at(place.path);
     if operates && state.admin.as_ref().is_some_and(|admin| admin.secret.is_some()) {
         ways.push(json!({"operator": []}));
     }
@@ -442,14 +212,19 @@ fn error_of(path: &str) -> &'static str {
 }
 
 fn parameters(place: &Place) -> Vec<Value> {
+    let query = |name: &str, required: bool, schema: Value| json!({"name": name, "in": "query", "required": required, "schema": schema});
     if place.path == "/admin/logs" {
-        let query = |name: &str, required: bool, schema: Value| json!({"name": name, "in": "query", "required": required, "schema": schema});
         return vec![
             query("node", true, json!({"type": "string"})),
             query("lines", false, integer(0, i64::MAX)),
             query("previous", false, json!({"type": "boolean"})),
             query("pid", false, integer(0, u32::MAX)),
         ];
+    }
+    if place.path == admin::RESET {
+        let no = json!({"type": "boolean", "enum": [false]});
+        let names = ["reset_running_requests", "reset_external"];
+        return names.map(|name| query(name, false, no.clone())).into();
     }
     if !place.errors.contains(&504) {
         return Vec::new();
@@ -467,37 +242,4 @@ fn operation_id(path: &str, method: &str) -> String {
     let words: Vec<&str> = words.collect();
     let words = if words.is_empty() { vec!["root"] } else { words };
     format!("{}_{}", method.to_lowercase(), words.join("_"))
-}
-
-/// What a status means.
-fn meaning(status: u16) -> &'static str {
-    match status {
-        400 => "A field is wrong, or prompt and output do not fit.",
-        401 => "No API key or token, or an unknown one.",
-        403 => "Not for this client.",
-        404 => "There is no such model, or not at this process.",
-        408 => "The body arrived too slowly.",
-        413 => "The body is too large.",
-        415 => "The body is not JSON.",
-        429 => "The queue is full, or the API key has reached its limit: see Retry-After.",
-        500 => "An error in the server.",
-        503 => "Nothing can serve this now: see Retry-After.",
-        504 => "The client's time limit has passed.",
-        _ => "There is more to do than can be done now: see Retry-After.",
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::collections::BTreeSet;
-
-    use super::*;
-
-    #[test]
-    fn every_route_is_described_and_no_other() {
-        let described: BTreeSet<&str> = PLACES.iter().map(|place| place.path).collect();
-        let routes: BTreeSet<&str> = ROUTES.iter().map(|(path, _)| *path).collect();
-        assert_eq!(described, routes);
-        assert_eq!((PLACES.len(), ROUTES.len()), (described.len(), routes.len()), "each once");
-    }
 }

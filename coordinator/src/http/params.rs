@@ -12,6 +12,7 @@ use tokio::time::Instant;
 use super::access::Tally;
 use super::error::ApiError;
 pub use super::fields::Fields;
+use super::fields::whole_number;
 pub use super::limits::Limits;
 use super::limits::{MODEL_BYTES, ranges};
 use super::models::Models;
@@ -309,7 +310,7 @@ fn stream_usage(fields: &Fields, stream: bool) -> Result<StreamUsage, ApiError> 
     let name = "stream_options";
     let options = match fields.get(name) {
         None => return Ok(StreamUsage::Never),
-        Some(Value::Object(_)) if !stream => {
+        Some(Value::Object(options)) if !stream && !options.is_empty() => {
             let message = format!("`{name}` is allowed only with `stream`: true");
             return Err(ApiError::field(name, message));
         }
@@ -392,7 +393,7 @@ fn token_ids(
 
 /// Reads a token id of the vocabulary.
 pub(super) fn token_id(value: &Value, text: &TextModel) -> Option<u32> {
-    let id = value.as_u64().and_then(|id| u32::try_from(id).ok())?;
+    let id = whole_number(value).and_then(|id| u32::try_from(id).ok())?;
     (id < text.vocab_size).then_some(id)
 }
 

@@ -101,6 +101,21 @@ const MESSAGES: &[(&str, Neutral)] = &[
     ("thread", Null),
 ];
 
+/// Fields of `/rerank` and `/score` only.
+const COMPARISON: &[(&str, Neutral)] = &[
+    ("activation", True),
+    ("chat_template_kwargs", Empty),
+    ("instruction", Empty),
+    ("max_chunks_per_doc", Null),
+    ("mm_processor_kwargs", Empty),
+    ("padding", Words(&["do_not_pad"])),
+    ("rank_fields", Only("text")),
+    ("return_embeddings", False),
+    ("softmax", Null),
+    ("truncation_side", Words(&["right"])),
+    ("use_activation", True),
+];
+
 /// Fields of `/v1/embeddings` only.
 const EMBEDDINGS: &[(&str, Neutral)] = &[
     ("activation", True),
@@ -110,24 +125,35 @@ const EMBEDDINGS: &[(&str, Neutral)] = &[
     ("messages", Null),
     ("mm_processor_kwargs", Empty),
     ("normalize", True),
+    ("padding", Words(&["do_not_pad"])),
+    ("truncation_side", Words(&["right"])),
     ("use_activation", True),
 ];
 
 impl Neutral {
-    /// The values, null among them, as a JSON schema.
+    /// The values, null among them, as a JSON schema. Each enumeration is of one type, as
+    /// generators of clients want it.
     fn schema(self) -> Value {
         match self {
             Null => json!({"type": "null"}),
-            False => json!({"enum": [null, false]}),
-            True => json!({"enum": [null, true]}),
-            One => json!({"enum": [null, 1]}),
-            Empty => json!({"enum": [null, "", [], {}]}),
+            False => json!({"anyOf": [{"type": "null"}, {"const": false}]}),
+            True => json!({"anyOf": [{"type": "null"}, {"const": true}]}),
+            One => json!({"anyOf": [{"type": "null"}, {"const": 1}]}),
+            Empty => json!({"anyOf": [
+                {"type": "null"},
+                {"type": "string", "maxLength": 0},
+                {"type": "array", "items": {}, "maxItems": 0},
+                {"type": "object", "maxProperties": 0},
+            ]}),
             Words(words) => {
                 let mut all = json!(words);
                 all.as_array_mut().into_iter().for_each(|all| all.insert(0, Value::Null));
                 json!({"enum": all})
             }
-            Only(word) => json!({"enum": [null, [word]]}),
+            Only(word) => json!({"anyOf": [
+                {"type": "null"},
+                {"type": "array", "items": {"const": word}, "minItems": 1, "maxItems": 1},
+            ]}),
         }
     }
 
@@ -162,6 +188,10 @@ pub enum Endpoint {
     Messages,
     /// `/v1/embeddings`.
     Embeddings,
+    /// `/rerank`.
+    Rerank,
+    /// `/score`.
+    Score,
 }
 
 impl Endpoint {
@@ -172,6 +202,7 @@ impl Endpoint {
             Self::Responses => RESPONSES,
             Self::Messages => MESSAGES,
             Self::Embeddings => EMBEDDINGS,
+            Self::Rerank | Self::Score => COMPARISON,
         }
     }
 }
@@ -196,6 +227,7 @@ fn why(name: &str) -> &'static str {
             ": responses are not stored; send the earlier messages in `input`"
         }
         "background" => ": responses are not stored, so they cannot be retrieved later",
+        "instruction" => ": write it into the query, in the form that the model was trained with",
         _ => "",
     }
 }

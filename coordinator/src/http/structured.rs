@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 use shared::protocol::{GuideSpec, Whitespace};
 
 use super::error::ApiError;
-use super::fields::Fields;
+use super::fields::{Fields, whole_number};
 use super::limits::PATTERN_BYTES;
 use crate::guide;
 use crate::text::reply::grammar;
@@ -285,7 +285,7 @@ fn allowed_token_ids(fields: &Fields, vocab_size: u32) -> Result<Option<Asked>, 
     let field = "allowed_token_ids";
     let Some(value) = fields.get(field) else { return Ok(None) };
     let id = |id: &Value| {
-        let id = id.as_u64().and_then(|id| u32::try_from(id).ok());
+        let id = whole_number(id).and_then(|id| u32::try_from(id).ok());
         id.filter(|id| *id < vocab_size)
     };
     let tokens = value.as_array().and_then(|list| list.iter().map(id).collect::<Option<_>>());

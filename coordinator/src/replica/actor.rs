@@ -109,6 +109,11 @@ pub struct GiveUpRequests;
 #[rtype(result = "()")]
 pub struct ShareQueue(pub QueueShare);
 
+/// Forget the prefixes that the KV cache holds.
+#[derive(Clone, Copy, Debug, Message)]
+#[rtype(result = "()")]
+pub struct ForgetPrefixes;
+
 /// The replica is given up for good: like [`GiveUpRequests`], and the actor ends.
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
@@ -281,6 +286,14 @@ impl Handler<ShareQueue> for ReplicaActor {
     fn handle(&mut self, ShareQueue(queue_share): ShareQueue, _ctx: &mut Self::Context) {
         let requests = self.core.share(self.clock.now(), queue_share, &mut self.outbound);
         self.outbound.migrations.do_send(MigrateRequests { from: self.outbound.id, requests });
+    }
+}
+
+impl Handler<ForgetPrefixes> for ReplicaActor {
+    type Result = ();
+
+    fn handle(&mut self, _: ForgetPrefixes, _ctx: &mut Self::Context) {
+        self.core.forget_prefixes();
     }
 }
 

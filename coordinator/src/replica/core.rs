@@ -131,6 +131,11 @@ impl ReplicaCore {
         self.driver.wake_with(waker);
     }
 
+    /// Forgets the prefixes that its KV cache holds.
+    pub fn forget_prefixes(&mut self) {
+        self.driver.forget_prefixes();
+    }
+
     /// What steps have waited for may be ready.
     pub fn mask_ready(&mut self, now: Duration, outbound: &mut impl Outbound) {
         self.drive(now, outbound);

@@ -136,6 +136,11 @@ impl ReplicaDriver {
         self.scheduler.wake_with(waker);
     }
 
+    /// Forgets the prefixes that its KV cache holds.
+    pub fn forget_prefixes(&mut self) {
+        self.scheduler.forget_prefixes();
+    }
+
     /// Number of requests accepted and not ended.
     #[must_use]
     pub fn num_requests(&self) -> usize {

@@ -194,6 +194,12 @@ impl BlockPool {
         }
     }
 
+    /// Makes all blocks unfindable.
+    pub fn forget_all(&mut self) {
+        self.kept.clear();
+        self.blocks.iter_mut().for_each(|block| block.holds = None);
+    }
+
     /// Finds the block that holds these tokens after that prefix.
     #[must_use]
     pub fn find(&self, prefix: Prefix, tokens: &[u32]) -> Option<CachedBlock> {
@@ -301,6 +307,27 @@ mod tests {
         pool.give_back(&mut table);
         pool.give_back(&mut vec![again]);
         assert_eq!(pool.num_free(), 3);
+    }
+
+    #[test]
+    fn nothing_is_found_of_what_was_there_when_all_was_forgotten() {
+        let mut pool = BlockPool::new(4, 1);
+        let mut used: Vec<BlockId> = (0..2).filter_map(|_| pool.take()).collect();
+        let mut free: Vec<BlockId> = pool.take().into_iter().collect();
+        let first = pool.keep(used[0], START, &[1]);
+        pool.keep(free[0], START, &[2]);
+        pool.give_back(&mut free);
+        pool.forget_all();
+        assert!(pool.find(START, &[1]).is_none() && pool.find(START, &[2]).is_none());
+        // A sequence that goes on adds to what cannot be found; others begin anew.
+        pool.keep(used[1], first, &[3]);
+        let mut again: Vec<BlockId> = pool.take().into_iter().collect();
+        let prefix = pool.keep(again[0], START, &[1]);
+        assert!(pool.find(START, &[1]).is_some() && pool.find(prefix, &[3]).is_none());
+        pool.give_back(&mut used);
+        pool.give_back(&mut again);
+        assert_eq!(pool.num_free(), 4);
+        assert!((0..4).all(|_| pool.take().is_some()), "all can be used");
     }
 
     #[test]

@@ -1,10 +1,8 @@
 //! Conversations to prompts, by the model's own Jinja chat template, in a sandbox: no files, no
 //! includes, bounded steps and output. Beyond Jinja, templates may use what transformers provides.
 //!
-//! - `date`: `strftime_now`
 //! - [`harmony`]: conversations as harmony templates expect them
 //! - `json`: the filter `tojson`
-mod date;
 pub mod harmony;
 mod json;
 
@@ -16,6 +14,7 @@ use minijinja::value::Serde;
 use minijinja::{Environment, Error, ErrorKind, Value};
 use serde_json::{Map, json};
 
+use super::date;
 use super::reply::CallFormat;
 
 /// Maximum number of steps of a template, half a second of them. Most templates take about a

@@ -85,6 +85,13 @@ pub(crate) struct DrainArgs {
     pub(crate) node: String,
 }
 
+/// Options of `tutti reset-prefix-cache`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ResetPrefixCacheArgs {
+    #[command(flatten)]
+    pub(crate) operator: OperatorArgs,
+}
+
 /// Options of `tutti actors`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ActorsArgs {

@@ -8,6 +8,7 @@ use shared::ids::{ReplicaId, WorkerId};
 use super::super::records::{ProcessExit, WhichProcess};
 use super::super::status;
 use super::ClusterActor;
+use crate::replica::actor::ForgetPrefixes;
 
 /// Asks for the state of the cluster; others add front ends and readiness.
 #[derive(Clone, Copy, Debug, Message)]
@@ -24,6 +25,23 @@ pub struct Scale(pub Option<u32>);
 #[derive(Clone, Debug, Message)]
 #[rtype(result = "Result<u64, String>")]
 pub struct Drain(pub String);
+
+/// Forgets the prefixes that all replicas' KV caches hold: requests that come from now on find
+/// nothing of earlier ones.
+#[derive(Clone, Copy, Debug, Message)]
+#[rtype(result = "()")]
+pub struct ResetPrefixCache;
+
+impl Handler<ResetPrefixCache> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, _: ResetPrefixCache, _ctx: &mut Self::Context) {
+        self.affinity.forget_all();
+        for running in self.replicas.values() {
+            running.addr.do_send(ForgetPrefixes);
+        }
+    }
+}
 
 impl Handler<GetStatus> for ClusterActor {
     type Result = actix::MessageResult<GetStatus>;

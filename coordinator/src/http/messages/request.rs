@@ -2,7 +2,7 @@
 use serde_json::{Map, Value, json};
 
 use super::super::error::ApiError;
-use super::super::fields::Fields;
+use super::super::fields::{Fields, whole_number};
 use super::super::params::Limits;
 use super::super::refused::{self, Endpoint};
 use super::super::state::AppState;
@@ -256,7 +256,8 @@ fn thinking(
         }
         Some("enabled") => {
             let part = thinking.get("budget_tokens").unwrap_or(&Value::Null);
-            if part.as_u64().is_none_or(|budget| budget == 0) {
+            let budget = part.as_u64().or_else(|| whole_number(part)?.try_into().ok());
+            if budget.is_none_or(|budget| budget == 0) {
                 return Err(Fields::wrong("thinking.budget_tokens", part, "a number above 0"));
             }
             Some(true)

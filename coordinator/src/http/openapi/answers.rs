@@ -6,11 +6,11 @@ use super::schema::{
     reference, string, words,
 };
 
-fn count() -> Value {
+pub(super) fn count() -> Value {
     json!({"type": "integer", "minimum": 0})
 }
 
-fn time() -> Value {
+pub(super) fn time() -> Value {
     json!({"type": "integer", "description": "Seconds since 1970."})
 }
 
@@ -24,16 +24,29 @@ pub(super) fn all() -> Properties {
         "CompletionEvent": completion(true),
         "ChatCompletion": chat(),
         "ChatCompletionEvent": chat_event(),
-        "Response": response(),
+        "ModelResponse": response(),
         "ResponseItem": response_item(),
         "ResponseEvent": response_event(),
+        "ResponsePart": response_part(),
+        "TokenLogprob": logprob(),
+        "TopLogprob": top_logprob(),
         "Message": message(),
         "MessageBlock": message_block(),
         "MessageEvent": message_event(),
+        "MessageDelta": message_delta(),
+        "MessageEnd": answer(stops(), json!({})),
+        "MessagesUsage": messages_usage(),
+        "ToolInput": any_object(),
         "Embeddings": embeddings(),
+        "Ranking": ranking(),
+        "Scores": scores(),
         "Model": model(),
     }));
     all.extend(properties(json!({
+        "Invocation": any_of(
+            ["Completion", "ChatCompletion", "Embeddings", "Ranking", "Scores"].map(reference),
+        ),
+        "InvocationEvent": any_of(["CompletionEvent", "ChatCompletionEvent"].map(reference)),
         "TokenCount": answer(json!({"input_tokens": count()}), json!({})),
         "Models": answer(
             json!({"object": only("list"), "data": any_list(reference("Model"))}),
@@ -53,33 +66,6 @@ pub(super) fn all() -> Properties {
         "Document": any_object(),
     })));
     all
-}
-
-/// Answers of the operator's API.
-pub(super) fn of_operators() -> Properties {
-    let several = || any_list(any_object());
-    properties(json!({
-        "Status": answer(
-            json!({
-                "version": string(), "model": string(), "ready": boolean(), "message": string(),
-                "tensor_parallel": count(), "max_replicas": or_null(count()),
-                "commands": any_object(), "nodes": several(), "replicas": several(),
-                "actors": several(), "dead": several(),
-            }),
-            json!({}),
-        ),
-        "Log": answer(
-            json!({
-                "node": string(), "pid": count(), "alive": boolean(), "reason": or_null(string()),
-                "exit": or_null(string()), "missing": count(), "lines": any_list(string()),
-                "stderr": any_list(string()),
-            }),
-            json!({}),
-        ),
-        "Scaled": answer(json!({"scaled": any_object()}), json!({})),
-        "Drained": answer(json!({"drained": string()}), json!({})),
-        "Killed": answer(json!({"killed": string()}), json!({})),
-    }))
 }
 
 fn error() -> Value {
@@ -172,16 +158,24 @@ fn completion(is_event: bool) -> Value {
 
 /// One token's log-probabilities, as in chat.
 fn logprob() -> Value {
-    let one = json!({
-        "token": string(), "logprob": {"type": "number"}, "bytes": any_list(count()),
-    });
-    let mut chosen = one.clone();
-    chosen["top_logprobs"] = any_list(answer(one, json!({})));
-    answer(chosen, json!({}))
+    let mut all = properties(of_token());
+    all.insert("top_logprobs".to_owned(), any_list(reference("TopLogprob")));
+    answer(Value::Object(all), json!({}))
+}
+
+fn top_logprob() -> Value {
+    answer(of_token(), json!({}))
+}
+
+fn of_token() -> Value {
+    json!({"token": string(), "logprob": {"type": "number"}, "bytes": any_list(count())})
 }
 
 fn chat_choice(name: &str, content: Value) -> Value {
-    let logprobs = answer(json!({"content": any_list(logprob()), "refusal": nothing()}), json!({}));
+    let logprobs = answer(
+        json!({"content": any_list(reference("TokenLogprob")), "refusal": nothing()}),
+        json!({}),
+    );
     answer(
         json!({
             "index": count(), name: content, "logprobs": or_null(logprobs),
@@ -226,7 +220,7 @@ fn response_part() -> Value {
     let text = answer(
         json!({
             "type": only("output_text"), "text": string(), "annotations": any_list(json!({})),
-            "logprobs": any_list(logprob()),
+            "logprobs": any_list(reference("TokenLogprob")),
         }),
         json!({}),
     );
@@ -245,7 +239,7 @@ fn response_item() -> Value {
         })));
         answer(Value::Object(all), json!({}))
     };
-    let content = any_list(response_part());
+    let content = any_list(reference("ResponsePart"));
     any_of([
         of("reasoning", json!({"summary": any_list(json!({})), "content": content})),
         of("message", json!({"role": only("assistant"), "content": content})),
@@ -311,11 +305,11 @@ fn response_event() -> Value {
         all.extend(properties(own));
         Value::Object(all)
     };
-    let logprobs = any_list(logprob());
+    let logprobs = any_list(reference("TokenLogprob"));
     any_of([
-        of(&whole, json!({"response": reference("Response")})),
+        of(&whole, json!({"response": reference("ModelResponse")})),
         of(&items, json!({"output_index": count(), "item": reference("ResponseItem")})),
-        of(&parts, place(json!({"part": response_part()}), true)),
+        of(&parts, place(json!({"part": reference("ResponsePart")}), true)),
         of(
             &["response.output_text.delta"],
             place(json!({"delta": string(), "logprobs": logprobs}), true),
@@ -336,15 +330,11 @@ fn response_event() -> Value {
 
 /// A block of a message, and what one that begins has besides.
 fn message_block() -> Value {
-    let of = |kind: &str, own: Value| {
-        let mut all = properties(own);
-        all.insert("type".to_owned(), only(kind));
-        answer(Value::Object(all), json!({}))
-    };
+    let of = of_kind;
     any_of([
         of("thinking", json!({"thinking": string(), "signature": string()})),
         of("text", json!({"text": string(), "citations": nothing()})),
-        of("tool_use", json!({"id": string(), "name": string(), "input": any_object()})),
+        of("tool_use", json!({"id": string(), "name": string(), "input": reference("ToolInput")})),
     ])
 }
 
@@ -369,37 +359,81 @@ fn stops() -> Value {
 fn message() -> Value {
     let mut all = properties(json!({
         "id": string(), "type": only("message"), "role": only("assistant"), "model": string(),
-        "content": any_list(reference("MessageBlock")), "usage": messages_usage(),
+        "content": any_list(reference("MessageBlock")), "usage": reference("MessagesUsage"),
     }));
     all.extend(properties(stops()));
     answer(Value::Object(all), json!({}))
 }
 
-fn message_event() -> Value {
-    let of = |kind: &str, own: Value| {
-        let mut all = properties(own);
-        all.insert("type".to_owned(), only(kind));
-        answer(Value::Object(all), json!({}))
-    };
-    let delta = any_of([
+/// An object whose `type` tells which it is.
+fn of_kind(kind: &str, own: Value) -> Value {
+    let mut all = properties(own);
+    all.insert("type".to_owned(), only(kind));
+    answer(Value::Object(all), json!({}))
+}
+
+/// What an event adds to a block.
+fn message_delta() -> Value {
+    let of = of_kind;
+    any_of([
         of("text_delta", json!({"text": string()})),
         of("thinking_delta", json!({"thinking": string()})),
         of("signature_delta", json!({"signature": string()})),
         of("input_json_delta", json!({"partial_json": string()})),
-    ]);
+    ])
+}
+
+fn message_event() -> Value {
+    let of = of_kind;
     let block = reference("MessageBlock");
     any_of([
         of("message_start", json!({"message": reference("Message")})),
         of("content_block_start", json!({"index": count(), "content_block": block})),
-        of("content_block_delta", json!({"index": count(), "delta": delta})),
+        of("content_block_delta", json!({"index": count(), "delta": reference("MessageDelta")})),
         of("content_block_stop", json!({"index": count()})),
         of(
             "message_delta",
-            json!({"delta": answer(stops(), json!({})), "usage": messages_usage()}),
+            json!({"delta": reference("MessageEnd"), "usage": reference("MessagesUsage")}),
         ),
         of("message_stop", json!({})),
         of("ping", json!({})),
     ])
+}
+
+/// What a request for vectors used.
+fn vectors_usage() -> Value {
+    answer(json!({"prompt_tokens": count(), "total_tokens": count()}), json!({}))
+}
+
+fn closeness() -> Value {
+    json!({"type": "number", "minimum": -1, "maximum": 1})
+}
+
+fn ranking() -> Value {
+    let document = answer(json!({"text": string()}), json!({}));
+    let rank = answer(
+        json!({"index": count(), "relevance_score": closeness()}),
+        json!({"document": document}),
+    );
+    answer(
+        json!({
+            "id": string(), "model": string(), "usage": vectors_usage(),
+            "results": any_list(rank),
+        }),
+        json!({}),
+    )
+}
+
+fn scores() -> Value {
+    let score =
+        answer(json!({"index": count(), "object": only("score"), "score": closeness()}), json!({}));
+    answer(
+        json!({
+            "id": string(), "object": only("list"), "created": time(), "model": string(),
+            "data": any_list(score), "usage": vectors_usage(),
+        }),
+        json!({}),
+    )
 }
 
 fn embeddings() -> Value {
@@ -411,11 +445,10 @@ fn embeddings() -> Value {
         json!({"object": only("embedding"), "index": count(), "embedding": vector}),
         json!({}),
     );
-    let usage = answer(json!({"prompt_tokens": count(), "total_tokens": count()}), json!({}));
     answer(
         json!({
             "id": string(), "object": only("list"), "data": any_list(entry), "model": string(),
-            "usage": usage,
+            "usage": vectors_usage(),
         }),
         json!({}),
     )

@@ -5,8 +5,10 @@ use super::schema::{
     Properties, any_list, any_object, any_of, boolean, given, only, properties, string, told, words,
 };
 
-/// The roles of chat's messages.
-const ROLES: &[&str] = &["system", "developer", "user", "assistant", "tool"];
+/// The roles of chat's messages that may say nothing.
+const MAY_BE_EMPTY: &[&str] = &["assistant", "tool"];
+/// Those of the others, which must say something.
+const SAY_SOMETHING: &[&str] = &["system", "developer", "user"];
 
 /// A function that the model may call.
 pub(super) fn function(schema: &str) -> Properties {
@@ -70,18 +72,16 @@ pub(super) fn message() -> Value {
         properties(json!({"name": string(), "arguments": any_of([string(), any_object()])})),
     );
     let call = given(&["function"], properties(json!({"function": function})));
-    let own = json!({
-        "role": words(ROLES), "content": content, "name": string(), "tool_call_id": string(),
-        "reasoning_content": string(), "reasoning": string(), "thinking": string(),
-        "tool_calls": any_list(call),
-    });
-    let mut schema = given(&["role"], properties(own));
-    // These may say nothing; the others must.
-    schema["anyOf"] = json!([
-        {"properties": {"role": {"enum": ["assistant", "tool"]}}},
-        {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
-    ]);
-    schema
+    let calls = any_list(call);
+    let of = |required: &[&str], roles: &[&str]| {
+        let own = json!({
+            "role": words(roles), "content": content, "name": string(), "tool_call_id": string(),
+            "reasoning_content": string(), "reasoning": string(), "thinking": string(),
+            "tool_calls": calls,
+        });
+        given(required, properties(own))
+    };
+    any_of([of(&["role"], MAY_BE_EMPTY), of(&["role", "content"], SAY_SOMETHING)])
 }
 
 /// How tools are called.

@@ -1,4 +1,6 @@
 //! PURE: the bodies of requests. Bounds are those that the readers of fields have.
+use std::collections::BTreeSet;
+
 use serde_json::{Value, json};
 use shared::protocol::guide::{
     GRAMMAR_BYTES_MAX, GUIDE_ITEMS_MAX, REGEX_BYTES_MAX, SCHEMA_BYTES_MAX,
@@ -8,7 +10,7 @@ use shared::protocol::lora::{ADAPTER_NAME_MAX, ADAPTER_PATH_MAX};
 use super::super::embeddings::hidden_size_of;
 use super::super::limits::{EFFORT_BYTES, Limits, MODEL_BYTES, PATTERN_BYTES, ranges};
 use super::super::refused::{self, Endpoint};
-use super::super::{messages, responses};
+use super::super::{messages, responses, scores};
 use super::parts::{
     function, input_item, message, messages_tool, messages_tool_choice, response_format,
     response_tool, response_tool_choice, text_block, text_format, tool_choice, turn,
@@ -271,7 +273,7 @@ impl Requests<'_> {
         let limits = self.limits;
         let (entries, key, value) = responses::METADATA;
         let ignored = || told(bytes(0, limits.user_bytes), NO_EFFECT);
-        let obfuscation = json!({"include_obfuscation": {"type": "boolean", "enum": [false]}});
+        let obfuscation = json!({"include_obfuscation": only(false)});
         let own = json!({
             "input": any_of([string(), list(input_item(), 1, limits.messages)]),
             "instructions": string(),
@@ -393,20 +395,64 @@ impl Requests<'_> {
         given(&["input"], joined([self.common(), properties(own), refused(Endpoint::Embeddings)]))
     }
 
-    pub(super) fn tokenize(&self) -> Value {
+    /// Texts that are compared.
+    fn compared(&self) -> Value {
+        let text = bytes_at_least(1);
+        let one = any_of([text.clone(), given(&["text"], properties(json!({"text": text})))]);
+        any_of([one.clone(), list(one, 1, self.limits.inputs)])
+    }
+
+    /// What rerank and score have in common.
+    fn comparison(&self) -> Properties {
+        let most = || told(integer(0, u32::MAX), "The others are left out. 0: all.");
+        let own = json!({"max_tokens_per_query": most(), "max_tokens_per_doc": most()});
+        joined([self.common(), properties(own)])
+    }
+
+    pub(super) fn rerank(&self) -> Value {
+        let text = bytes_at_least(1);
         let own = json!({
-            "model": self.model(),
-            "prompt": told(string(), "Or `messages`, not both."),
-            "return_token_strs": boolean(),
-            "add_special_tokens": boolean(),
-            "chat_template": nothing(),
+            "query": any_of([text.clone(), given(&["text"], properties(json!({"text": text})))]),
+            "documents": self.compared(),
+            "top_n": told(integer(0, u32::MAX), "The closest ones. 0: all."),
+            "return_documents": told(boolean(), "Absent: true."),
         });
-        let mut schema = given(&[], joined([self.conversation(), properties(own)]));
-        schema["anyOf"] = json!([
-            {"required": ["prompt"], "properties": {"prompt": string()}},
-            {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
-        ]);
-        schema
+        given(
+            &["query", "documents"],
+            joined([self.comparison(), properties(own), refused(Endpoint::Rerank)]),
+        )
+    }
+
+    /// One pair of texts for each way to name them: a body has one of these forms.
+    pub(super) fn scores(&self) -> [Value; 4] {
+        let names: BTreeSet<&str> = scores::PAIRS.into_iter().flat_map(<[_; 2]>::from).collect();
+        scores::PAIRS.map(|(left, right)| {
+            let of = |name: &&str| match [left, right].contains(name) {
+                true => ((*name).to_owned(), self.compared()),
+                false => ((*name).to_owned(), nothing()),
+            };
+            let own = names.iter().map(of).collect();
+            given(&[left, right], joined([self.comparison(), own, refused(Endpoint::Score)]))
+        })
+    }
+
+    /// What is tokenized without a template.
+    pub(super) fn tokenize_prompt(&self) -> Value {
+        let own = json!({"prompt": string(), "messages": nothing()});
+        given(&["prompt"], joined([self.tokenizing(), properties(own)]))
+    }
+
+    /// What is tokenized with the template.
+    pub(super) fn tokenize_chat(&self) -> Value {
+        let own = json!({"prompt": nothing(), "chat_template": nothing()});
+        given(&["messages"], joined([self.tokenizing(), self.conversation(), properties(own)]))
+    }
+
+    fn tokenizing(&self) -> Properties {
+        properties(json!({
+            "model": self.model(), "return_token_strs": boolean(),
+            "add_special_tokens": boolean(),
+        }))
     }
 
     pub(super) fn detokenize(&self) -> Value {

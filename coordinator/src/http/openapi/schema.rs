@@ -101,7 +101,9 @@ pub(super) fn or_null(mut schema: Value) -> Value {
             Some(values) if values.contains(&Value::Null) => schema,
             _ => match schema.get_mut("anyOf").and_then(Value::as_array_mut) {
                 Some(schemas) => {
-                    schemas.push(nothing());
+                    if !schemas.contains(&nothing()) {
+                        schemas.push(nothing());
+                    }
                     schema
                 }
                 None => any_of([schema, nothing()]),

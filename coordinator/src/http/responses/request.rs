@@ -153,7 +153,9 @@ fn ignored(fields: &Fields, limits: &Limits) -> Result<(), ApiError> {
     let name = "stream_options";
     match fields.get(name) {
         None => Ok(()),
-        Some(Value::Object(_)) if !fields.boolean("stream", false)? => {
+        Some(Value::Object(options))
+            if !options.is_empty() && !fields.boolean("stream", false)? =>
+        {
             Err(ApiError::field(name, format!("`{name}` is allowed only with `stream`: true")))
         }
         Some(Value::Object(options)) => match options.get("include_obfuscation") {

@@ -1,4 +1,4 @@
-//! `strftime_now`, for templates that tell the model the date. In UTC.
+//! Dates in UTC: `strftime_now`, for templates that tell the model the date, and times in headers.
 use minijinja::{Error, ErrorKind};
 use shared::clock::since_1970;
 
@@ -80,6 +80,13 @@ pub(super) fn strftime(format: &str, seconds: u64) -> Result<String, Error> {
         });
     }
     Ok(text)
+}
+
+/// A time in seconds since 1970 as RFC 3339 writes it.
+pub(crate) fn rfc_3339(seconds: u64) -> String {
+    let (year, month, day, _) = date_of(seconds / 86_400);
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
 }
 
 /// Year, month, day of the month and day of the year of a day counted from 1970-01-01.

@@ -1,0 +1,199 @@
+//! Every path and what answers it.
+use actix_web::middleware::Compress;
+use actix_web::web::{self, Data, Payload, ServiceConfig};
+use actix_web::{HttpRequest, HttpResponse, Resource, Route, guard, http};
+use serde_json::json;
+
+use super::error::ApiError;
+use super::fields::Fields;
+use super::intake::{self, read};
+use super::state::{AppState, Readiness};
+use super::{
+    access, adapters, admin, chat, completions, embeddings, invocations, messages, metrics, models,
+    openapi, responses, scores, tokenize,
+};
+
+/// Every path and its methods, for `Allow` and for the labels of HTTP metrics.
+pub(super) const ROUTES: [(&str, &str); 27] = [
+    ("/v1/completions", "POST"),
+    ("/v1/chat/completions", "POST"),
+    ("/v1/responses", "POST"),
+    ("/v1/messages", "POST"),
+    ("/v1/messages/count_tokens", "POST"),
+    ("/v1/embeddings", "POST"),
+    ("/v1/rerank", "POST"),
+    ("/v2/rerank", "POST"),
+    ("/rerank", "POST"),
+    ("/v1/score", "POST"),
+    ("/score", "POST"),
+    ("/v1/models", "GET, HEAD"),
+    ("/v1/models/{id}", "GET, HEAD"),
+    ("/v1/load_lora_adapter", "POST"),
+    ("/v1/unload_lora_adapter", "POST"),
+    ("/invocations", "POST"),
+    ("/tokenize", "POST"),
+    ("/detokenize", "POST"),
+    ("/health", "GET, HEAD"),
+    ("/live", "GET, HEAD"),
+    ("/ready", "GET, HEAD"),
+    ("/metrics", "GET, HEAD"),
+    ("/load", "GET, HEAD"),
+    ("/ping", "GET, HEAD, POST"),
+    ("/version", "GET, HEAD"),
+    ("/openapi.json", "GET, HEAD"),
+    ("/", "GET, HEAD"),
+];
+
+/// Declares the routes; also used by tests.
+pub fn routes(config: &mut ServiceConfig, state: &AppState) {
+    config.app_data(Data::new(state.clone()));
+    for (path, allow) in ROUTES {
+        let route: Route = match path {
+            "/v1/completions" => post(completions::respond),
+            "/v1/chat/completions" => post(chat::respond),
+            "/v1/responses" => post(responses::respond),
+            "/v1/messages" => post(messages::respond),
+            "/v1/messages/count_tokens" => post_text(messages::count_tokens),
+            "/v1/embeddings" => post(embeddings::respond),
+            "/v1/rerank" | "/v2/rerank" | "/rerank" => post(scores::rerank),
+            "/v1/score" | "/score" => post(scores::score),
+            "/v1/load_lora_adapter" => web::post().to(post_load_adapter),
+            "/v1/unload_lora_adapter" => web::post().to(post_unload_adapter),
+            "/invocations" => post(invocations::respond),
+            "/tokenize" => post_text(tokenize::tokenize),
+            "/detokenize" => post_text(tokenize::detokenize),
+            "/ping" => {
+                any([http::Method::GET, http::Method::HEAD, http::Method::POST]).to(get_health)
+            }
+            "/load" => get().to(get_load),
+            "/v1/models" => get().to(get_models),
+            "/v1/models/{id}" => get().to(get_model),
+            "/ready" => get().to(get_ready),
+            "/metrics" => get().to(metrics::respond),
+            "/openapi.json" => get().to(get_openapi),
+            "/version" | "/" => get().to(get_version),
+            _ => get().to(get_health),
+        };
+        let resource = resource(pattern(path), allow, route);
+        if path == "/metrics" {
+            // Only this one: compressing a stream would delay its events.
+            config.service(resource.wrap(Compress::default()));
+        } else {
+            config.service(resource);
+        }
+    }
+    admin::routes(config);
+    config.default_service(web::to(|request: HttpRequest| async move {
+        let error = ApiError::unknown_path(request.method().as_str(), request.path());
+        Err::<HttpResponse, _>(access::told(error, &request))
+    }));
+}
+
+/// Answers a path: other methods than those in `allow` get a 405.
+pub(super) fn resource(path: &str, allow: &'static str, route: Route) -> Resource {
+    web::resource(path).route(route).default_service(web::to(
+        move |request: HttpRequest| async move {
+            let error = ApiError::method(request.method().as_str(), allow);
+            Err::<HttpResponse, _>(access::told(error, &request))
+        },
+    ))
+}
+
+/// Answers with what the engine makes of a body.
+fn post(
+    respond: impl AsyncFn(&AppState, Fields) -> Result<HttpResponse, ApiError> + Copy + 'static,
+) -> Route {
+    web::post().to(move |state: Data<AppState>, request: HttpRequest, body: Payload| async move {
+        intake::answer(&state, &request, body, respond).await
+    })
+}
+
+/// Answers with JSON, without asking anything of the engine.
+fn post_text(
+    respond: impl AsyncFn(&AppState, Fields) -> Result<String, ApiError> + Copy + 'static,
+) -> Route {
+    web::post().to(move |state: Data<AppState>, request: HttpRequest, body: Payload| async move {
+        intake::answer_text(&state, &request, body, respond).await
+    })
+}
+
+/// Accepts any of these methods.
+fn any<const N: usize>(methods: [http::Method; N]) -> Route {
+    web::route().guard(guard::fn_guard(move |it| methods.contains(&it.head().method)))
+}
+
+/// Accepts GET, and HEAD, which gateways use for probes.
+pub(crate) fn get() -> Route {
+    any([http::Method::GET, http::Method::HEAD])
+}
+
+/// Returns the pattern of a path: a model's name may contain slashes (`organisation/model`).
+pub(super) fn pattern(path: &str) -> &str {
+    if path == "/v1/models/{id}" { "/v1/models/{id:.+}" } else { path }
+}
+
+async fn post_load_adapter(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    let changed = async {
+        let changes = adapters::allowed(&state, &request)?;
+        adapters::load(changes, &read(&state, &request, body).await?).await
+    };
+    changed.await.inspect_err(|error| intake::count(&state, error))
+}
+
+async fn post_unload_adapter(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    let changed = async {
+        let changes = adapters::allowed(&state, &request)?;
+        adapters::unload(changes, &read(&state, &request, body).await?).await
+    };
+    changed.await.inspect_err(|error| intake::count(&state, error))
+}
+
+/// Reports how many requests are being answered, in vLLM's format.
+async fn get_load(state: Data<AppState>) -> HttpResponse {
+    HttpResponse::Ok().json(json!({"server_load": state.gate.inside()}))
+}
+
+async fn get_models(state: Data<AppState>) -> HttpResponse {
+    HttpResponse::Ok().json(models::list(&state))
+}
+
+async fn get_model(state: Data<AppState>, id: web::Path<String>) -> Result<HttpResponse, ApiError> {
+    Ok(HttpResponse::Ok().json(models::get(&state, &id)?))
+}
+
+async fn get_health() -> HttpResponse {
+    HttpResponse::Ok().finish()
+}
+
+async fn get_ready(state: Data<AppState>) -> HttpResponse {
+    let readiness = if state.gate.is_closed() { Readiness::ending() } else { (state.readiness)() };
+    ready(readiness)
+}
+
+/// Makes the answer of `/ready`.
+pub(super) fn ready(readiness: Readiness) -> HttpResponse {
+    let body = json!({"ready": readiness.ready, "message": readiness.message});
+    if readiness.ready {
+        HttpResponse::Ok().json(body)
+    } else {
+        HttpResponse::ServiceUnavailable().json(body)
+    }
+}
+
+/// `GET /version`.
+pub(crate) async fn get_version() -> HttpResponse {
+    HttpResponse::Ok().json(json!({"name": "tutti", "version": env!("CARGO_PKG_VERSION")}))
+}
+
+/// `GET /openapi.json`.
+async fn get_openapi(state: Data<AppState>) -> HttpResponse {
+    HttpResponse::Ok().json(openapi::document(&state))
+}
