@@ -51,8 +51,8 @@ pub mod tensors;
 
 pub use arguments::{
     Activation, AttentionAt, AttentionShape, Batch, Choices, EXPERT_SLOTS, ExpertActivation,
-    KvShape, NOT_ASSIGNED, NOT_FED, QkvInput, QkvWeights, RopeTable, Routing, Scores, SeqRows,
-    StepInputs,
+    KvShape, KvStorage, NOT_ASSIGNED, NOT_FED, QkvInput, QkvWeights, RopeTable, Routing, Scores,
+    SeqRows, StepInputs,
 };
 pub use attention::AttentionOps;
 pub use exchange::ExchangeOps;

@@ -2,10 +2,12 @@
 use super::tensor::{ReferenceBuffer, ReferenceKvCache};
 use super::{ReferenceBackend, add_row, dot, project, rmsnorm};
 use crate::backend::{
-    AttentionAt, AttentionOps, AttentionShape, Batch, Buffer as _, QkvInput, RopeTable, SeqRows,
+    AttentionAt, AttentionOps, AttentionShape, Batch, Buffer as _, KvStorage, QkvInput, RopeTable,
+    SeqRows,
 };
 use crate::check::attention as check;
 use crate::error::KernelError;
+use crate::fp8;
 
 impl AttentionOps for ReferenceBackend {
     fn qkv_rope_write(
@@ -22,6 +24,7 @@ impl AttentionOps for ReferenceBackend {
         q_out.set_rows(x.rows())?;
         let (q_width, kv_width) =
             (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim);
+        let storage = cache.shape().storage;
         let mut qkv = std::mem::take(&mut self.row);
         qkv.resize(q_width + 2 * kv_width, 0.0);
         for i in 0..x.rows() {
@@ -36,6 +39,9 @@ impl AttentionOps for ReferenceBackend {
             let (cached_k, cached_v) = cache.slot_mut(layer, batch.slots[i] as usize);
             cached_k.copy_from_slice(k);
             cached_v.copy_from_slice(v);
+            if storage == KvStorage::Fp8 {
+                cached_k.iter_mut().chain(cached_v).for_each(|x| *x = fp8::rounded(*x));
+            }
         }
         self.row = qkv;
         Ok(())

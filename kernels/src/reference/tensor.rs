@@ -132,7 +132,7 @@ impl ReferenceMatrix {
 }
 
 /// K and V of every layer: `[num_layers][slots, num_kv_heads * head_dim]`, a slot being
-/// `block * block_size + offset`.
+/// `block * block_size + offset`. Always f32; a cache in FP8 holds values that FP8 has.
 #[derive(Debug)]
 pub struct ReferenceKvCache {
     keys: Vec<f32>,
