@@ -1,4 +1,4 @@
-//! K and V in FP8: every backend stores the same values, and the results stay close to those without.
+//! K and V in FP8: every backend stores the same values, and results stay close to those without.
 use std::path::Path;
 
 use serde_json::json;

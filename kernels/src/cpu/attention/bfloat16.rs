@@ -1,5 +1,5 @@
-//! Attention over K and V in bf16, or in FP8 widened to it: queries and weights are rounded to bf16, too, and enter products
-//! in pairs. Sums, scores and softmax are f32.
+//! Attention over K and V in bf16, or in FP8 widened to it: queries and weights are rounded to
+//! bf16, too, and enter products in pairs. Sums, scores and softmax are f32.
 //!
 //! A pair is two neighbouring elements of a head for scores, and two neighbouring tokens for
 //! weighted sums. Where a query attends to only one token of a pair, the other's weight and V count
