@@ -1,7 +1,7 @@
 //! Attention over K and V in bf16, or in FP8 widened to it, with `vdpbf16ps`, for blocks of whole
-//! vectors of tokens. Computes the same products as [`super::bfloat16`], which handles blocks of any
-//! size, and uses what only this instruction set has: registers for four vectors of sums for six
-//! queries, masks, and vector powers of two.
+//! vectors of tokens. Computes the same products as [`super::bfloat16`], which handles blocks of
+//! any size, and uses what only this instruction set has: registers for four vectors of sums for
+//! six queries, masks, and vector powers of two.
 //!
 //! A query's scores are summed in the lanes of their positions, its weighted sums over ascending
 //! pairs of positions, so nothing depends on which queries are computed together.
