@@ -388,7 +388,7 @@ fn on_an_emulated_gpu_by_one_rank_and_by_two() {
     assert!(ahead.iter().all(|steps| *steps > 3), "{ahead:?} steps are begun ahead");
     let two = |blocks| {
         let make = |collective| fake_cuda_with(options(), collective);
-        run(2, blocks, (false, None), KvCacheDtype::Fp8, make)
+        run(2, blocks, (false, None), auto, make)
     };
     let (undisturbed, swapped) = (two((100, 0)), two((FEW, 100)));
     assert!(undisturbed.preemptions == 0 && swapped.swapped.1 > 10);
