@@ -21,7 +21,7 @@ use shared::clock::SystemClock;
 use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId, WorkerId};
 use shared::metrics::{Limits, RankStats, Source};
 use shared::protocol::{
-    EngineConfig, SequenceOutput, StepPlan, StepResult, StepTimings, WorkerStats,
+    EngineConfig, KvCacheDtype, SequenceOutput, StepPlan, StepResult, StepTimings, WorkerStats,
 };
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
@@ -110,6 +110,7 @@ fn engine() -> EngineConfig {
         max_num_batched_tokens: 8192,
         kv_cache_bytes: 1 << 30,
         swap_bytes: 0,
+        kv_cache_dtype: KvCacheDtype::Auto,
     }
 }
 

@@ -29,7 +29,7 @@ use shared::hub::HubModel;
 use shared::ids::{Incarnation, ReplicaId};
 use shared::membership::{DesiredStateSender, Role, View};
 use shared::model_identity::ModelIdentity;
-use shared::protocol::{EngineConfig, Lora, Serving};
+use shared::protocol::{EngineConfig, KvCacheDtype, Lora, Serving};
 use tokio::sync::{mpsc, watch};
 
 use crate::adapters::{AdapterChanges, ServedAdapters};
@@ -148,7 +148,11 @@ impl Coordinator {
         let since_1970 = since_1970();
         let clock_start = since_1970.saturating_sub(clock.now());
         hub.observer().record().started(env!("CARGO_PKG_VERSION"), since_1970);
-        hub.observer().record().cache(options.dtype.name(), options.prefix_caching);
+        let cache_dtype = match options.kv_cache_dtype {
+            KvCacheDtype::Auto => options.dtype.name(),
+            KvCacheDtype::Fp8 => options.kv_cache_dtype.name(),
+        };
+        hub.observer().record().cache(cache_dtype, options.prefix_caching);
 
         let host = HostThread::start("coordinator", options.nvml.clone(), hub.process().clone());
         if let Some(leadership) = &leadership {

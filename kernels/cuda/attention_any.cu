@@ -28,18 +28,9 @@ __device__ __forceinline__ uint32_t seq_of_row(const TuttiSeq* seqs, uint32_t co
     return low;
 }
 
-}  // namespace
-}  // namespace tutti
-
-using namespace tutti;
-
-extern "C" __global__ void __launch_bounds__(128)
-    tutti_attention_any(const tutti_bf16* q, const tutti_bf16* k_cache, const tutti_bf16* v_cache,
-                        const TuttiSeq* seqs, const uint32_t* num_seqs,
-                        const uint32_t* block_tables, tutti_bf16* out, uint32_t num_heads,
-                        uint32_t num_kv_heads, uint32_t head_dim, uint32_t block_shift,
-                        uint32_t window, float scale, float cap, const float* sinks,
-                        const uint32_t* live) {
+template <class Kv>
+__device__ __forceinline__ void attention_any(const tutti_bf16* q, const Kv* k_cache,
+                                              const Kv* v_cache, TUTTI_ATTENTION_ANY_ARGUMENTS) {
     release_successors();
     wait_for_predecessors();
     const uint32_t row = blockIdx.x;
@@ -71,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(128)
 #pragma unroll
         for (uint32_t i = 0; i < DIMS; i++) {
             const uint32_t dim = lane + 32 * i;
-            dot += dim < head_dim ? query[i] * from_bf16(k_cache[token + dim]) : 0.0f;
+            dot += dim < head_dim ? query[i] * from_stored(k_cache[token + dim]) : 0.0f;
         }
         float sum[1] = {warp_sum(dot)};
         if (cap != 0.0f) {
@@ -85,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(128)
         for (uint32_t i = 0; i < DIMS; i++) {
             const uint32_t dim = lane + 32 * i;
             if (dim < head_dim) {
-                mixed[i] = mixed[i] * factor + weight * from_bf16(v_cache[token + dim]);
+                mixed[i] = mixed[i] * factor + weight * from_stored(v_cache[token + dim]);
             }
         }
     }
@@ -97,3 +88,17 @@ extern "C" __global__ void __launch_bounds__(128)
         }
     }
 }
+
+}  // namespace
+}  // namespace tutti
+
+#define ATTENTION_ANY(name, kv)                                                                    \
+    extern "C" __global__ void __launch_bounds__(128)                                              \
+        name(const tutti_bf16* q, const kv* k_cache, const kv* v_cache,                            \
+             TUTTI_ATTENTION_ANY_ARGUMENTS) {                                                      \
+        tutti::attention_any<kv>(q, k_cache, v_cache, seqs, num_seqs, block_tables, out,           \
+                                 num_heads, num_kv_heads, head_dim, block_shift, window, scale,    \
+                                 cap, sinks, live);                                                \
+    }
+ATTENTION_ANY(tutti_attention_any, tutti_bf16)
+ATTENTION_ANY(tutti_attention_any_fp8, tutti_fp8)

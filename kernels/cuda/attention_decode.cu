@@ -29,9 +29,13 @@
 // Heads of 256 have twice as many sums: q is in shared memory instead of registers, K is not copied
 // ahead, and the warps' results are combined 128 dims at a time.
 //
+// K and V in FP8 come in pieces of 8 bytes for the same 8 dims, and are widened to bf16 in registers.
+// That loses NaN, so each lane looks for it in what it loads; a warp that has found one makes its
+// sums NaN.
+//
 // Result: out = sum_s 2^(m_s - m) o_s / sum_s 2^(m_s - m) l_s. For one part that is o / l, and is
 // written directly. How a sequence is split depends only on its length and the launch's constants,
-// hence so does every bit. Limits: head_dim 16, 32, 64, 96, 128 or 256; any group.
+// hence so does every bit. Limits: head_dim 16, 32, 64, 96, 128 or 256 (FP8: from 64 on); any group.
 #include "attention.cuh"
 
 namespace tutti {
@@ -40,16 +44,49 @@ namespace {
 constexpr uint32_t WARPS = 4;
 constexpr uint32_t TILE = 16;
 
-// A permuted row of HEAD_DIM: each lane has 16 bytes of every 32 dims, and 8 bytes of the last 16
+// 8 elements of K or V as they are stored.
+template <class Kv>
+struct Stored;
+template <>
+struct Stored<tutti_bf16> {
+    using Piece = uint4;
+    static constexpr bool IS_FP8 = false;
+};
+template <>
+struct Stored<tutti_fp8> {
+    using Piece = uint2;
+    static constexpr bool IS_FP8 = true;
+};
+
+// 8 dims of a token, as bf16.
+__device__ __forceinline__ uint4 eight(const uint4& piece) { return piece; }
+__device__ __forceinline__ uint4 eight(const uint2& piece) { return widen(piece); }
+
+__device__ __forceinline__ void copy_piece(uint4* to, const tutti_bf16* from, bool valid) {
+    copy_async(to, from, valid);
+}
+__device__ __forceinline__ void copy_piece(uint2* to, const tutti_fp8* from, bool valid) {
+    copy_async_8(to, from, valid);
+}
+
+__device__ __forceinline__ void make_zero(uint4& piece) { piece = make_uint4(0, 0, 0, 0); }
+__device__ __forceinline__ void make_zero(uint2& piece) { piece.x = piece.y = 0; }
+
+// Which tokens have NaN in FP8: see `nans_of`. NaN in bf16 makes its own way.
+__device__ __forceinline__ uint32_t nans_in(const uint4&) { return 0; }
+__device__ __forceinline__ uint32_t nans_in(const uint2& piece) { return nans_of(piece); }
+
+// A permuted row of HEAD_DIM: each lane has 8 of every 32 dims, and (bf16 only) 4 of the last 16
 // dims if HEAD_DIM is not a multiple of 32.
-template <int HEAD_DIM>
+template <int HEAD_DIM, class Kv = tutti_bf16>
 struct Row {
     static constexpr int FULL = HEAD_DIM / 32;
     static constexpr int REST = HEAD_DIM % 32 / 16;
-    uint4 full[FULL > 0 ? FULL : 1];
+    static_assert(REST == 0 || !Stored<Kv>::IS_FP8, "whole pieces of FP8");
+    typename Stored<Kv>::Piece full[FULL > 0 ? FULL : 1];
     uint2 rest;
 
-    __device__ __forceinline__ void load(const tutti_bf16* row, uint32_t t) {
+    __device__ __forceinline__ void load(const Kv* row, uint32_t t) {
 #pragma unroll
         for (int i = 0; i < FULL; i++) {
             full[i] = load_once(row + 32 * i + 8 * t);
@@ -93,13 +130,14 @@ struct Queries {
             lower.load(q + (g + 8) * HEAD_DIM, t);
         }
     }
+    template <class Kv>
     __device__ __forceinline__ void add_scores(float (&c)[2][4],
-                                               const Row<HEAD_DIM> (&k)[2]) const {
+                                               const Row<HEAD_DIM, Kv> (&k)[2]) const {
 #pragma unroll
         for (int part = 0; part < 2; part++) {
 #pragma unroll
             for (int i = 0; i < Row<HEAD_DIM>::FULL; i++) {
-                tutti::add_scores(c[part], upper.full[i], lower.full[i], k[part].full[i]);
+                tutti::add_scores(c[part], upper.full[i], lower.full[i], eight(k[part].full[i]));
             }
             if (Row<HEAD_DIM>::REST != 0) {
                 const uint32_t a[4] = {upper.rest.x, lower.rest.x, upper.rest.y, lower.rest.y};
@@ -130,20 +168,32 @@ struct Queries<HEAD_DIM, false> {
         __syncthreads();
         own = all + threadIdx.x % 32;
     }
+    template <class Kv>
     __device__ __forceinline__ void add_scores(float (&c)[2][4],
-                                               const Row<HEAD_DIM> (&k)[2]) const {
+                                               const Row<HEAD_DIM, Kv> (&k)[2]) const {
 #pragma unroll
         for (int i = 0; i < FULL; i++) {
             const uint4 upper = own[2 * i * 32];
             const uint4 lower = own[(2 * i + 1) * 32];
-            tutti::add_scores(c[0], upper, lower, k[0].full[i]);
-            tutti::add_scores(c[1], upper, lower, k[1].full[i]);
+            tutti::add_scores(c[0], upper, lower, eight(k[0].full[i]));
+            tutti::add_scores(c[1], upper, lower, eight(k[1].full[i]));
         }
     }
 };
 
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
     return i == 0 ? v.x : (i == 1 ? v.y : (i == 2 ? v.z : v.w));
+}
+
+// Dim j (0 to 7) of two tokens, as a pair of bf16.
+__device__ __forceinline__ uint32_t pair_of(const uint4& first, const uint4& second, int j) {
+    return __byte_perm(word(first, j / 2), word(second, j / 2), j % 2 == 0 ? 0x5410 : 0x7632);
+}
+__device__ __forceinline__ uint32_t pair_of(const uint2& first, const uint2& second, int j) {
+    // Byte j % 4 of both, to where `widen_fp8` takes them from.
+    const uint32_t pick = 0x4000 + 0x1010 * static_cast<uint32_t>(j % 4);
+    return widen_fp8(j < 4 ? __byte_perm(first.x, second.x, pick)
+                           : __byte_perm(first.y, second.y, pick));
 }
 
 // Layout of the warps' sums in shared memory, one row per head: each row is offset by one bank
@@ -194,10 +244,11 @@ struct Mixed {
     }
 };
 
-// The part of a warp's next tile that is copied to shared memory ahead: pieces of 16 bytes per
+// The part of a warp's next tile that is copied to shared memory ahead: pieces of 8 elements per
 // lane, those of all lanes contiguous.
-template <int HEAD_DIM>
+template <int HEAD_DIM, class Kv>
 struct Ahead {
+    using Piece = typename Stored<Kv>::Piece;
     static constexpr bool K = HEAD_DIM > 64 && HEAD_DIM <= 128;
     static constexpr bool V = HEAD_DIM > 64;
     static constexpr uint32_t SETS = (HEAD_DIM + 63) / 64;
@@ -206,18 +257,20 @@ struct Ahead {
     static constexpr uint32_t PIECES = K_PIECES + V_PIECES;
     static_assert(!K || Row<HEAD_DIM>::REST == 0, "whole pieces of K");
     // This lane's part of the first piece.
-    uint4* own;
+    Piece* own;
 
-    __device__ __forceinline__ uint4* k(uint32_t part, uint32_t i) const {
+    __device__ __forceinline__ Piece* k(uint32_t part, uint32_t i) const {
         return own + (part * Row<HEAD_DIM>::FULL + i) * 32;
     }
-    __device__ __forceinline__ uint4* v(uint32_t set, uint32_t i) const {
+    __device__ __forceinline__ Piece* v(uint32_t set, uint32_t i) const {
         return own + (K_PIECES + set * 4 + i) * 32;
     }
 };
 
-template <int HEAD_DIM>
-__device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
+template <int HEAD_DIM, class Kv>
+__device__ __forceinline__ void decode(const tutti_bf16* q, const Kv* k_cache, const Kv* v_cache,
+                                       TUTTI_DECODE_ARGUMENTS) {
+    using Piece = typename Stored<Kv>::Piece;
     // Sets of 64 dims of V: lane g has 8 of them, from 8g.
     constexpr int SETS = (HEAD_DIM + 63) / 64;
     // Number of a row's dims that the warps combine at a time.
@@ -231,8 +284,8 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
     static_assert(In::stores_are_spread() && In::loads_are_spread(), "banks are met twice");
     // Also holds the copies ahead, until the warps' sums are combined.
     SHARED_ARRAY(float, mixed, WARPS * 16 * In::WIDTH);
-    using Next = Ahead<HEAD_DIM>;
-    static_assert(WARPS * Next::PIECES * 32 * sizeof(uint4) <= WARPS * 16 * In::WIDTH * sizeof(float),
+    using Next = Ahead<HEAD_DIM, Kv>;
+    static_assert(WARPS * Next::PIECES * 32 * sizeof(Piece) <= WARPS * 16 * In::WIDTH * sizeof(float),
                   "what is on its way has no room");
 
     release_successors();
@@ -255,7 +308,7 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
     const uint32_t g = threadIdx.x % 32 / 4;
     const uint32_t t = threadIdx.x % 4;
 
-    const Next ahead = {reinterpret_cast<uint4*>(mixed) + warp * Next::PIECES * 32 +
+    const Next ahead = {reinterpret_cast<Piece*>(mixed) + warp * Next::PIECES * 32 +
                         threadIdx.x % 32};
 
     const bool tile_in_block = block_shift >= 4;
@@ -272,6 +325,8 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
                              block_shift};
         float sums[SETS][8][4] = {};
         Running row[2];
+        // Of FP8.
+        uint32_t nans = 0;
 
         // Looked up one iteration ahead, so that K and V need not wait for it.
         const auto block_of = [&](uint32_t tile) {
@@ -283,8 +338,8 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             const uint32_t tile = first + warp * TILE;
             const uint32_t tokens = end - tile < TILE ? end - tile : TILE;
             const size_t at = (pages.start_of(next_block) + pages.in_block(tile)) * HEAD_DIM;
-            prefetch(k_cache + at, tokens * HEAD_DIM * 2);
-            prefetch(v_cache + at, tokens * HEAD_DIM * 2);
+            prefetch(k_cache + at, tokens * HEAD_DIM * sizeof(Kv));
+            prefetch(v_cache + at, tokens * HEAD_DIM * sizeof(Kv));
         }
         if (is_first) {
             wait_for_predecessors();
@@ -304,10 +359,10 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             if (tile < end) {
 #pragma unroll
                 for (uint32_t part = 0; part < 2; part++) {
-                    const tutti_bf16* k_row = k_cache + token(tile, start, g + 8 * part) + 8 * t;
+                    const Kv* k_row = k_cache + token(tile, start, g + 8 * part) + 8 * t;
 #pragma unroll
                     for (int i = 0; i < Row<HEAD_DIM>::FULL; i++) {
-                        copy_async(ahead.k(part, i), k_row + 32 * i, true);
+                        copy_piece(ahead.k(part, i), k_row + 32 * i, true);
                     }
                 }
             }
@@ -317,13 +372,13 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             if (tile < end) {
 #pragma unroll
                 for (uint32_t i = 0; i < 4; i++) {
-                    const tutti_bf16* v_row =
+                    const Kv* v_row =
                         v_cache + token(tile, start, 2 * t + i % 2 + i / 2 * 8);
 #pragma unroll
                     for (uint32_t set = 0; set < SETS; set++) {
                         const uint32_t dim = 64 * set + 8 * g;
                         const bool is_there = HEAD_DIM % 64 == 0 || dim < HEAD_DIM;
-                        copy_async(ahead.v(set, i), v_row + (is_there ? dim : 0), is_there);
+                        copy_piece(ahead.v(set, i), v_row + (is_there ? dim : 0), is_there);
                     }
                 }
             }
@@ -359,8 +414,8 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             const size_t next_start = pages.start_of(next_block);
             const size_t start = Next::V ? this_start : next_start;
             next_block = block_of(Next::V ? next + WARPS * TILE : next);
-            Row<HEAD_DIM> k[2];
-            uint4 v[SETS][4];
+            Row<HEAD_DIM, Kv> k[2];
+            Piece v[SETS][4];
             if (Next::K) {
                 // Waits for everything but V.
                 wait_copies<1>();
@@ -376,12 +431,12 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             if (!Next::V) {
 #pragma unroll
                 for (uint32_t i = 0; i < 4; i++) {
-                    const tutti_bf16* v_row =
+                    const Kv* v_row =
                         v_cache + token(tile, start, 2 * t + i % 2 + i / 2 * 8);
 #pragma unroll
                     for (int set = 0; set < SETS; set++) {
                         const uint32_t dim = 64 * set + 8 * g;
-                        v[set][i] = make_uint4(0, 0, 0, 0);
+                        make_zero(v[set][i]);
                         if (HEAD_DIM % 64 == 0 || dim < HEAD_DIM) {
                             v[set][i] = load_once(v_row + dim);
                         }
@@ -390,6 +445,12 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             }
             float scores[2][4] = {};
             queries.add_scores(scores, k);
+            if (Stored<Kv>::IS_FP8) {
+#pragma unroll
+                for (int i = 0; i < Row<HEAD_DIM>::FULL; i++) {
+                    nans |= nans_in(k[0].full[i]) | nans_in(k[1].full[i]);
+                }
+            }
             if (Next::K) {
                 copy_k(next, next_start);
             }
@@ -442,14 +503,16 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
                         v[set][i] = *ahead.v(set, i);
                     }
                 }
+                if (Stored<Kv>::IS_FP8) {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        nans |= nans_in(v[set][i]);
+                    }
+                }
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
-                    const uint32_t pick = j % 2 == 0 ? 0x5410 : 0x7632;
-                    const uint32_t b0 =
-                        __byte_perm(word(v[set][0], j / 2), word(v[set][1], j / 2), pick);
-                    const uint32_t b1 =
-                        __byte_perm(word(v[set][2], j / 2), word(v[set][3], j / 2), pick);
-                    mma_bf16(sums[set][j], a, b0, b1);
+                    mma_bf16(sums[set][j], a, pair_of(v[set][0], v[set][1], j),
+                             pair_of(v[set][2], v[set][3], j));
                 }
             }
             if (Next::V) {
@@ -458,6 +521,9 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             }
         }
 
+        if (Stored<Kv>::IS_FP8 && __any_sync(ALL_LANES, (nans & FP8_NANS) != 0)) {
+            row[0].sum = row[1].sum = NAN;
+        }
         // Combines the warps' results, once those of the previous part have been read.
         __syncthreads();
 #pragma unroll
@@ -556,19 +622,24 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
 }  // namespace tutti
 
 // `blocks` run at a time on a multiprocessor: the host launches as many.
-#define DECODE(head_dim, blocks)                                                                   \
+#define DECODE(name, kv, head_dim, blocks)                                                         \
     extern "C" __global__ void __launch_bounds__(128, blocks)                                      \
-        tutti_decode_attention_##head_dim(TUTTI_DECODE_ARGUMENTS) {                                \
-        tutti::decode<head_dim>(q, k_cache, v_cache, seqs, parts, block_tables, partial_out,       \
-                                partial_ml, out, num_heads, num_kv_heads, block_shift, window,     \
-                                max_splits, least_split, scale, cap, sinks, live);                 \
+        tutti_decode_attention_##name(const tutti_bf16* q, const kv* k_cache, const kv* v_cache,   \
+                                      TUTTI_DECODE_ARGUMENTS) {                                    \
+        tutti::decode<head_dim, kv>(q, k_cache, v_cache, seqs, parts, block_tables, partial_out,   \
+                                    partial_ml, out, num_heads, num_kv_heads, block_shift, window, \
+                                    max_splits, least_split, scale, cap, sinks, live);             \
     }
-DECODE(16, 5)
-DECODE(32, 5)
-DECODE(64, 4)
-DECODE(96, 3)
-DECODE(128, 3)
-DECODE(256, 2)
+DECODE(16, tutti_bf16, 16, 5)
+DECODE(32, tutti_bf16, 32, 5)
+DECODE(64, tutti_bf16, 64, 4)
+DECODE(96, tutti_bf16, 96, 3)
+DECODE(128, tutti_bf16, 128, 3)
+DECODE(256, tutti_bf16, 256, 2)
+DECODE(fp8_64, tutti_fp8, 64, 4)
+DECODE(fp8_96, tutti_fp8, 96, 3)
+DECODE(fp8_128, tutti_fp8, 128, 3)
+DECODE(fp8_256, tutti_fp8, 256, 2)
 
 using namespace tutti;
 

@@ -12,13 +12,16 @@
 // which queries share its tile. Weights are rounded to bf16 before they are summed and before they
 // are multiplied by V.
 //
+// K and V in FP8 are copied to a staging area instead, one tile ahead, each piece by the thread that
+// then widens it to the one tile of bf16 that all use.
+//
 // Shared memory: rows of head_dim bf16 in pieces of 16 bytes, permuted within a row so that the 8
 // rows that ldmatrix reads at once lie in different banks.
 //
 // Heads of 256 have twice as many sums, so their q stays in shared memory and is read from there
 // for each tile of tokens. They take 160 KiB of shared memory, so only one such block fits on a
-// multiprocessor. Limits: head_dim 16, 32, 64, 96, 128 or 256; any group; blocks of a power of two
-// of tokens.
+// multiprocessor. Limits: head_dim 16, 32, 64, 96, 128 or 256 (FP8: from 64 on); any group; blocks
+// of a power of two of tokens.
 #include "attention.cuh"
 
 namespace tutti {
@@ -66,16 +69,161 @@ __device__ __forceinline__ void load_tokens(tutti_bf16* k_tile, tutti_bf16* v_ti
     }
 }
 
+// A tile of K and V in FP8: a thread's pieces of 16 dims, staged and widened.
 template <int HEAD_DIM>
-__device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
+struct Staged {
+    static constexpr uint32_t PIECES = HEAD_DIM / 16;
+    static constexpr uint32_t COUNT = TOKENS * PIECES / THREADS;
+    uint4* pieces;
+
+    __device__ __forceinline__ void copy(const tutti_fp8* k_cache, const tutti_fp8* v_cache,
+                                         const Pages& pages, uint32_t first, uint32_t low,
+                                         uint32_t high) const {
+        size_t from[COUNT];
+#pragma unroll
+        for (uint32_t i = 0; i < COUNT; i++) {
+            const uint32_t position = first + (threadIdx.x + i * THREADS) / PIECES;
+            from[i] = pages.token(position < high ? position : high - 1) * HEAD_DIM;
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < COUNT; i++) {
+            const uint32_t at = threadIdx.x + i * THREADS;
+            const uint32_t row = at / PIECES;
+            const bool seen = first + row >= low && first + row < high;
+            const size_t place = from[i] + at % PIECES * 16;
+            copy_async(pieces + at, k_cache + place, seen);
+            copy_async(pieces + COUNT * THREADS + at, v_cache + place, seen);
+        }
+    }
+    // What this thread has copied. NaN stays NaN: it is looked for, and written in a second round,
+    // which hardly ever happens.
+    __device__ __forceinline__ void widen_to(tutti_bf16* k_tile, tutti_bf16* v_tile) const {
+        uint32_t nans = 0;
+#pragma unroll 2
+        for (uint32_t i = 0; i < 2 * COUNT; i++) {
+            const Halves half(piece(i));
+            uint4* to[2];
+            places(to, i, k_tile, v_tile);
+            *to[0] = widen(half.first);
+            *to[1] = widen(half.second);
+            nans |= nans_of(half.first) | nans_of(half.second);
+        }
+        if ((nans & FP8_NANS) != 0) {
+#pragma unroll 1
+            for (uint32_t i = 0; i < 2 * COUNT; i++) {
+                uint4* to[2];
+                places(to, i, k_tile, v_tile);
+                *to[0] = with_nans(*to[0]);
+                *to[1] = with_nans(*to[1]);
+            }
+        }
+    }
+
+  private:
+    struct Halves {
+        uint2 first;
+        uint2 second;
+        __device__ __forceinline__ explicit Halves(const uint4& bytes) {
+            first.x = bytes.x;
+            first.y = bytes.y;
+            second.x = bytes.z;
+            second.y = bytes.w;
+        }
+    };
+    // Piece i of K, and then of V.
+    __device__ __forceinline__ uint4 piece(uint32_t i) const {
+        return pieces[threadIdx.x + i * THREADS];
+    }
+    // Where it goes: 8 dims each.
+    __device__ __forceinline__ void places(uint4* (&to)[2], uint32_t i, tutti_bf16* k_tile,
+                                           tutti_bf16* v_tile) const {
+        using T = Tile<HEAD_DIM>;
+        const uint32_t at = threadIdx.x + i % COUNT * THREADS;
+        tutti_bf16* tile = i < COUNT ? k_tile : v_tile;
+        to[0] = reinterpret_cast<uint4*>(tile + T::at(at / PIECES, at % PIECES * 2));
+        to[1] = reinterpret_cast<uint4*>(tile + T::at(at / PIECES, at % PIECES * 2 + 1));
+    }
+};
+
+// The tiles of K and V that a block has in shared memory: two of each in bf16, or, of FP8, one and a
+// staging area for the next.
+template <int HEAD_DIM, class Kv>
+struct KvTiles;
+
+template <int HEAD_DIM>
+struct KvTiles<HEAD_DIM, tutti_bf16> {
+    tutti_bf16* k_tiles;
+    tutti_bf16* v_tiles;
+    uint32_t buffer;
+
+    __device__ __forceinline__ explicit KvTiles(tutti_bf16* at)
+        : k_tiles(at), v_tiles(at + 2 * TOKENS * HEAD_DIM), buffer(0) {}
+    // Begins to copy the first tile.
+    __device__ __forceinline__ void begin(const tutti_bf16* k_cache, const tutti_bf16* v_cache,
+                                          const Pages& pages, uint32_t first, uint32_t low,
+                                          uint32_t high) {
+        load_tokens<HEAD_DIM>(k_tiles, v_tiles, k_cache, v_cache, pages, first, low, high);
+    }
+    // Waits for this thread's part of the next tile, and begins to copy the one behind it, from
+    // token `next` on.
+    __device__ __forceinline__ void advance(const tutti_bf16* k_cache, const tutti_bf16* v_cache,
+                                            const Pages& pages, uint32_t next, uint32_t low,
+                                            uint32_t high) {
+        if (next < high) {
+            load_tokens<HEAD_DIM>(k_tiles + (buffer ^ 1) * TOKENS * HEAD_DIM,
+                                  v_tiles + (buffer ^ 1) * TOKENS * HEAD_DIM, k_cache, v_cache,
+                                  pages, next, low, high);
+        }
+        commit_copies();
+        wait_copies<1>();
+    }
+    __device__ __forceinline__ const tutti_bf16* k() const {
+        return k_tiles + buffer * TOKENS * HEAD_DIM;
+    }
+    __device__ __forceinline__ const tutti_bf16* v() const {
+        return v_tiles + buffer * TOKENS * HEAD_DIM;
+    }
+    // The tile has been used.
+    __device__ __forceinline__ void done() { buffer ^= 1; }
+};
+
+template <int HEAD_DIM>
+struct KvTiles<HEAD_DIM, tutti_fp8> {
+    tutti_bf16* tiles;
+    Staged<HEAD_DIM> staged;
+
+    __device__ __forceinline__ explicit KvTiles(tutti_bf16* at)
+        : tiles(at), staged{reinterpret_cast<uint4*>(at + 2 * TOKENS * HEAD_DIM)} {}
+    __device__ __forceinline__ void begin(const tutti_fp8* k_cache, const tutti_fp8* v_cache,
+                                          const Pages& pages, uint32_t first, uint32_t low,
+                                          uint32_t high) {
+        staged.copy(k_cache, v_cache, pages, first, low, high);
+    }
+    __device__ __forceinline__ void advance(const tutti_fp8* k_cache, const tutti_fp8* v_cache,
+                                            const Pages& pages, uint32_t next, uint32_t low,
+                                            uint32_t high) {
+        wait_copies<0>();
+        staged.widen_to(tiles, tiles + TOKENS * HEAD_DIM);
+        if (next < high) {
+            staged.copy(k_cache, v_cache, pages, next, low, high);
+        }
+        commit_copies();
+    }
+    __device__ __forceinline__ const tutti_bf16* k() const { return tiles; }
+    __device__ __forceinline__ const tutti_bf16* v() const { return tiles + TOKENS * HEAD_DIM; }
+    __device__ __forceinline__ void done() {}
+};
+
+template <int HEAD_DIM, class Kv>
+__device__ __forceinline__ void prefill(const tutti_bf16* q, const Kv* k_cache, const Kv* v_cache,
+                                        TUTTI_PREFILL_ARGUMENTS) {
     using T = Tile<HEAD_DIM>;
     constexpr uint32_t DIM_STEPS = HEAD_DIM / 16;
     constexpr uint32_t TOKEN_STEPS = TOKENS / 16;
     constexpr bool IN_REGISTERS = HEAD_DIM <= 128;
     DYNAMIC_SHARED(shared);
     tutti_bf16* q_tile = reinterpret_cast<tutti_bf16*>(shared);
-    tutti_bf16* k_tiles = q_tile + QUERIES * HEAD_DIM;
-    tutti_bf16* v_tiles = k_tiles + 2 * TOKENS * HEAD_DIM;
+    KvTiles<HEAD_DIM, Kv> tiles_of_kv(q_tile + QUERIES * HEAD_DIM);
 
     release_successors();
     wait_for_predecessors();
@@ -107,7 +255,7 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
         copy_async(q_tile + T::at(row, piece), q + from, there);
     }
     uint32_t start = low / TOKENS * TOKENS;
-    load_tokens<HEAD_DIM>(k_tiles, v_tiles, k_cache, v_cache, pages, start, low, high);
+    tiles_of_kv.begin(k_cache, v_cache, pages, start, low, high);
     commit_copies();
 
     const uint32_t warp = threadIdx.x / 32;
@@ -148,14 +296,8 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
     };
 
     bool first_round = true;
-    for (uint32_t buffer = 0; start < high; start += TOKENS, buffer ^= 1) {
-        if (start + TOKENS < high) {
-            load_tokens<HEAD_DIM>(k_tiles + (buffer ^ 1) * TOKENS * HEAD_DIM,
-                                  v_tiles + (buffer ^ 1) * TOKENS * HEAD_DIM, k_cache, v_cache,
-                                  pages, start + TOKENS, low, high);
-        }
-        commit_copies();
-        wait_copies<1>();
+    for (; start < high; start += TOKENS) {
+        tiles_of_kv.advance(k_cache, v_cache, pages, start + TOKENS, low, high);
         __syncthreads();
         if (IN_REGISTERS && first_round) {
             first_round = false;
@@ -164,8 +306,8 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
                 load_query(query[IN_REGISTERS ? step : 0], step);
             }
         }
-        const tutti_bf16* k_tile = k_tiles + buffer * TOKENS * HEAD_DIM;
-        const tutti_bf16* v_tile = v_tiles + buffer * TOKENS * HEAD_DIM;
+        const tutti_bf16* k_tile = tiles_of_kv.k();
+        const tutti_bf16* v_tile = tiles_of_kv.v();
 
         float scores[TOKENS / 8][4] = {};
 #pragma unroll
@@ -231,8 +373,9 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
                 mma_bf16(sums[2 * n + 1], a, b[2], b[3]);
             }
         }
-        // The next iteration's copies overwrite what this one has read.
+        // The next iteration overwrites what this one has read.
         __syncthreads();
+        tiles_of_kv.done();
     }
 
 #pragma unroll
@@ -253,15 +396,21 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
 }  // namespace
 }  // namespace tutti
 
-#define PREFILL(head_dim, blocks)                                                                  \
+#define PREFILL(name, kv, head_dim, blocks)                                                        \
     extern "C" __global__ void __launch_bounds__(128, blocks)                                      \
-        tutti_prefill_attention_##head_dim(TUTTI_PREFILL_ARGUMENTS) {                              \
-        tutti::prefill<head_dim>(q, k_cache, v_cache, seqs, tiles, block_tables, out, num_heads,   \
-                                 num_kv_heads, block_shift, window, scale, cap, sinks, live);      \
+        tutti_prefill_attention_##name(const tutti_bf16* q, const kv* k_cache, const kv* v_cache,  \
+                                       TUTTI_PREFILL_ARGUMENTS) {                                  \
+        tutti::prefill<head_dim, kv>(q, k_cache, v_cache, seqs, tiles, block_tables, out,          \
+                                     num_heads, num_kv_heads, block_shift, window, scale, cap,     \
+                                     sinks, live);                                                 \
     }
-PREFILL(16, 2)
-PREFILL(32, 2)
-PREFILL(64, 2)
-PREFILL(96, 2)
-PREFILL(128, 2)
-PREFILL(256, 1)
+PREFILL(16, tutti_bf16, 16, 2)
+PREFILL(32, tutti_bf16, 32, 2)
+PREFILL(64, tutti_bf16, 64, 2)
+PREFILL(96, tutti_bf16, 96, 2)
+PREFILL(128, tutti_bf16, 128, 2)
+PREFILL(256, tutti_bf16, 256, 1)
+PREFILL(fp8_64, tutti_fp8, 64, 2)
+PREFILL(fp8_96, tutti_fp8, 96, 2)
+PREFILL(fp8_128, tutti_fp8, 128, 2)
+PREFILL(fp8_256, tutti_fp8, 256, 1)

@@ -108,6 +108,16 @@ __device__ __forceinline__ uint4 load_once(const tutti_bf16* at) {
     return v;
 }
 
+// The same for 8 bytes.
+__device__ __forceinline__ uint2 load_once(const tutti_fp8* at) {
+    uint2 v;
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(v.x), "=r"(v.y)
+                 : "l"(at)
+                 : "memory");
+    return v;
+}
+
 // Rounds to nearest even; NaN stays NaN.
 __device__ __forceinline__ tutti_bf16 to_bf16(float x) {
     tutti_bf16 r;
@@ -166,6 +176,14 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool vali
     uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
                  "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+// The same for 8 bytes, 8-byte aligned.
+__device__ __forceinline__ void copy_async_8(void* to, const void* from, bool valid) {
+    uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(at), "l"(from),
+                 "r"(valid ? 8 : 0)
                  : "memory");
 }
 
@@ -249,6 +267,82 @@ __device__ __forceinline__ float from_bf16(tutti_bf16 x) {
 __device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(uint32_t pair) {
     return __uint_as_float(pair & 0xffff0000u);
+}
+
+// FP8: E4M3 without infinities (`kernels::fp8`).
+
+// Rounds to the nearest, ties to even. Finite numbers never become NaN: beyond 448 they become
+// that. What is not finite becomes NaN.
+__device__ __forceinline__ tutti_fp8 to_fp8(float x) {
+    const uint32_t bits = __float_as_uint(x);
+    const float size = __uint_as_float(bits & 0x7fffffffu);
+    const float clamped = size > 448.0f ? 448.0f : size;
+    // Adding 2^14, whose last place is worth 2^-9, rounds to multiples of that.
+    const uint32_t small = __float_as_uint(__fadd_rn(clamped, 16384.0f)) - 0x46800000u;
+    // Keeps 3 bits of mantissa; the exponent's bias is 7 instead of 127.
+    const uint32_t whole = __float_as_uint(clamped);
+    const uint32_t large = ((whole + 0x7ffffu + (whole >> 20 & 1u)) >> 20) - (120u << 3);
+    uint32_t magnitude = clamped < 0.015625f ? small : large;
+    if ((bits & 0x7f800000u) == 0x7f800000u) {
+        magnitude = 0x7f;
+    }
+    return static_cast<tutti_fp8>((bits >> 24 & 0x80u) | magnitude);
+}
+
+// Two bytes, in bits 8 to 15 and 24 to 31 (the other bits do not matter), as a pair of bf16. Exact,
+// except that NaN becomes 480: see `nans_of`. An exponent and a mantissa are moved to where bf16 has
+// them, and multiplied by 2^120, the difference of the exponents' biases; multiples of 2^-9 are
+// subnormal before and normal after that.
+__device__ __forceinline__ uint32_t widen_fp8(uint32_t bytes) {
+    const uint32_t moved = (bytes >> 4 & 0x07f007f0u) | (bytes & 0x80008000u);
+    return fma_bf16x2(moved, 0x7b807b80u, 0x80008000u);
+}
+// 4 and 8 bytes, in order.
+__device__ __forceinline__ uint2 widen(uint32_t bytes) {
+    uint2 pairs;
+    pairs.x = widen_fp8(__byte_perm(bytes, 0, 0x1404));
+    pairs.y = widen_fp8(__byte_perm(bytes, 0, 0x3424));
+    return pairs;
+}
+__device__ __forceinline__ uint4 widen(uint2 bytes) {
+    const uint2 low = widen(bytes.x);
+    const uint2 high = widen(bytes.y);
+    return make_uint4(low.x, low.y, high.x, high.y);
+}
+
+constexpr uint32_t FP8_NANS = 0x80808080u;
+// One of the bits of FP8_NANS is set for each of 4 bytes that is NaN; other bits mean nothing.
+__device__ __forceinline__ uint32_t nans_of(uint32_t bytes) {
+    return (bytes & 0x7f7f7f7fu) + 0x01010101u;
+}
+__device__ __forceinline__ uint32_t nans_of(uint2 bytes) {
+    return nans_of(bytes.x) | nans_of(bytes.y);
+}
+// What `widen` made, with NaN again where it made 480.
+__device__ __forceinline__ uint4 with_nans(uint4 pairs) {
+    const auto restored = [](uint32_t pair) {
+        pair |= (pair & 0x7fffu) == 0x43f0u ? 0x7fffu : 0u;
+        return pair | ((pair >> 16 & 0x7fffu) == 0x43f0u ? 0x7fff0000u : 0u);
+    };
+    return make_uint4(restored(pairs.x), restored(pairs.y), restored(pairs.z), restored(pairs.w));
+}
+__device__ __forceinline__ float from_fp8(tutti_fp8 x) {
+    const float value = low_bf16(widen_fp8(static_cast<uint32_t>(x) << 8));
+    return (x & 0x7f) == 0x7f ? __uint_as_float(0x7fffffffu) : value;
+}
+
+// Elements of K and V, as they are stored.
+__device__ __forceinline__ float from_stored(tutti_bf16 x) { return from_bf16(x); }
+__device__ __forceinline__ float from_stored(tutti_fp8 x) { return from_fp8(x); }
+template <class Kv>
+__device__ __forceinline__ Kv to_stored(float x);
+template <>
+__device__ __forceinline__ tutti_bf16 to_stored<tutti_bf16>(float x) {
+    return to_bf16(x);
+}
+template <>
+__device__ __forceinline__ tutti_fp8 to_stored<tutti_fp8>(float x) {
+    return to_fp8(x);
 }
 
 // Ends a block without work, which has read only inputs and written nothing. It need not wait for

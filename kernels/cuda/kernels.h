@@ -34,6 +34,8 @@
 
 /* 16 raw bits in every interface; `device.cuh` has the arithmetic. */
 typedef uint16_t tutti_bf16;
+/* E4M3 without infinities, as KV caches can have it: `kernels::fp8`. */
+typedef uint8_t tutti_fp8;
 
 /* One sequence's rows in a step: `kernels::backend::SeqRows`. 20 bytes. */
 typedef struct {
@@ -139,6 +141,7 @@ typedef struct {
 /* Queries per tile of prefill attention; its shared memory in bytes. */
 #define TUTTI_PREFILL_QUERIES 64u
 #define TUTTI_PREFILL_SHARED(head_dim) (320u * 2u * (head_dim))
+#define TUTTI_PREFILL_FP8_SHARED(head_dim) (256u * 2u * (head_dim))
 /* A part of decode attention is seq << TUTTI_PART_SHIFT | split. */
 #define TUTTI_PART_SHIFT 8u
 /* Query heads that one block of decode attention computes; blocks per KV head. */
@@ -318,7 +321,8 @@ __global__ void tutti_peer_gather(const TuttiPeers* peers, const float* local, f
 
 /* ---- qkv.cu ---------------------------------------------------------------------------------
  * The cache of one layer is two arrays, K and V, bf16 [num_blocks, num_kv_heads, block_size,
- * head_dim], block_size = 1 << block_shift. A slot is block * block_size + offset. */
+ * head_dim], block_size = 1 << block_shift. A slot is block * block_size + offset. Kernels with
+ * `fp8` in their names are the same for a cache in FP8. */
 
 /* All that follows the fused QKV product: adds the bias (f32 [width], or null), applies RMSNorm per
  * q and k head (q_norm, k_norm: f32 [head_dim], or null) and RoPE (cos, sin: f32 [positions,
@@ -326,12 +330,17 @@ __global__ void tutti_peer_gather(const TuttiPeers* peers, const float* local, f
  * qkv f32 [rows, (num_heads + 2 * num_kv_heads) * head_dim] contiguous: q, k, v;
  * positions, slots u32 [rows]; q_out bf16 [rows, num_heads * head_dim] contiguous.
  * head_dim even, at most 256. grid (rows, ceil((num_heads + 2 * num_kv_heads) / 8)), block 256. */
-__global__ void tutti_qkv_finish(const float* qkv, const float* bias, const float* q_norm,
-                                 const float* k_norm, const float* cos, const float* sin,
-                                 const uint32_t* positions, const uint32_t* slots,
-                                 tutti_bf16* q_out, tutti_bf16* k_cache, tutti_bf16* v_cache,
-                                 uint32_t num_heads, uint32_t num_kv_heads, uint32_t head_dim,
-                                 uint32_t block_shift, float eps, const uint32_t* live);
+#define TUTTI_QKV_IN_ARGUMENTS                                                                     \
+    const float *qkv, const float *bias, const float *q_norm, const float *k_norm,                 \
+        const float *cos, const float *sin, const uint32_t *positions, const uint32_t *slots,      \
+        tutti_bf16 *q_out
+#define TUTTI_QKV_SIZE_ARGUMENTS                                                                   \
+    uint32_t num_heads, uint32_t num_kv_heads, uint32_t head_dim, uint32_t block_shift, float eps, \
+        const uint32_t *live
+__global__ void tutti_qkv_finish(TUTTI_QKV_IN_ARGUMENTS, tutti_bf16* k_cache, tutti_bf16* v_cache,
+                                 TUTTI_QKV_SIZE_ARGUMENTS);
+__global__ void tutti_qkv_finish_fp8(TUTTI_QKV_IN_ARGUMENTS, tutti_fp8* k_cache,
+                                     tutti_fp8* v_cache, TUTTI_QKV_SIZE_ARGUMENTS);
 
 /* ---- attention_prefill.cu -------------------------------------------------------------------
  * Causal attention of every row over its sequence's K and V, on tensor cores. q and out bf16
@@ -340,18 +349,32 @@ __global__ void tutti_qkv_finish(const float* qkv, const float* bias, const floa
  * `scale` is 1 / sqrt(head_dim). sinks f32 [num_heads] or null: the score (not scaled) of one more
  * token, without V, which adds to the softmax's denominator. Writes the rows of the given tiles.
  * tiles: in any order, longest first is best; `live` counts tiles.
- * grid (tiles, num_kv_heads), block 128, shared TUTTI_PREFILL_SHARED(head_dim). */
+ * grid (tiles, num_kv_heads), block 128, shared TUTTI_PREFILL_SHARED(head_dim), or
+ * TUTTI_PREFILL_FP8_SHARED(head_dim). */
+#define TUTTI_BF16_ATTENTION_ARGUMENTS                                                             \
+    const tutti_bf16 *q, const tutti_bf16 *k_cache, const tutti_bf16 *v_cache
+#define TUTTI_FP8_ATTENTION_ARGUMENTS                                                              \
+    const tutti_bf16 *q, const tutti_fp8 *k_cache, const tutti_fp8 *v_cache
 #define TUTTI_PREFILL_ARGUMENTS                                                                    \
-    const tutti_bf16 *q, const tutti_bf16 *k_cache, const tutti_bf16 *v_cache,                     \
-        const TuttiSeq *seqs, const TuttiTile *tiles, const uint32_t *block_tables,                \
-        tutti_bf16 *out, uint32_t num_heads, uint32_t num_kv_heads, uint32_t block_shift,          \
-        uint32_t window, float scale, float cap, const float *sinks, const uint32_t *live
-__global__ void tutti_prefill_attention_16(TUTTI_PREFILL_ARGUMENTS);
-__global__ void tutti_prefill_attention_32(TUTTI_PREFILL_ARGUMENTS);
-__global__ void tutti_prefill_attention_64(TUTTI_PREFILL_ARGUMENTS);
-__global__ void tutti_prefill_attention_96(TUTTI_PREFILL_ARGUMENTS);
-__global__ void tutti_prefill_attention_128(TUTTI_PREFILL_ARGUMENTS);
-__global__ void tutti_prefill_attention_256(TUTTI_PREFILL_ARGUMENTS);
+    const TuttiSeq *seqs, const TuttiTile *tiles, const uint32_t *block_tables, tutti_bf16 *out,   \
+        uint32_t num_heads, uint32_t num_kv_heads, uint32_t block_shift, uint32_t window,          \
+        float scale, float cap, const float *sinks, const uint32_t *live
+__global__ void tutti_prefill_attention_16(TUTTI_BF16_ATTENTION_ARGUMENTS, TUTTI_PREFILL_ARGUMENTS);
+__global__ void tutti_prefill_attention_32(TUTTI_BF16_ATTENTION_ARGUMENTS, TUTTI_PREFILL_ARGUMENTS);
+__global__ void tutti_prefill_attention_64(TUTTI_BF16_ATTENTION_ARGUMENTS, TUTTI_PREFILL_ARGUMENTS);
+__global__ void tutti_prefill_attention_96(TUTTI_BF16_ATTENTION_ARGUMENTS, TUTTI_PREFILL_ARGUMENTS);
+__global__ void tutti_prefill_attention_128(TUTTI_BF16_ATTENTION_ARGUMENTS,
+                                            TUTTI_PREFILL_ARGUMENTS);
+__global__ void tutti_prefill_attention_256(TUTTI_BF16_ATTENTION_ARGUMENTS,
+                                            TUTTI_PREFILL_ARGUMENTS);
+__global__ void tutti_prefill_attention_fp8_64(TUTTI_FP8_ATTENTION_ARGUMENTS,
+                                               TUTTI_PREFILL_ARGUMENTS);
+__global__ void tutti_prefill_attention_fp8_96(TUTTI_FP8_ATTENTION_ARGUMENTS,
+                                               TUTTI_PREFILL_ARGUMENTS);
+__global__ void tutti_prefill_attention_fp8_128(TUTTI_FP8_ATTENTION_ARGUMENTS,
+                                                TUTTI_PREFILL_ARGUMENTS);
+__global__ void tutti_prefill_attention_fp8_256(TUTTI_FP8_ATTENTION_ARGUMENTS,
+                                                TUTTI_PREFILL_ARGUMENTS);
 
 /* ---- attention_decode.cu --------------------------------------------------------------------
  * The same for sequences with one row. Their tokens are split into parts, each with a partial
@@ -375,17 +398,24 @@ __global__ void tutti_prefill_attention_256(TUTTI_PREFILL_ARGUMENTS);
  * items.
  * grid (num_heads, n), block 128; any head_dim. */
 #define TUTTI_DECODE_ARGUMENTS                                                                     \
-    const tutti_bf16 *q, const tutti_bf16 *k_cache, const tutti_bf16 *v_cache,                     \
-        const TuttiSeq *seqs, const uint32_t *parts, const uint32_t *block_tables,                 \
-        float *partial_out, float *partial_ml, tutti_bf16 *out, uint32_t num_heads,                \
-        uint32_t num_kv_heads, uint32_t block_shift, uint32_t window, uint32_t max_splits,         \
-        uint32_t least_split, float scale, float cap, const float *sinks, const uint32_t *live
-__global__ void tutti_decode_attention_16(TUTTI_DECODE_ARGUMENTS);
-__global__ void tutti_decode_attention_32(TUTTI_DECODE_ARGUMENTS);
-__global__ void tutti_decode_attention_64(TUTTI_DECODE_ARGUMENTS);
-__global__ void tutti_decode_attention_96(TUTTI_DECODE_ARGUMENTS);
-__global__ void tutti_decode_attention_128(TUTTI_DECODE_ARGUMENTS);
-__global__ void tutti_decode_attention_256(TUTTI_DECODE_ARGUMENTS);
+    const TuttiSeq *seqs, const uint32_t *parts, const uint32_t *block_tables, float *partial_out, \
+        float *partial_ml, tutti_bf16 *out, uint32_t num_heads, uint32_t num_kv_heads,             \
+        uint32_t block_shift, uint32_t window, uint32_t max_splits, uint32_t least_split,          \
+        float scale, float cap, const float *sinks, const uint32_t *live
+__global__ void tutti_decode_attention_16(TUTTI_BF16_ATTENTION_ARGUMENTS, TUTTI_DECODE_ARGUMENTS);
+__global__ void tutti_decode_attention_32(TUTTI_BF16_ATTENTION_ARGUMENTS, TUTTI_DECODE_ARGUMENTS);
+__global__ void tutti_decode_attention_64(TUTTI_BF16_ATTENTION_ARGUMENTS, TUTTI_DECODE_ARGUMENTS);
+__global__ void tutti_decode_attention_96(TUTTI_BF16_ATTENTION_ARGUMENTS, TUTTI_DECODE_ARGUMENTS);
+__global__ void tutti_decode_attention_128(TUTTI_BF16_ATTENTION_ARGUMENTS, TUTTI_DECODE_ARGUMENTS);
+__global__ void tutti_decode_attention_256(TUTTI_BF16_ATTENTION_ARGUMENTS, TUTTI_DECODE_ARGUMENTS);
+__global__ void tutti_decode_attention_fp8_64(TUTTI_FP8_ATTENTION_ARGUMENTS,
+                                              TUTTI_DECODE_ARGUMENTS);
+__global__ void tutti_decode_attention_fp8_96(TUTTI_FP8_ATTENTION_ARGUMENTS,
+                                              TUTTI_DECODE_ARGUMENTS);
+__global__ void tutti_decode_attention_fp8_128(TUTTI_FP8_ATTENTION_ARGUMENTS,
+                                               TUTTI_DECODE_ARGUMENTS);
+__global__ void tutti_decode_attention_fp8_256(TUTTI_FP8_ATTENTION_ARGUMENTS,
+                                               TUTTI_DECODE_ARGUMENTS);
 __global__ void tutti_decode_reduce(const float* partial_out, const float* partial_ml,
                                     const TuttiSeq* seqs, const uint32_t* items, tutti_bf16* out,
                                     uint32_t num_heads, uint32_t head_dim, uint32_t window,
@@ -396,13 +426,13 @@ __global__ void tutti_decode_reduce(const float* partial_out, const float* parti
  * Causal attention of any row for head dimensions without a kernel of their own (even, at most
  * 256): simple and slow. One warp per row and head. `num_seqs`: a word in device memory.
  * grid (rows, ceil(num_heads / 4)), block 128; `live` counts rows. */
-__global__ void tutti_attention_any(const tutti_bf16* q, const tutti_bf16* k_cache,
-                                    const tutti_bf16* v_cache, const TuttiSeq* seqs,
-                                    const uint32_t* num_seqs, const uint32_t* block_tables,
-                                    tutti_bf16* out, uint32_t num_heads, uint32_t num_kv_heads,
-                                    uint32_t head_dim, uint32_t block_shift, uint32_t window,
-                                    float scale, float cap, const float* sinks,
-                                    const uint32_t* live);
+#define TUTTI_ATTENTION_ANY_ARGUMENTS                                                              \
+    const TuttiSeq *seqs, const uint32_t *num_seqs, const uint32_t *block_tables, tutti_bf16 *out, \
+        uint32_t num_heads, uint32_t num_kv_heads, uint32_t head_dim, uint32_t block_shift,        \
+        uint32_t window, float scale, float cap, const float *sinks, const uint32_t *live
+__global__ void tutti_attention_any(TUTTI_BF16_ATTENTION_ARGUMENTS, TUTTI_ATTENTION_ANY_ARGUMENTS);
+__global__ void tutti_attention_any_fp8(TUTTI_FP8_ATTENTION_ARGUMENTS,
+                                        TUTTI_ATTENTION_ANY_ARGUMENTS);
 
 /* ---- skinny.cu ------------------------------------------------------------------------------
  * out = x W^T + bias for few rows of x: streams the weights once per 64 rows. The name's number is
@@ -503,7 +533,8 @@ __global__ void tutti_route(const float* logits, const float* bias, uint32_t* ex
  * slots that the tiles refer to, to slots[c * chunk_rows * top_k ..]. experts u32 [rows, top_k];
  * slots u32 [rows * top_k]; tiles_stride is at least the smaller of a chunk's slots and its slots /
  * tile_slots + num_experts. grid (ceil(rows / chunk_rows)), block 1024; `live` counts rows. */
-__global__ void tutti_group_experts(const uint32_t* experts, uint32_t* slots, TuttiExpertTile* tiles,
+__global__ void tutti_group_experts(const uint32_t* experts,
+                                    uint32_t* slots, TuttiExpertTile* tiles,
                                     uint32_t* num_tiles, uint32_t rows, uint32_t top_k,
                                     uint32_t num_experts, uint32_t chunk_rows, uint32_t tile_slots,
                                     uint32_t tiles_stride, const uint32_t* live);
@@ -627,7 +658,8 @@ __global__ void tutti_argmax_merge(const TuttiIdValue* found, TuttiSampled* out,
 
 /* ---- blocks.cu ------------------------------------------------------------------------------
  * A KV cache is `planes` arrays (K and V of every layer), `plane_stride` elements apart, of blocks
- * of `block_elements` (= num_kv_heads * block_size * head_dim, a multiple of 8) bf16. */
+ * of `block_elements` (= num_kv_heads * block_size * head_dim, a multiple of 8) bf16. A cache in FP8
+ * counts as one of half as many elements: bytes are copied. */
 
 /* out: staging[i] = block blocks[i] of all planes; in: the reverse. staging bf16 [n, planes,
  * block_elements]: device memory, or host memory that the device can address.

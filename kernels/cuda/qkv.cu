@@ -4,8 +4,8 @@
 //   x[i], x[i + h/2] = x[i] cos - x[i + h/2] sin, x[i + h/2] cos + x[i] sin   (h = head_dim)
 //
 // One warp per row and head; a lane holds the pairs lane, lane + 32, .. of the head, both halves,
-// so that RoPE needs no exchange. Limits: head_dim even, at most 256. Rounded to bf16 once, at the
-// end.
+// so that RoPE needs no exchange. Limits: head_dim even, at most 256. Rounded once, at the end: q to
+// bf16, K and V to what the cache holds.
 #include "device.cuh"
 
 namespace tutti {
@@ -14,18 +14,23 @@ namespace {
 constexpr uint32_t WARPS = 8;
 constexpr uint32_t PAIRS = 4;
 
-}  // namespace
-}  // namespace tutti
+// A lane's part of a head: `a` of its first half, `b` of its second.
+template <class To>
+__device__ __forceinline__ void store(To* to, const float (&a)[PAIRS], const float (&b)[PAIRS],
+                                      uint32_t half) {
+#pragma unroll
+    for (uint32_t i = 0; i < PAIRS; i++) {
+        const uint32_t at = threadIdx.x % 32 + 32 * i;
+        if (at < half) {
+            to[at] = to_stored<To>(a[i]);
+            to[at + half] = to_stored<To>(b[i]);
+        }
+    }
+}
 
-using namespace tutti;
-
-extern "C" __global__ void __launch_bounds__(256)
-    tutti_qkv_finish(const float* qkv, const float* bias, const float* q_norm,
-                     const float* k_norm, const float* cos, const float* sin,
-                     const uint32_t* positions, const uint32_t* slots, tutti_bf16* q_out,
-                     tutti_bf16* k_cache, tutti_bf16* v_cache, uint32_t num_heads,
-                     uint32_t num_kv_heads, uint32_t head_dim, uint32_t block_shift, float eps,
-                     const uint32_t* live) {
+template <class Kv>
+__device__ __forceinline__ void qkv_finish(TUTTI_QKV_IN_ARGUMENTS, Kv* k_cache, Kv* v_cache,
+                                           TUTTI_QKV_SIZE_ARGUMENTS) {
     release_successors();
     const uint32_t row = blockIdx.x;
     const uint32_t lane = threadIdx.x % 32;
@@ -99,22 +104,26 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     }
 
-    tutti_bf16* to;
     if (head < num_heads) {
-        to = q_out + (static_cast<size_t>(row) * num_heads + head) * head_dim;
+        store(q_out + (static_cast<size_t>(row) * num_heads + head) * head_dim, a, b, half);
     } else {
         const uint32_t kv_head = (head - num_heads) % num_kv_heads;
         const size_t block = slot >> block_shift;
         const uint32_t offset = slot & ((1u << block_shift) - 1);
         const size_t token = ((block * num_kv_heads + kv_head) << block_shift) + offset;
-        to = (is_v ? v_cache : k_cache) + token * head_dim;
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < PAIRS; i++) {
-        const uint32_t at = lane + 32 * i;
-        if (at < half) {
-            to[at] = to_bf16(a[i]);
-            to[at + half] = to_bf16(b[i]);
-        }
+        store((is_v ? v_cache : k_cache) + token * head_dim, a, b, half);
     }
 }
+
+}  // namespace
+}  // namespace tutti
+
+#define QKV_FINISH(name, kv)                                                                       \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        name(TUTTI_QKV_IN_ARGUMENTS, kv* k_cache, kv* v_cache, TUTTI_QKV_SIZE_ARGUMENTS) {         \
+        tutti::qkv_finish<kv>(qkv, bias, q_norm, k_norm, cos, sin, positions, slots, q_out,        \
+                              k_cache, v_cache, num_heads, num_kv_heads, head_dim, block_shift,    \
+                              eps, live);                                                          \
+    }
+QKV_FINISH(tutti_qkv_finish, tutti_bf16)
+QKV_FINISH(tutti_qkv_finish_fp8, tutti_fp8)

@@ -1,6 +1,7 @@
 //! Measures matrix products on this machine:
 //! `cargo run --release -p kernels --example gemm_bench [THREADS] [ROWS,..] [INSTRUCTIONS]`,
-//! the last as in `avx512_bf16 bfloat16`, or a part of that.
+//! the last as in `avx512_bf16 bfloat16`, or a part of that; with `attention` instead of rows, only
+//! attention.
 //!
 //! One row against matrices that together do not fit in the caches shows memory bandwidth; 512 rows
 //! show arithmetic. Weight formats take turns, so that other load affects them equally. It asserts
@@ -10,7 +11,8 @@ use std::time::Instant;
 
 use kernels::backend::prelude::*;
 use kernels::backend::{
-    AttentionAt, AttentionShape, Batch, Buffer, DType, HostMatrix, KvShape, Scales, SeqRows,
+    AttentionAt, AttentionShape, Batch, Buffer, DType, HostMatrix, KvShape, KvStorage, Scales,
+    SeqRows,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, CpuMatrix, Isa, Precision};
@@ -153,15 +155,20 @@ fn attention(isa: Isa, precision: Precision, threads: usize) -> Result<(), Kerne
         sliding_window: None,
         softcap: None,
     };
-    let context = 2048usize;
+    let context = 4096usize;
     let kv = KvShape {
         num_layers: 8,
         num_kv_heads: 4,
         head_dim: 64,
         block_size: 16,
         num_blocks: context / 16,
+        storage: KvStorage::AsTaken,
     };
-    let cache = backend.new_kv_cache(kv)?;
+    let storages = [KvStorage::AsTaken, KvStorage::Fp8];
+    let mut caches = Vec::new();
+    for storage in storages {
+        caches.push(backend.new_kv_cache(KvShape { storage, ..kv })?);
+    }
     let table: Vec<u32> = (0..context as u32 / 16).collect();
     for rows in [1usize, 512] {
         let seqs = [SeqRows {
@@ -174,36 +181,44 @@ fn attention(isa: Isa, precision: Precision, threads: usize) -> Result<(), Kerne
         let batch = Batch { positions: &[], slots: &[], seqs: &seqs, block_tables: &table };
         let q = backend.new_buffer(rows, 32 * 64)?;
         let mut out = backend.new_buffer(rows, 32 * 64)?;
-        let mut times = Vec::new();
-        for call in 0..if rows == 1 { 60 } else { 5 } {
-            let start = Instant::now();
-            let at = AttentionAt { shape: &shape, batch: &batch, layer: call % 8 };
-            backend.paged_attention(&q, None, at, &cache, &mut out)?;
-            times.push(start.elapsed().as_secs_f64());
+        let mut times = [Vec::new(), Vec::new()];
+        // In turn, so that both meet the same state of the machine.
+        for call in 0..if rows == 1 { 100 } else { 5 } {
+            for (cache, times) in caches.iter().zip(&mut times) {
+                let start = Instant::now();
+                let at = AttentionAt { shape: &shape, batch: &batch, layer: call % 8 };
+                backend.paged_attention(&q, None, at, cache, &mut out)?;
+                times.push(start.elapsed().as_secs_f64());
+            }
         }
-        times.sort_by(f64::total_cmp);
-        let median = times[times.len() / 2];
-        let bytes = backend.kv_block_bytes(&KvShape { num_layers: 1, ..kv });
-        let flops = 4 * rows * context * 32 * 64;
-        println!(
-            "{}: attention of {} rows at context {context}: {:.3} ms, {:.0} GFLOP/s, {:.1} GB/s",
-            backend.describe(),
-            out.rows(),
-            median * 1e3,
-            flops as f64 / median / 1e9,
-            (bytes * (context as u64 / 16)) as f64 / median / 1e9
-        );
+        for (storage, mut times) in storages.into_iter().zip(times) {
+            times.sort_by(f64::total_cmp);
+            let median = times[times.len() / 2];
+            let bytes = backend.kv_block_bytes(&KvShape { num_layers: 1, storage, ..kv });
+            let flops = 4 * rows * context * 32 * 64;
+            println!(
+                "{}, {storage:?}: attention of {} rows at context {context}: {:.3} ms, at best \
+                 {:.3}, {:.0} GFLOP/s, {:.1} GB/s",
+                backend.describe(),
+                out.rows(),
+                median * 1e3,
+                times[0] * 1e3,
+                flops as f64 / median / 1e9,
+                (bytes * (context as u64 / 16)) as f64 / median / 1e9
+            );
+        }
     }
     Ok(())
 }
 
 fn main() -> Result<(), KernelError> {
     let threads = std::env::args().nth(1).and_then(|n| n.parse().ok()).unwrap_or(1);
+    let what = std::env::args().nth(2).unwrap_or_default();
     let wanted = std::env::args().nth(3).unwrap_or_default();
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
         let precisions = [Precision::Float32, Precision::Bfloat16];
         let precisions = precisions.into_iter().filter(|p| format!("{isa} {p}").contains(&wanted));
-        for precision in precisions.clone() {
+        for precision in precisions.clone().filter(|_| what != "attention") {
             products(isa, precision, threads)?;
         }
         for precision in precisions {

@@ -9,8 +9,8 @@ use std::time::Instant;
 
 use kernels::backend::prelude::*;
 use kernels::backend::{
-    Activation, AttentionAt, AttentionShape, Batch, DType, HostMatrix, KvShape, QkvInput,
-    QkvWeights, RopeTable, SeqRows,
+    Activation, AttentionAt, AttentionShape, Batch, DType, HostMatrix, KvShape, KvStorage,
+    QkvInput, QkvWeights, RopeTable, SeqRows,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, CpuMatrix, CpuVector, Precision};
@@ -103,6 +103,7 @@ fn main() -> Result<(), KernelError> {
         head_dim: SHAPE.head_dim,
         block_size: BLOCK,
         num_blocks: table.len(),
+        storage: KvStorage::AsTaken,
     })?;
     let count = rows as u32;
     let (positions, ids): (Vec<u32>, Vec<u32>) =

@@ -52,8 +52,8 @@ pub mod tensors;
 
 pub use arguments::{
     Activation, AttentionAt, AttentionShape, Batch, Choices, EXPERT_SLOTS, ExpertActivation,
-    KvShape, LayerNorm, NOT_ASSIGNED, NOT_FED, PlainActivation, QkvInput, QkvWeights, RopeTable,
-    Routing, Scores, SeqRows, StepInputs,
+    KvShape, KvStorage, LayerNorm, NOT_ASSIGNED, NOT_FED, PlainActivation, QkvInput, QkvWeights,
+    RopeTable, Routing, Scores, SeqRows, StepInputs,
 };
 pub use attention::AttentionOps;
 pub use exchange::ExchangeOps;

@@ -14,7 +14,7 @@
 //! - `steps` over [`sample`], `mask`: sampling, token masks
 //! - `exchange`: all-reduce, and gathering data of other ranks
 //! - `loading`, `kv`, `buffer`, `memory`: weights, the KV cache's layout, activations, aligned
-//!   memory
+//!   memory; `fp8`: its 8-bit floats
 //!
 //! The results of a row depend only on that row and its sequence, bit for bit, whatever else is in
 //! the batch and whatever the number of threads.
@@ -33,6 +33,7 @@ mod buffer;
 mod elementwise;
 mod exchange;
 mod experts;
+mod fp8;
 mod gemm;
 pub mod isa;
 mod kv;

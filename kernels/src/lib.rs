@@ -8,6 +8,7 @@
 //! - [`cuda`]: the CUDA backend
 //! - [`mapped`]: memory-mapped model files
 //! - [`error`]: error types
+//! - [`fp8`]: the 8-bit floats of KV caches
 //! - [`philox`]: the random numbers of sampling
 //! - `pool`: thread pool of the CPU backend
 //! - [`mod@reference`]: the float32 backend that all other backends are tested against
@@ -22,6 +23,7 @@ pub mod collective;
 pub mod cpu;
 pub mod cuda;
 pub mod error;
+pub mod fp8;
 pub mod mapped;
 pub mod philox;
 mod pool;

@@ -26,9 +26,9 @@ pub mod step;
 
 pub use control::{
     BUILD_MAX, CollectiveSpec, DeviceKind, Dtype, EngineConfig, Form, FormFailed, Formed,
-    GROUP_ID_MAX, GroupId, HeldShard, Hello, LoadProgress, NVLINK_LABEL, NodeResources,
-    Quantization, RESOURCES_MAX, Rejoin, Start, Started, TO_FETCH_MAX, ToFetch, Welcome,
-    WorkerStats,
+    GROUP_ID_MAX, GroupId, HeldShard, Hello, KvCacheDtype, LoadProgress, NVLINK_LABEL,
+    NodeResources, Quantization, RESOURCES_MAX, Rejoin, Start, Started, TO_FETCH_MAX, ToFetch,
+    Welcome, WorkerStats,
 };
 pub use frontend::{
     AcceptedChoice, EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello,
@@ -52,7 +52,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change to a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 17;
+pub const PROTOCOL_VERSION: u16 = 18;
 
 /// All messages from a coordinator to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

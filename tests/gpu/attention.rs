@@ -1,7 +1,8 @@
 //! Attention and the operations before it, for prompts and for single rows.
 use kernels::KernelError;
 use kernels::backend::{
-    AttentionAt, AttentionShape, Batch, KvShape, QkvInput, QkvWeights, RopeTable, SeqRows,
+    AttentionAt, AttentionShape, Batch, KvShape, KvStorage, QkvInput, QkvWeights, RopeTable,
+    SeqRows,
 };
 
 use crate::operations::{Case, ROUNDING, Random, Writable, input, matrix, poisoned};
@@ -13,20 +14,28 @@ pub(crate) struct Attention {
     extras: bool,
     /// Sinks and biases, as in gpt-oss.
     sinks: bool,
+    /// How K and V are stored.
+    storage: KvStorage,
 }
 
 impl Case for Attention {
     fn name(&self) -> String {
         let AttentionShape { num_heads, num_kv_heads, head_dim, sliding_window, .. } = self.shape;
         let sinks = if self.sinks { ", sinks" } else { "" };
+        let fp8 = if self.storage == KvStorage::Fp8 { ", FP8" } else { "" };
         format!(
             "attention {num_heads}/{num_kv_heads} heads of {head_dim}, window \
-             {sliding_window:?}{sinks}"
+             {sliding_window:?}{sinks}{fp8}"
         )
     }
 
     fn tolerance(&self) -> (f32, f32) {
-        (2.0 * ROUNDING, 2e-2)
+        match self.storage {
+            KvStorage::AsTaken => (2.0 * ROUNDING, 2e-2),
+            // An element halfway between two values may be rounded to the other one, a sixteenth
+            // away.
+            KvStorage::Fp8 => (0.07, 5e-2),
+        }
     }
 
     fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError> {
@@ -51,7 +60,14 @@ impl Case for Attention {
             cos: backend.load_vector(&table(f32::cos))?,
             sin: backend.load_vector(&table(f32::sin))?,
         };
-        let kv = KvShape { num_layers: 2, num_kv_heads, head_dim, block_size, num_blocks: blocks };
+        let kv = KvShape {
+            num_layers: 2,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            num_blocks: blocks,
+            storage: self.storage,
+        };
         let mut cache = backend.new_kv_cache(kv)?;
         let mut seen = Vec::new();
         // (rows, tokens in the cache afterwards) of three sequences of 13 blocks each.
@@ -116,7 +132,13 @@ pub(crate) fn cases(quick: bool) -> Vec<Attention> {
                 sliding_window,
                 softcap: None,
             };
-            cases.push(Attention { shape, extras, sinks: false });
+            let storage = KvStorage::AsTaken;
+            cases.push(Attention { shape, extras, sinks: false, storage });
+            // Kernels of their own, and the slow one.
+            if head_dim > 32 {
+                let storage = KvStorage::Fp8;
+                cases.push(Attention { shape, extras, sinks: false, storage });
+            }
         }
     }
     // As in gpt-oss, and with a head size whose K and V are copied asynchronously.
@@ -134,7 +156,8 @@ pub(crate) fn cases(quick: bool) -> Vec<Attention> {
                 sliding_window,
                 softcap: None,
             };
-            cases.push(Attention { shape, extras: false, sinks: true });
+            let storage = KvStorage::AsTaken;
+            cases.push(Attention { shape, extras: false, sinks: true, storage });
         }
     }
     cases

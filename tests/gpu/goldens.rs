@@ -7,7 +7,8 @@ use kernels::backend::prelude::*;
 use kernels::cuda::CudaBackend;
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{
-    Drafts, EngineConfig, NewSequence, Quantization, SequenceOutput, SequenceStep, StepPlan,
+    Drafts, EngineConfig, KvCacheDtype, NewSequence, Quantization, SequenceOutput, SequenceStep,
+    StepPlan,
 };
 use shared::sampling::SamplingParams;
 use testkit::models::{Golden, goldens};
@@ -97,6 +98,7 @@ pub(crate) fn engine_over(
         max_num_batched_tokens: 1024,
         kv_cache_bytes: 0,
         swap_bytes: 0,
+        kv_cache_dtype: KvCacheDtype::Auto,
     };
     let positions = sizes.max_model_len as usize;
     let source = Source { files: &files, config: &config, shard: &shard };

@@ -3,7 +3,7 @@ use kernels::backend::prelude::*;
 use kernels::backend::{DType, HostMatrix, QkvWeights, RopeTable, Routing};
 use kernels::cuda::CudaBackend;
 use serde_json::json;
-use shared::protocol::{EngineConfig, Quantization};
+use shared::protocol::{EngineConfig, KvCacheDtype, Quantization};
 use worker::engine::Engine;
 use worker::model::ModelError;
 use worker::model::config::ModelConfig;
@@ -235,6 +235,7 @@ impl Shape {
             max_num_batched_tokens: sizes.prefill.max(batch),
             kv_cache_bytes: 0,
             swap_bytes: 0,
+            kv_cache_dtype: KvCacheDtype::Auto,
         };
         let weights = self.weights(&mut backend, longest as usize)?;
         let model = self.config()?;

@@ -3,8 +3,8 @@
 use kernels::KernelError;
 use kernels::backend::prelude::*;
 use kernels::backend::{
-    Activation, AttentionAt, AttentionShape, Batch, Buffer, KvShape, NOT_ASSIGNED, QkvInput,
-    QkvWeights, RopeTable, Routing, SeqRows,
+    Activation, AttentionAt, AttentionShape, Batch, Buffer, KvShape, KvStorage, NOT_ASSIGNED,
+    QkvInput, QkvWeights, RopeTable, Routing, SeqRows,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, CpuStack, Isa, Precision};
@@ -179,6 +179,7 @@ fn an_addend_comes_before_norms_and_rotation() {
                 head_dim: 16,
                 block_size: 16,
                 num_blocks: 1,
+                storage: KvStorage::AsTaken,
             };
             let mut cache = backend.new_kv_cache(kv).unwrap();
             let input = buffer(&mut backend, &x, hidden);

@@ -2,12 +2,14 @@
 use kernels::KernelError;
 use kernels::backend::prelude::*;
 use kernels::backend::{
-    AttentionAt, AttentionShape, Batch, KvShape, QkvInput, QkvWeights, RopeTable, SeqRows,
+    AttentionAt, AttentionShape, Batch, KvShape, KvStorage, QkvInput, QkvWeights, RopeTable,
+    SeqRows,
 };
 use kernels::cpu::{CpuBackend, CpuKvCache, CpuMatrix, CpuVector, Isa, Precision};
 
 use crate::support::{
-    Random, Weight, as_taken, assert_close, backend, backend_in, bits, buffer, poisoned, variants,
+    Random, Weight, as_taken, assert_close, backend, backend_in, bits, buffer, poisoned,
+    rounded_fp8, variants,
 };
 
 pub(crate) const LAYERS: usize = 2;
@@ -18,6 +20,8 @@ pub(crate) struct Case {
     pub(crate) shape: AttentionShape,
     pub(crate) hidden: usize,
     pub(crate) block_size: usize,
+    /// How K and V are stored.
+    pub(crate) storage: KvStorage,
     weight: Weight,
     bias: Option<Vec<f32>>,
     norms: Option<(Vec<f32>, Vec<f32>)>,
@@ -62,6 +66,7 @@ impl Case {
             shape,
             hidden,
             block_size,
+            storage: KvStorage::AsTaken,
             weight: Weight::random(random, out, hidden),
             bias: extras.then(|| random.vec(out)),
             norms: extras.then(|| (random.vec(shape.head_dim), random.vec(shape.head_dim))),
@@ -86,6 +91,7 @@ impl Case {
             head_dim: self.shape.head_dim,
             block_size: self.block_size,
             num_blocks,
+            storage: self.storage,
         };
         let cache = backend.new_kv_cache(kv).unwrap();
         Loaded { weights: QkvWeights { weight, bias, q_norm, k_norm }, sinks, rope, cache }
@@ -166,7 +172,8 @@ impl Case {
     }
 
     /// q and attention outputs of a whole sequence, in f64, except that the projection's
-    /// activations, and the queries, K and V of attention, are rounded to the precision.
+    /// activations, and the queries, K and V of attention, are rounded to the precision; K and V to
+    /// FP8 if they are stored in it.
     fn oracle(&self, x: &[f32], precision: Precision) -> (Vec<f64>, Vec<f64>) {
         let taken = |values: &[f64]| -> Vec<f64> {
             let values: Vec<f32> = values.iter().map(|&x| x as f32).collect();
@@ -190,7 +197,14 @@ impl Case {
         }
         let exact_q = q.clone();
         if precision == Precision::Bfloat16 {
-            (q, k, v) = (taken(&q), taken(&k), taken(&v));
+            q = taken(&q);
+        }
+        match (self.storage, precision) {
+            (KvStorage::Fp8, _) => {
+                k.iter_mut().chain(&mut v).for_each(|x| *x = rounded_fp8(*x));
+            }
+            (KvStorage::AsTaken, Precision::Bfloat16) => (k, v) = (taken(&k), taken(&v)),
+            (KvStorage::AsTaken, Precision::Float32) => {}
         }
         let mut out = vec![];
         for row in 0..rows {
@@ -259,7 +273,7 @@ fn attention_matches_the_naive_version_however_the_prompt_is_chunked() {
         (shape(4, 1, 2, Some(1)), 1, false),
     ];
     let chunks = [&[53][..], &[1, 52], &[20, 1, 1, 16, 15], &[52, 1], &[17, 19, 17]];
-    matches_however_chunked(&mut Random(31), &shapes, &chunks);
+    matches_however_chunked(&mut Random(31), KvStorage::AsTaken, &shapes, &chunks);
 }
 
 #[test]
@@ -273,7 +287,7 @@ fn attention_over_several_vectors_of_tokens_matches_the_naive_version() {
         (shape(7, 1, 64, None), 48, true),
     ];
     let chunks = [&[117][..], &[1; 117], &[96, 1, 20], &[40, 37, 40]];
-    matches_however_chunked(&mut Random(35), &shapes, &chunks);
+    matches_however_chunked(&mut Random(35), KvStorage::AsTaken, &shapes, &chunks);
 }
 
 #[test]
@@ -286,21 +300,42 @@ fn capped_scores_match_the_naive_version() {
         (capped(shape(16, 2, 128, None), 30.0), 32, false),
     ];
     let chunks = [&[61][..], &[1, 60], &[20, 1, 40]];
-    matches_however_chunked(&mut Random(37), &shapes, &chunks);
+    matches_however_chunked(&mut Random(37), KvStorage::AsTaken, &shapes, &chunks);
+}
+
+#[test]
+fn attention_over_fp8_matches_the_naive_version() {
+    let shapes = [
+        (shape(6, 2, 64, None), 16, false),
+        (shape(4, 2, 32, Some(20)), 16, true),
+        (shape(3, 3, 128, Some(5)), 4, true),
+        (shape(7, 1, 72, None), 32, false),
+        (shape(6, 2, 80, None), 5, true),
+    ];
+    let chunks = [&[53][..], &[1, 52], &[20, 1, 1, 16, 15]];
+    matches_however_chunked(&mut Random(38), KvStorage::Fp8, &shapes, &chunks);
 }
 
 /// Checks shapes, each with a block size in tokens and whether it has biases, norms and sinks.
 fn matches_however_chunked(
     random: &mut Random,
+    storage: KvStorage,
     shapes: &[(AttentionShape, usize, bool)],
     all_chunks: &[&[usize]],
 ) {
     for (isa, precision) in variants() {
         // A rounded weight may be off by one part in 256, and an element of q, K or V that is
         // halfway between two bf16 may be rounded differently than in the oracle.
-        let tolerance = if precision == Precision::Float32 { 1e-3 } else { 3e-2 };
+        // In FP8 such an element is off by one part in 16, and a row may attend to it alone; but
+        // that is rare.
+        let (tolerance, mean_most) = match (precision, storage) {
+            (Precision::Float32, KvStorage::AsTaken) => (1e-3, 1e-3),
+            (Precision::Bfloat16, KvStorage::AsTaken) => (3e-2, 3e-2),
+            (Precision::Float32, KvStorage::Fp8) => (0.3, 2e-3),
+            (Precision::Bfloat16, KvStorage::Fp8) => (0.3, 5e-3),
+        };
         for &(shape, block_size, extras) in shapes {
-            let case = Case::random(random, shape, block_size, extras);
+            let case = Case { storage, ..Case::random(random, shape, block_size, extras) };
             let rows = all_chunks[0][0];
             let x = random.vec(rows * case.hidden);
             let (want_q, want) = case.oracle(&x, precision);
@@ -318,8 +353,9 @@ fn matches_however_chunked(
                     out.extend(chunk_out);
                     start += chunk;
                 }
-                let what =
-                    format!("{isa} {precision} {shape:?} blocks of {block_size} chunks {chunks:?}");
+                let what = format!(
+                    "{isa} {precision} {storage:?} {shape:?} blocks of {block_size} chunks {chunks:?}"
+                );
                 assert_eq!(q.len(), want_q.len());
                 for (&got, &want) in q.iter().zip(&want_q) {
                     assert_close(got, want, 2e-4, format!("q {what}"));
@@ -329,6 +365,10 @@ fn matches_however_chunked(
                 for (&got, &want) in out.iter().zip(&want) {
                     assert_close(got, want, tolerance, format!("out {what}"));
                 }
+                let errors =
+                    out.iter().zip(&want).map(|(&got, want)| (f64::from(got) - want).abs());
+                let mean = errors.sum::<f64>() / out.len() as f64;
+                assert!(mean < mean_most, "{what}: mean error {mean}");
                 assert_eq!(*whole.get_or_insert_with(|| bits(&out)), bits(&out), "{what}");
             }
         }
@@ -339,10 +379,13 @@ fn matches_however_chunked(
 fn stale_and_foreign_cache_contents_do_not_matter() {
     // NaN in every slot that the sequence does not own: a mask by multiplication would spread it.
     let mut random = Random(32);
-    for ((isa, precision), block_size) in
-        variants().flat_map(|it| [4, 5, 16].map(|size| (it, size)))
+    let storages = [KvStorage::AsTaken, KvStorage::Fp8];
+    let sizes = storages.into_iter().flat_map(|storage| [4, 5, 16].map(|size| (storage, size)));
+    for ((isa, precision), (storage, block_size)) in
+        variants().flat_map(|it| sizes.clone().map(move |size| (it, size)))
     {
         let case = Case::random(&mut random, shape(4, 2, 32, Some(6)), block_size, false);
+        let case = Case { storage, ..case };
         let mut backend = backend_in(isa, precision, 1);
         let mut loaded = case.load(&mut backend, 4);
         let poison = vec![f32::NAN; 4 * block_size * case.hidden];
@@ -351,13 +394,14 @@ fn stale_and_foreign_cache_contents_do_not_matter() {
             &mut loaded,
             &[Rows { x: &poison, start: 0, blocks: &[0, 1, 2, 3] }],
         );
-        let tolerance = if precision == Precision::Float32 { 1e-4 } else { 3e-2 };
+        let is_exact = precision == Precision::Float32 && storage == KvStorage::AsTaken;
+        let tolerance = if is_exact { 1e-4 } else { 3e-2 };
         for rows in [9, 10] {
             let x = random.vec(rows * case.hidden);
             let seq = Rows { x: &x, start: 0, blocks: &[2, 0, 3] };
             let (_, out) = case.step(&mut backend, &mut loaded, &[seq]);
             for (&got, &want) in out.iter().zip(&case.oracle(&x, precision).1) {
-                assert_close(got, want, tolerance, format!("{isa} {precision}"));
+                assert_close(got, want, tolerance, format!("{isa} {precision} {storage:?}"));
             }
         }
     }
@@ -367,8 +411,10 @@ fn stale_and_foreign_cache_contents_do_not_matter() {
 fn non_finite_activations_reach_the_output() {
     // Otherwise a corrupted request would look like a sound one.
     let mut random = Random(33);
-    for (isa, precision) in variants() {
+    let storages = [KvStorage::AsTaken, KvStorage::Fp8];
+    for ((isa, precision), storage) in variants().flat_map(|it| storages.map(|how| (it, how))) {
         let case = Case::random(&mut random, shape(2, 1, 16, None), 4, false);
+        let case = Case { storage, ..case };
         let mut backend = backend_in(isa, precision, 1);
         let mut loaded = case.load(&mut backend, 1);
         let mut x = random.vec(2 * case.hidden);
@@ -376,7 +422,14 @@ fn non_finite_activations_reach_the_output() {
         let (_, out) =
             case.step(&mut backend, &mut loaded, &[Rows { x: &x, start: 0, blocks: &[0] }]);
         let (first, second) = out.split_at(32);
-        assert!(first.iter().all(|x| x.is_finite()) && second.iter().all(|x| x.is_nan()), "{isa}");
+        let what = format!("{isa} {precision} {storage:?}");
+        assert!(first.iter().all(|x| x.is_finite()), "{what}: {first:?}");
+        assert!(second.iter().all(|x| x.is_nan()), "{what}: {second:?}");
+        // The next row, sound by itself, reads the corrupted one's K and V.
+        let next = random.vec(case.hidden);
+        let (_, out) =
+            case.step(&mut backend, &mut loaded, &[Rows { x: &next, start: 2, blocks: &[0] }]);
+        assert!(out.iter().all(|x| x.is_nan()), "{what}: {out:?}");
     }
 }
 

@@ -4,7 +4,7 @@
 use crate::cuda_emulation::{
     Arg, Launch, bf16s, launch, poison_bf16, poison_f32, read_bf16, rounded_all, some_f32s, u32s,
 };
-use crate::support::{Random, assert_close, bits};
+use crate::support::{Random, assert_close, bits, nearest_fp8, rounded_fp8};
 
 #[derive(Clone, Copy, Debug)]
 struct Shape {
@@ -17,6 +17,8 @@ struct Shape {
     has_sinks: bool,
     /// 0: none.
     cap: f32,
+    /// Whether K and V are in FP8.
+    fp8: bool,
 }
 
 impl Shape {
@@ -26,6 +28,41 @@ impl Shape {
 
     fn capped(self, cap: f32) -> Self {
         Self { cap, ..self }
+    }
+
+    fn in_fp8(self) -> Self {
+        Self { fp8: true, ..self }
+    }
+
+    /// Values that K and V can have.
+    fn stored(&self, values: &[f32]) -> Vec<f32> {
+        match self.fp8 {
+            true => values.iter().map(|&x| rounded_fp8(x.into()) as f32).collect(),
+            false => rounded_all(values),
+        }
+    }
+
+    /// K or V in the cache.
+    fn cached(&self, values: &[f32]) -> Arg {
+        match self.fp8 {
+            true => Arg::Buffer(
+                values
+                    .iter()
+                    .map(|&x| if x.is_nan() { 0x7f } else { nearest_fp8(x.into()) })
+                    .collect(),
+            ),
+            false => bf16s(values),
+        }
+    }
+
+    /// What the names of kernels have before the head dimension.
+    fn family(&self) -> &'static str {
+        if self.fp8 { "fp8_" } else { "" }
+    }
+
+    /// Bytes of shared memory for prefill attention.
+    fn shared(&self) -> u32 {
+        self.head_dim as u32 * if self.fp8 { 512 } else { 640 }
     }
 
     /// The sink of a head: weights from below that of any token to above all tokens' together.
@@ -66,8 +103,8 @@ impl Seq {
         Self {
             rows,
             context,
-            keys: rounded_all(&random.vec(context * width)),
-            values: rounded_all(&random.vec(context * width)),
+            keys: shape.stored(&random.vec(context * width)),
+            values: shape.stored(&random.vec(context * width)),
             queries: rounded_all(&peaked),
         }
     }
@@ -179,8 +216,8 @@ impl Device {
             rows: row,
             metadata,
             tables,
-            keys: bf16s(&keys),
-            values: bf16s(&values),
+            keys: shape.cached(&keys),
+            values: shape.cached(&values),
             queries: bf16s(&queries),
         }
     }
@@ -221,9 +258,10 @@ impl Device {
             self.shape.sinks(),
             live,
         ];
-        let name = format!("tutti_prefill_attention_{head_dim}");
+        let name = format!("tutti_prefill_attention_{}{head_dim}", self.shape.family());
         let grid = [tiles.len(), kv_heads, 1];
-        let launch = Launch { kernel: &name, grid, threads: 128, shared: 640 * head_dim as u32 };
+        let shared = self.shape.shared();
+        let launch = Launch { kernel: &name, grid, threads: 128, shared };
         read_bf16(&launch.run(&args)[6])
     }
 
@@ -278,7 +316,7 @@ impl Device {
     ) -> Vec<f32> {
         let Shape { heads, kv_heads, head_dim, window, .. } = self.shape;
         let blocks = kv_heads * self.shape.group().div_ceil(16);
-        let name = format!("tutti_decode_attention_{head_dim}");
+        let name = format!("tutti_decode_attention_{}{head_dim}", self.shape.family());
         let attention = launch(&name, [across, blocks, 1], 128);
         let made = attention.run(&self.decode_args(parts, rule));
         let args = [
@@ -326,7 +364,8 @@ impl Device {
             Arg::Null,
         ];
         let grid = [self.rows, heads.div_ceil(4), 1];
-        read_bf16(&launch("tutti_attention_any", grid, 128).run(&args)[6])
+        let name = format!("tutti_attention_any{}", if self.shape.fp8 { "_fp8" } else { "" });
+        read_bf16(&launch(&name, grid, 128).run(&args)[6])
     }
 
     /// `weight_error` is the relative error of one token's weight.
@@ -373,7 +412,7 @@ fn rule(max_splits: usize) -> Rule {
 const ROUNDED: f64 = 1.0 / 256.0;
 
 fn shape(heads: usize, kv_heads: usize, head_dim: usize, shift: u32, window: usize) -> Shape {
-    Shape { heads, kv_heads, head_dim, shift, window, has_sinks: false, cap: 0.0 }
+    Shape { heads, kv_heads, head_dim, shift, window, has_sinks: false, cap: 0.0, fp8: false }
 }
 
 fn seqs(random: &mut Random, shape: &Shape, sizes: &[(usize, usize)]) -> Vec<Seq> {
@@ -399,6 +438,10 @@ fn prefill_attention_matches_softmax_in_f64() {
         (shape(4, 2, 256, 4, 0).with_sinks(), vec![(19, 140)]),
         (shape(4, 2, 256, 4, 40).capped(2.0), vec![(19, 90), (1, 1)]),
         (shape(4, 1, 64, 4, 0).with_sinks().capped(0.5), vec![(17, 40)]),
+        (shape(4, 1, 64, 4, 0).in_fp8(), vec![(17, 17), (1, 1), (5, 150)]),
+        (shape(6, 2, 96, 3, 0).with_sinks().in_fp8(), vec![(25, 90)]),
+        (shape(2, 2, 128, 4, 40).in_fp8(), vec![(70, 70), (3, 130)]),
+        (shape(4, 2, 256, 4, 40).capped(2.0).in_fp8(), vec![(19, 90), (1, 1)]),
     ] {
         let seqs = seqs(&mut random, &shape, &sizes);
         let device = Device::new(&mut random, shape, &seqs);
@@ -461,6 +504,10 @@ fn decode_attention_matches_softmax_in_f64() {
         (shape(40, 2, 256, 3, 100).with_sinks(), vec![230, 17], 2),
         (shape(4, 2, 256, 4, 0).capped(2.0), vec![1, 150], 64),
         (shape(8, 2, 64, 4, 16).with_sinks().capped(0.5), vec![15, 99], 2),
+        (shape(4, 1, 64, 4, 0).in_fp8(), vec![1, 15, 16, 17, 200], 4),
+        (shape(6, 2, 96, 3, 0).with_sinks().in_fp8(), vec![130, 2], 3),
+        (shape(2, 2, 128, 4, 70).in_fp8(), vec![300, 64, 65], 64),
+        (shape(8, 2, 256, 4, 0).capped(2.0).in_fp8(), vec![63, 150], 64),
     ] {
         let sizes: Vec<(usize, usize)> = contexts.iter().map(|&context| (1, context)).collect();
         let seqs = seqs(&mut random, &shape, &sizes);
@@ -532,6 +579,38 @@ fn a_sequence_decodes_to_the_same_bits_alone_and_among_others() {
     }
 }
 
+/// NaN in FP8 is a byte like any other: kernels must not take it for a number, of K or of V.
+#[test]
+fn nan_in_fp8_reaches_the_output() {
+    let mut random = Random(38);
+    for head_dim in [64, 128] {
+        let shape = shape(4, 2, head_dim, 4, 0).in_fp8();
+        let sound = Seq::random(&mut random, &shape, 1, 90);
+        let width = shape.kv_heads * head_dim;
+        // A token in the middle; the first KV head, so the first two of four heads.
+        let at = 37 * width + 11;
+        for in_values in [false, true] {
+            let mut broken = sound.clone();
+            let all = if in_values { &mut broken.values } else { &mut broken.keys };
+            all[at] = f32::NAN;
+            let device = Device::new(&mut random, shape, &[sound.clone(), broken]);
+            let outs = [
+                device.decode(&[0, 1], rule(4), 3, None),
+                device.prefill(&device.tiles(), Arg::Null),
+                device.any(),
+            ];
+            for (which, out) in outs.iter().enumerate() {
+                let broken = &out[4 * head_dim..6 * head_dim];
+                let others = out[..4 * head_dim].iter().chain(&out[6 * head_dim..]);
+                // V has it in one dimension.
+                let is_found = if in_values { broken[11].is_nan() } else { broken[0].is_nan() };
+                assert!(is_found, "{head_dim}, kernel {which}, values {in_values}: {broken:?}");
+                assert!(others.clone().all(|x| x.is_finite()), "{head_dim}, kernel {which}");
+            }
+        }
+    }
+}
+
 #[test]
 fn constant_values_come_out_exact() {
     let mut random = Random(35);
@@ -557,6 +636,7 @@ fn attention_for_any_head_dimension_matches_softmax_in_f64() {
         (shape(4, 2, 6, 3, 0), vec![(1, 17), (9, 20)]),
         (shape(5, 1, 24, 1, 4).with_sinks(), vec![(3, 9), (1, 1), (4, 4)]),
         (shape(4, 2, 6, 3, 0).capped(1.5), vec![(1, 17), (9, 20)]),
+        (shape(5, 1, 24, 1, 4).with_sinks().in_fp8(), vec![(3, 9), (1, 1), (4, 4)]),
     ] {
         let seqs = seqs(&mut random, &shape, &sizes);
         let device = Device::new(&mut random, shape, &seqs);

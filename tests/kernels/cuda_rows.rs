@@ -4,7 +4,7 @@ use crate::cuda_emulation::{
     some_f32s, u32s,
 };
 use crate::rows::normed_twice;
-use crate::support::{ACTIVATIONS, Random, activated, assert_close, bits};
+use crate::support::{ACTIVATIONS, Random, activated, assert_close, bits, fp8_value, nearest_fp8};
 
 /// Half a unit in the last place of bf16, relative, with some margin.
 const BF16: f64 = 1.01 / 256.0;
@@ -475,11 +475,13 @@ struct Qkv {
     shift: u32,
     with_bias: bool,
     with_norms: bool,
+    /// Whether the cache is in FP8.
+    fp8: bool,
 }
 
 impl Qkv {
     fn check(&self, random: &mut Random) {
-        let &Self { heads, kv_heads, head_dim, shift, with_bias, with_norms } = self;
+        let &Self { heads, kv_heads, head_dim, shift, with_bias, with_norms, fp8 } = self;
         let (rows, live, blocks, positions_max) = (4, 3, 6, 50);
         let block_size = 1usize << shift;
         let all = heads + 2 * kv_heads;
@@ -493,6 +495,10 @@ impl Qkv {
         let slots: Vec<u32> =
             (0..rows).map(|i| ((i * 7 + 3) % (blocks * block_size)) as u32).collect();
         let cache_len = blocks * kv_heads * block_size * head_dim;
+        let cache = match fp8 {
+            true => Arg::Buffer(vec![0xff; cache_len]),
+            false => poison_bf16(cache_len),
+        };
         let args = [
             f32s(&qkv),
             some_f32s(with_bias.then_some(&bias)),
@@ -503,8 +509,8 @@ impl Qkv {
             u32s(&positions),
             u32s(&slots),
             poison_bf16(rows * heads * head_dim),
-            poison_bf16(cache_len),
-            poison_bf16(cache_len),
+            cache.clone(),
+            cache,
             Arg::U32(heads as u32),
             Arg::U32(kv_heads as u32),
             Arg::U32(head_dim as u32),
@@ -513,10 +519,15 @@ impl Qkv {
             u32s(&[live as u32]),
         ];
         let grid = [rows, all.div_ceil(8), 1];
-        let mut results = launch("tutti_qkv_finish", grid, 256).run(&args);
+        let name = if fp8 { "tutti_qkv_finish_fp8" } else { "tutti_qkv_finish" };
+        let mut results = launch(name, grid, 256).run(&args);
         results.pop();
-        let v_cache = read_bf16(&results.pop().unwrap());
-        let k_cache = read_bf16(&results.pop().unwrap());
+        let read = |bytes: &[u8]| match fp8 {
+            true => bytes.iter().map(|&byte| fp8_value(byte) as f32).collect(),
+            false => read_bf16(bytes),
+        };
+        let v_cache = read(&results.pop().unwrap());
+        let k_cache = read(&results.pop().unwrap());
         let q_out = read_bf16(&results.pop().unwrap());
 
         let mut written = 0;
@@ -557,13 +568,70 @@ impl Qkv {
                     &cache[token * head_dim..][..head_dim]
                 };
                 for i in 0..head_dim {
-                    assert_close(got[i], x[i], x[i].abs() * BF16 + 1e-5, (row, head, i).2);
+                    // Half a unit in the last of 4 places, or of the subnormal numbers.
+                    let tolerance = match fp8 && head >= heads {
+                        true => x[i].abs() / 16.0 + 1.0 / 1024.0 + 1e-5,
+                        false => x[i].abs() * BF16 + 1e-5,
+                    };
+                    assert_close(got[i], x[i], tolerance, (row, head, i).2);
                 }
             }
         }
         let left = k_cache.iter().chain(&v_cache).filter(|x| x.is_nan()).count();
         assert_eq!(left, 2 * cache_len - written, "other slots are written");
         assert!(q_out[live * heads * head_dim..].iter().all(|x| x.is_nan()));
+    }
+}
+
+/// Numbers that pass through unchanged, so that every byte is known: those of FP8, halfway between
+/// them, and beyond them.
+#[test]
+fn k_and_v_are_rounded_to_fp8() {
+    let mut numbers: Vec<f32> = (0..127u8).map(|byte| fp8_value(byte) as f32).collect();
+    let next = numbers[1..].to_vec();
+    numbers.extend(next.iter().zip(numbers.clone()).map(|(a, b)| (a + b) / 2.0));
+    numbers.extend([449.0, 1e4, f32::MAX, 1e-4, 1e-40, 0.1]);
+    numbers.extend([f32::NAN, f32::INFINITY]);
+    let head_dim = 256;
+    let all: Vec<f32> = numbers.iter().flat_map(|&x| [x, -x]).collect();
+    let rows = all.len().div_ceil(head_dim);
+    let mut v = all.clone();
+    v.resize(rows * head_dim, 1.0);
+    // One head of q, of k and of v; as k, RoPE of position 0 turns nothing.
+    let qkv: Vec<f32> =
+        v.chunks(head_dim).flat_map(|v| [&vec![0.0; head_dim][..], v, v].concat()).collect();
+    let len = rows * head_dim;
+    let args = [
+        f32s(&qkv),
+        Arg::Null,
+        Arg::Null,
+        Arg::Null,
+        f32s(&vec![1.0; head_dim / 2]),
+        f32s(&vec![0.0; head_dim / 2]),
+        u32s(&vec![0; rows]),
+        u32s(&(0..rows as u32).collect::<Vec<_>>()),
+        poison_bf16(len),
+        Arg::Buffer(vec![0; len]),
+        Arg::Buffer(vec![0; len]),
+        Arg::U32(1),
+        Arg::U32(1),
+        Arg::U32(head_dim as u32),
+        Arg::U32(0),
+        Arg::F32(1e-6),
+        Arg::Null,
+    ];
+    let results = launch("tutti_qkv_finish_fp8", [rows, 1, 1], 256).run(&args);
+    let caches = results.iter().rev().filter(|bytes| bytes.len() == len).take(2);
+    for (cache, what) in caches.zip(["V", "K"]) {
+        for (&x, &byte) in all.iter().zip(cache) {
+            match x.is_finite() {
+                // RoPE adds products with zero, which turn -0 into 0.
+                _ if x == 0.0 => assert_eq!(byte & 0x7f, 0, "{what}"),
+                true => assert_eq!(byte, nearest_fp8(x.into()), "{what}: {x:e}"),
+                // In K, RoPE multiplies infinity by zero.
+                false => assert_eq!(byte & 0x7f, 0x7f, "{what}: {x}"),
+            }
+        }
     }
 }
 
@@ -574,7 +642,12 @@ fn qkv_is_finished_and_written() {
         [(4, 2, 16, 2), (3, 1, 64, 4), (8, 8, 128, 4), (2, 2, 96, 0), (5, 1, 256, 5), (2, 1, 6, 1)]
     {
         for (with_bias, with_norms) in [(false, false), (true, true)] {
-            Qkv { heads, kv_heads, head_dim, shift, with_bias, with_norms }.check(&mut random);
+            let fp8 = false;
+            Qkv { heads, kv_heads, head_dim, shift, with_bias, with_norms, fp8 }.check(&mut random);
         }
+    }
+    for (heads, kv_heads, head_dim, shift) in [(4, 2, 16, 2), (5, 1, 256, 5)] {
+        let (with_bias, with_norms, fp8) = (true, true, true);
+        Qkv { heads, kv_heads, head_dim, shift, with_bias, with_norms, fp8 }.check(&mut random);
     }
 }

@@ -2,7 +2,8 @@
 //! heads.
 use kernels::backend::prelude::*;
 use kernels::backend::{
-    AttentionAt, Batch, Buffer, KvShape, LayerNorm, QkNorm, QkvInput, QkvWeights, RopeTable,
+    AttentionAt, Batch, Buffer, KvShape, KvStorage, LayerNorm, QkNorm, QkvInput, QkvWeights,
+    RopeTable,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::Precision;
@@ -212,7 +213,14 @@ fn what_is_projected_before_is_rotated_and_written_as_always() {
     let batch =
         Batch { positions: &positions, slots: &positions, seqs: &[seq], block_tables: &[0, 1] };
     let at = AttentionAt { shape: &shape, batch: &batch, layer: 0 };
-    let kv = KvShape { num_layers: 1, num_kv_heads: 2, head_dim: 16, block_size: 4, num_blocks: 2 };
+    let kv = KvShape {
+        num_layers: 1,
+        num_kv_heads: 2,
+        head_dim: 16,
+        block_size: 4,
+        num_blocks: 2,
+        storage: KvStorage::AsTaken,
+    };
     for (isa, precision) in
         isas().flat_map(|isa| [Precision::Float32, Precision::Bfloat16].map(|it| (isa, it)))
     {

@@ -100,6 +100,32 @@ pub(crate) fn as_taken(precision: Precision, x: &[f32]) -> Vec<f32> {
     }
 }
 
+/// The value of a byte of FP8, by the definition of E4M3.
+pub(crate) fn fp8_value(byte: u8) -> f64 {
+    let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f64::from(byte & 7));
+    let size = match (exponent, byte & 7) {
+        (15, 7) => f64::NAN,
+        (0, _) => mantissa / 8.0 * 2f64.powi(-6),
+        _ => (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7),
+    };
+    if byte < 0x80 { size } else { -size }
+}
+
+/// The byte of FP8 nearest to a finite number, found by search; of two, the even one.
+pub(crate) fn nearest_fp8(x: f64) -> u8 {
+    // Far beyond the largest, differences of distances would be lost.
+    let away = |byte: u8| (fp8_value(byte) - x.abs().min(1e6)).abs();
+    let nearer = |a: u8, b: u8| {
+        if away(a) < away(b) || away(a) == away(b) && a % 2 == 0 { a } else { b }
+    };
+    (0..0x7f).fold(0, nearer) | if x.is_sign_negative() { 0x80 } else { 0 }
+}
+
+/// The value of FP8 nearest to a finite number.
+pub(crate) fn rounded_fp8(x: f64) -> f64 {
+    fp8_value(nearest_fp8(x))
+}
+
 /// Every instruction set of this machine.
 pub(crate) fn isas() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.is_supported())

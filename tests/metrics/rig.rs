@@ -7,7 +7,7 @@ use coordinator::metrics::exposition::{Format, Page, PageOptions};
 use coordinator::metrics::observe::{ReplicaConfig, RequestSummary};
 use shared::ids::Incarnation;
 use shared::metrics::{Limits, Merged};
-use shared::protocol::EngineConfig;
+use shared::protocol::{EngineConfig, KvCacheDtype};
 
 use crate::scrape::Scrape;
 
@@ -48,6 +48,7 @@ pub(crate) fn config(num_blocks: u32) -> ReplicaConfig {
             max_num_batched_tokens: 2048,
             kv_cache_bytes: 1 << 30,
             swap_bytes: 0,
+            kv_cache_dtype: KvCacheDtype::Auto,
         },
         num_blocks,
         host_blocks: 0,

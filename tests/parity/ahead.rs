@@ -9,7 +9,9 @@ use kernels::KernelError;
 use kernels::collective::{Collective, local_group, single_rank};
 use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
 use shared::ids::{BlockId, Epoch, HostBlockId, SeqId, StepId};
-use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan, Swap, SwapPair};
+use shared::protocol::{
+    Drafts, EngineConfig, KvCacheDtype, NewSequence, SequenceStep, StepPlan, Swap, SwapPair,
+};
 use shared::sampling::{Pooling, SamplingParams};
 use testkit::models::variant;
 use testkit::relay::SharedRelay;
@@ -228,6 +230,7 @@ fn started(backend: CudaBackend, rank: u32, degree: u32) -> Engine<CudaBackend> 
         max_num_batched_tokens: 64,
         kv_cache_bytes: 1 << 30,
         swap_bytes: 0,
+        kv_cache_dtype: KvCacheDtype::Auto,
     };
     let mut engine = engine_of(&variant("llama-gqa"), rank, degree, backend, sizes).unwrap();
     engine.backend().set_alone(true);

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use shared::ids::{BlockId, Epoch, ReplicaId, SeqId, StepId};
 use shared::protocol::{
-    Adapter, CollectiveSpec, Drafts, Dtype, EngineConfig, Form, Lora, NewSequence, Quantization,
-    SequenceStep, StepPlan,
+    Adapter, CollectiveSpec, Drafts, Dtype, EngineConfig, Form, KvCacheDtype, Lora, NewSequence,
+    Quantization, SequenceStep, StepPlan,
 };
 use shared::sampling::SamplingParams;
 use testkit::adapters::AdapterSpec;
@@ -67,6 +67,7 @@ impl<D: Device> Serving<D> {
                 max_num_batched_tokens: 64,
                 kv_cache_bytes: 1 << 20,
                 swap_bytes: 0,
+                kv_cache_dtype: KvCacheDtype::Auto,
             },
         };
         let ready = self.rank.form(&form, &self.slot, &mut NoNews).unwrap();

@@ -16,7 +16,9 @@ use kernels::collective::single_rank;
 use kernels::cuda::bucket::decode_buckets;
 use kernels::cuda::{CudaBackend, CudaOptions};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
+use shared::protocol::{
+    Drafts, EngineConfig, KvCacheDtype, NewSequence, SequenceStep, StepPlan, TokenMask,
+};
 use worker::engine::Engine;
 use worker::rank::{EmptyStepSource, StepSource};
 
@@ -110,6 +112,7 @@ pub(crate) fn engine_on(model: &str, backend: CudaBackend) -> Engine<CudaBackend
         max_num_batched_tokens: 768,
         kv_cache_bytes: 1 << 30,
         swap_bytes: 0,
+        kv_cache_dtype: KvCacheDtype::Auto,
     };
     let mut engine = engine_of(&variant(model), 0, 1, backend, sizes).unwrap();
     engine.profile().unwrap();

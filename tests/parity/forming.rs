@@ -3,7 +3,9 @@ use std::net::TcpListener;
 use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId};
-use shared::protocol::{CollectiveSpec, Dtype, EngineConfig, Form, Lora, Quantization};
+use shared::protocol::{
+    CollectiveSpec, Dtype, EngineConfig, Form, KvCacheDtype, Lora, Quantization,
+};
 use testkit::models::variant;
 use worker::device::{CpuDevice, CudaDevice, Device};
 use worker::engine_rank::EngineRank;
@@ -53,6 +55,7 @@ fn form(rank: u32, epoch: u64) -> Form {
             max_num_batched_tokens: 32,
             kv_cache_bytes: 1 << 20,
             swap_bytes: 0,
+            kv_cache_dtype: KvCacheDtype::Auto,
         },
     }
 }
@@ -119,6 +122,7 @@ fn alone(epoch: u64, draft: Option<&str>) -> Form {
             // Less memory than could be used.
             kv_cache_bytes: 60_000,
             swap_bytes: 20_000,
+            kv_cache_dtype: KvCacheDtype::Auto,
         },
     }
 }

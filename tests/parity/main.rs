@@ -14,6 +14,7 @@
 //! - `embeddings`: compared with transformers, whole and in chunks, on every device and degree
 //! - `experts`: mixtures of experts on CUDA, in many chunks of slots
 //! - `family`: scaled rotary embeddings, fused projections, text models within multimodal ones
+//! - `fp8`: K and V in FP8, on every device and degree
 //! - [`forming`]: ranks on stand-ins, formed as by a coordinator
 //! - [`masks`]: structured output by token masks, on every device and degree
 //! - [`odd`]: sizes, types and values that the repository's models do not have
@@ -45,6 +46,7 @@ mod embeddings;
 mod experts;
 mod family;
 mod forming;
+mod fp8;
 mod goldens;
 mod invariance;
 mod masks;

@@ -2,7 +2,9 @@
 //! degree, alone and in a batch, and equal what a sampler without masks chooses.
 use kernels::collective::single_rank;
 use shared::ids::{BlockId, SeqId, StepId};
-use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
+use shared::protocol::{
+    Drafts, EngineConfig, KvCacheDtype, NewSequence, SequenceStep, StepPlan, TokenMask,
+};
 use shared::sampling::SamplingParams;
 use testkit::models::{demo, goldens, variant};
 
@@ -127,6 +129,7 @@ fn masks_of_all_sequences_cost_no_graphs() {
         max_num_batched_tokens: SEQS,
         kv_cache_bytes: 1 << 20,
         swap_bytes: 0,
+        kv_cache_dtype: KvCacheDtype::Auto,
     };
     let backend = fake_cuda_backend(true, single_rank());
     let mut engine = engine_of(&demo(), 0, 1, backend, sizes).unwrap();

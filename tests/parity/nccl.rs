@@ -8,7 +8,9 @@ use kernels::collective::{Collective, local_group};
 use kernels::cuda::CudaBackend;
 use kernels::cuda::bucket::decode_buckets;
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
+use shared::protocol::{
+    Drafts, EngineConfig, KvCacheDtype, NewSequence, SequenceStep, StepPlan, TokenMask,
+};
 use shared::sampling::SamplingParams;
 use testkit::models::{demo, goldens, variant};
 use testkit::relay::SharedRelay;
@@ -228,6 +230,7 @@ fn profiled(rank: u32, collective: Box<dyn Collective>, relay: SharedRelay) -> E
         max_num_batched_tokens: 64,
         kv_cache_bytes: 1 << 20,
         swap_bytes: 0,
+        kv_cache_dtype: KvCacheDtype::Auto,
     };
     let backend = fake_nccl_backend(rank, collective, relay);
     let mut engine = engine_of(&variant("llama-gqa"), rank, 2, backend, sizes).unwrap();

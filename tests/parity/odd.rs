@@ -6,7 +6,7 @@ use kernels::ReferenceBackend;
 use kernels::collective::single_rank;
 use serde_json::json;
 use shared::ids::{BlockId, SeqId, StepId};
-use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan};
+use shared::protocol::{Drafts, EngineConfig, KvCacheDtype, NewSequence, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
 use worker::rank::EmptyStepSource;
 
@@ -109,6 +109,7 @@ fn logits_that_are_not_finite_are_reported_and_the_engine_goes_on() {
         max_num_batched_tokens: 16,
         kv_cache_bytes: 1 << 20,
         swap_bytes: 0,
+        kv_cache_dtype: KvCacheDtype::Auto,
     };
     let backend = ReferenceBackend::new(single_rank());
     let mut engine = engine_of(folder.path(), 0, 1, backend, sizes).unwrap();

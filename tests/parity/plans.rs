@@ -3,7 +3,9 @@
 use kernels::ReferenceBackend;
 use kernels::collective::single_rank;
 use shared::ids::{BlockId, SeqId, StepId};
-use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
+use shared::protocol::{
+    Drafts, EngineConfig, KvCacheDtype, NewSequence, SequenceStep, StepPlan, TokenMask,
+};
 use shared::sampling::{Pooling, SamplingParams};
 use testkit::models::variant;
 use worker::engine::Engine;
@@ -22,6 +24,7 @@ fn unstarted() -> Engine<ReferenceBackend> {
         max_num_batched_tokens: 14,
         kv_cache_bytes: 1 << 20,
         swap_bytes: 0,
+        kv_cache_dtype: KvCacheDtype::Auto,
     };
     let backend = ReferenceBackend::new(single_rank());
     engine_of(&variant("llama-gqa"), 0, 1, backend, sizes).unwrap()

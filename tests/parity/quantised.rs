@@ -12,15 +12,15 @@ const TOLERANCE: f32 = 1e-3;
 
 /// Deviation of log-probabilities from those of transformers in float32.
 #[derive(Debug, Default)]
-struct Drift {
-    worst: f64,
+pub(crate) struct Drift {
+    pub(crate) worst: f64,
     total: f64,
     count: u32,
     /// Sums over all prompt tokens: the basis of perplexity.
     log_likelihood: [f64; 2],
-    prompts: usize,
+    pub(crate) prompts: usize,
     /// Number of prompts with different greedy tokens.
-    differ: usize,
+    pub(crate) differ: usize,
 }
 
 impl Drift {
@@ -31,11 +31,11 @@ impl Drift {
         self.count += 1;
     }
 
-    fn mean(&self) -> f64 {
+    pub(crate) fn mean(&self) -> f64 {
         self.total / f64::from(self.count)
     }
 
-    fn perplexities(&self) -> [f64; 2] {
+    pub(crate) fn perplexities(&self) -> [f64; 2] {
         self.log_likelihood.map(|sum| (-sum / f64::from(self.count)).exp())
     }
 }
@@ -46,7 +46,13 @@ pub(crate) fn answers(on: On, model: &Path, degree: u32) -> Vec<Seq> {
 }
 
 /// The first `prompts` prompts, with `output` tokens each.
-fn some_answers(on: On, model: &Path, degree: u32, prompts: usize, output: usize) -> Vec<Seq> {
+pub(crate) fn some_answers(
+    on: On,
+    model: &Path,
+    degree: u32,
+    prompts: usize,
+    output: usize,
+) -> Vec<Seq> {
     let mut rig = Rig::on(on, model, degree);
     let sampling =
         SamplingParams { logprobs: Some(0), prompt_logprobs: Some(0), ..SamplingParams::greedy() };
@@ -64,7 +70,7 @@ fn some_answers(on: On, model: &Path, degree: u32, prompts: usize, output: usize
 }
 
 /// Computed from the prompts' tokens, which do not depend on the backend.
-fn drift(model: &Path, answers: &[Seq]) -> Drift {
+pub(crate) fn drift(model: &Path, answers: &[Seq]) -> Drift {
     let mut drift = Drift::default();
     for (golden, seq) in goldens(model).iter().zip(answers) {
         for (i, (_, got)) in seq.prompt_logprobs.iter().enumerate() {
@@ -79,7 +85,7 @@ fn drift(model: &Path, answers: &[Seq]) -> Drift {
     drift
 }
 
-fn close(a: &[Seq], b: &[Seq], tolerance: f32, what: &str) {
+pub(crate) fn close(a: &[Seq], b: &[Seq], tolerance: f32, what: &str) {
     for (a, b) in a.iter().zip(b) {
         assert_eq!(a.prompt_logprobs.len(), b.prompt_logprobs.len());
         let pairs = a.prompt_logprobs.iter().zip(&b.prompt_logprobs);

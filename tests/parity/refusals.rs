@@ -1,7 +1,8 @@
 //! Every backend refuses invalid arguments in the same words.
 use kernels::backend::{
     Activation, AttentionAt, AttentionShape, Batch, Buffer, DType, ExpertActivation, HostMatrix,
-    KvShape, LayerNorm, PlainActivation, QkNorm, QkvInput, QkvWeights, RopeTable, Routing, SeqRows,
+    KvShape, KvStorage, LayerNorm, PlainActivation, QkNorm, QkvInput, QkvWeights, RopeTable,
+    Routing, SeqRows,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::Precision;
@@ -35,7 +36,14 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
         sin: backend.load_vector(&[0.0; 16]).unwrap(),
     };
     let rope = rope(backend);
-    let kv = KvShape { num_layers: 1, num_kv_heads: 1, head_dim: 8, block_size: 4, num_blocks: 2 };
+    let kv = KvShape {
+        num_layers: 1,
+        num_kv_heads: 1,
+        head_dim: 8,
+        block_size: 4,
+        num_blocks: 2,
+        storage: KvStorage::AsTaken,
+    };
     let mut cache = backend.new_kv_cache(kv).unwrap();
     let mut host = backend.new_host_kv(kv).unwrap();
     let routing = Routing::softmax(2, 1, true);

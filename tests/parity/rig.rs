@@ -12,8 +12,8 @@ use kernels::reference::ReferenceBackend;
 use kernels::{Backend, CpuBackend};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{
-    Drafts, EngineConfig, Lora, NewSequence, Quantization, SequenceOutput, SequenceStep, StepPlan,
-    TokenMask,
+    Drafts, EngineConfig, KvCacheDtype, Lora, NewSequence, Quantization, SequenceOutput,
+    SequenceStep, StepPlan, TokenMask,
 };
 use shared::sampling::SamplingParams;
 use testkit::fake_cuda::{fake_cuda_of, fake_nccl};
@@ -111,6 +111,12 @@ pub(crate) enum On {
     Reference,
     /// The oracle, with weights quantised to int8.
     ReferenceInt8,
+    /// The CPU backend in f32 precision, with K and V in FP8.
+    CpuFp8,
+    /// The same with activations of products rounded to bf16.
+    CpuBf16Fp8,
+    /// The oracle, with K and V in FP8.
+    ReferenceFp8,
     /// The CUDA backend with emulated kernels; ranks exchange data through host memory.
     FakeCuda,
     /// Same as `FakeCuda`, with batch invariance.
@@ -122,6 +128,8 @@ pub(crate) enum On {
     FakeNccl,
     /// Same as `FakeCuda`, with weights quantised to int8.
     FakeCudaInt8,
+    /// Same as `FakeCuda`, with K and V in FP8.
+    FakeCudaFp8,
 }
 
 impl On {
@@ -131,6 +139,15 @@ impl On {
                 Quantization::Int8
             }
             _ => Quantization::None,
+        }
+    }
+
+    fn kv_cache_dtype(self) -> KvCacheDtype {
+        match self {
+            Self::CpuFp8 | Self::CpuBf16Fp8 | Self::ReferenceFp8 | Self::FakeCudaFp8 => {
+                KvCacheDtype::Fp8
+            }
+            _ => KvCacheDtype::Auto,
         }
     }
 }
@@ -226,8 +243,7 @@ pub(crate) fn fake_nccl_engine(
     relay: SharedRelay,
 ) -> Engine<CudaBackend> {
     let backend = fake_nccl_backend(rank, collective, relay);
-    engine_on(model, rank, (degree, degree), (Quantization::None, &Lora::default()), backend)
-        .unwrap()
+    engine_on(model, rank, (degree, degree), plain(&Lora::default()), backend).unwrap()
 }
 
 /// One rank's engine on the CPU backend.
@@ -238,14 +254,19 @@ pub(crate) fn engine(
     collective: Box<dyn Collective>,
 ) -> Result<Engine<CpuBackend>, ModelError> {
     let backend = CpuBackend::new(1, Precision::Float32, collective)?;
-    engine_on(model, rank, (degree, degree), (Quantization::None, &Lora::default()), backend)
+    engine_on(model, rank, (degree, degree), plain(&Lora::default()), backend)
+}
+
+/// The model as it is, with these adapters.
+fn plain(lora: &Lora) -> (Quantization, &Lora, KvCacheDtype) {
+    (Quantization::None, lora, KvCacheDtype::Auto)
 }
 
 fn engine_on<B: Backend>(
     model: &Path,
     rank: u32,
     degree: (u32, u32),
-    weights: (Quantization, &Lora),
+    (quantization, lora, kv_cache_dtype): (Quantization, &Lora, KvCacheDtype),
     backend: B,
 ) -> Result<Engine<B>, ModelError> {
     let sizes = EngineConfig {
@@ -255,8 +276,9 @@ fn engine_on<B: Backend>(
         max_num_batched_tokens: TOKENS_MAX,
         kv_cache_bytes: 1 << 30,
         swap_bytes: 0,
+        kv_cache_dtype,
     };
-    let mut engine = engine_reducing(model, rank, degree, weights, backend, sizes)?;
+    let mut engine = engine_reducing(model, rank, degree, (quantization, lora), backend, sizes)?;
     engine.start(NUM_BLOCKS, 0)?;
     Ok(engine)
 }
@@ -368,13 +390,18 @@ impl Rig {
     ) -> Self {
         let degree = degrees.0;
         let group = local_group(degree as usize, Duration::from_secs(30)).unwrap();
-        if let On::FakeCuda | On::FakeCudaInt8 | On::FakeInvariant | On::FakeNccl = backend {
+        if let On::FakeCuda
+        | On::FakeCudaInt8
+        | On::FakeCudaFp8
+        | On::FakeInvariant
+        | On::FakeNccl = backend
+        {
             // Compiled once, before the ranks' threads need it.
             let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
             fake_nccl(folder, &fake_cuda_of(folder, GPUS).unwrap(), None).unwrap();
         }
         let relay = SharedRelay::default();
-        let quantization = backend.quantization();
+        let (quantization, kv) = (backend.quantization(), backend.kv_cache_dtype());
         let (sender, outputs) = channel();
         let mut plans = Vec::new();
         let mut threads = Vec::new();
@@ -385,21 +412,28 @@ impl Rig {
             let (sender, relay, lora) = (sender.clone(), relay.clone(), lora.clone());
             let draft = draft.filter(|_| rank == 0).map(Path::to_owned);
             threads.push(std::thread::spawn(move || match backend {
-                On::Cpu | On::CpuBf16 | On::CpuInt8 | On::CpuBf16Int8 => {
+                On::Cpu
+                | On::CpuBf16
+                | On::CpuInt8
+                | On::CpuBf16Int8
+                | On::CpuFp8
+                | On::CpuBf16Fp8 => {
                     let precision = match backend {
-                        On::CpuBf16 | On::CpuBf16Int8 => Precision::Bfloat16,
+                        On::CpuBf16 | On::CpuBf16Int8 | On::CpuBf16Fp8 => Precision::Bfloat16,
                         _ => Precision::Float32,
                     };
                     let backend = CpuBackend::new(1, precision, collective).unwrap();
                     let engine =
-                        engine_on(&model, rank, degrees, (quantization, &lora), backend).unwrap();
+                        engine_on(&model, rank, degrees, (quantization, &lora, kv), backend)
+                            .unwrap();
                     let engine = with_draft(engine, &model, draft.as_deref(), || None);
                     serve(rank, engine, plan_receiver, &sender);
                 }
-                On::FakeCuda | On::FakeCudaInt8 => {
+                On::FakeCuda | On::FakeCudaInt8 | On::FakeCudaFp8 => {
                     let backend = fake_cuda_backend(true, collective);
                     let engine =
-                        engine_on(&model, rank, degrees, (quantization, &lora), backend).unwrap();
+                        engine_on(&model, rank, degrees, (quantization, &lora, kv), backend)
+                            .unwrap();
                     let own = || Some(fake_cuda_backend(true, single_rank()));
                     let engine = with_draft(engine, &model, draft.as_deref(), own);
                     serve(rank, engine, plan_receiver, &sender);
@@ -409,7 +443,8 @@ impl Rig {
                     let again = options.clone();
                     let backend = fake_cuda_with(options, collective);
                     let engine =
-                        engine_on(&model, rank, degrees, (quantization, &lora), backend).unwrap();
+                        engine_on(&model, rank, degrees, (quantization, &lora, kv), backend)
+                            .unwrap();
                     let own = || Some(fake_cuda_with(again, single_rank()));
                     let engine = with_draft(engine, &model, draft.as_deref(), own);
                     serve(rank, engine, plan_receiver, &sender);
@@ -417,22 +452,25 @@ impl Rig {
                 On::FakePeers(one_shot) => {
                     let backend = fake_peer(one_shot, collective);
                     let engine =
-                        engine_on(&model, rank, degrees, (quantization, &lora), backend).unwrap();
+                        engine_on(&model, rank, degrees, (quantization, &lora, kv), backend)
+                            .unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
                 On::FakeNccl => {
                     let backend = fake_nccl_backend(rank, collective, relay);
                     let engine =
-                        engine_on(&model, rank, degrees, (quantization, &lora), backend).unwrap();
+                        engine_on(&model, rank, degrees, (quantization, &lora, kv), backend)
+                            .unwrap();
                     let own =
                         || Some(CudaBackend::new(fake_nccl_options(rank), single_rank()).unwrap());
                     let engine = with_draft(engine, &model, draft.as_deref(), own);
                     serve(rank, engine, plan_receiver, &sender);
                 }
-                On::Reference | On::ReferenceInt8 => {
+                On::Reference | On::ReferenceInt8 | On::ReferenceFp8 => {
                     let backend = ReferenceBackend::new(collective);
                     let engine =
-                        engine_on(&model, rank, degrees, (quantization, &lora), backend).unwrap();
+                        engine_on(&model, rank, degrees, (quantization, &lora, kv), backend)
+                            .unwrap();
                     let engine = with_draft(engine, &model, draft.as_deref(), || None);
                     serve(rank, engine, plan_receiver, &sender);
                 }
@@ -455,6 +493,7 @@ impl Rig {
                 max_num_batched_tokens: TOKENS_MAX,
                 kv_cache_bytes: 1 << 30,
                 swap_bytes: 0,
+                kv_cache_dtype: KvCacheDtype::Auto,
             };
             let mut engine = engine_of(&model, 0, 1, backend, sizes).unwrap();
             engine.start(NUM_BLOCKS, 0).unwrap();

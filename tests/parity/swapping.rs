@@ -17,7 +17,8 @@ use kernels::cuda::CudaOptions;
 use kernels::{Backend, CpuBackend, ReferenceBackend};
 use shared::ids::{Epoch, RequestId, StepId};
 use shared::protocol::{
-    EngineConfig, SequenceOutput, StepMasks, StepPlan, ToWorker, TokenLogprobs, TokenMask,
+    EngineConfig, KvCacheDtype, SequenceOutput, StepMasks, StepPlan, ToWorker, TokenLogprobs,
+    TokenMask,
 };
 use shared::sampling::SamplingParams;
 use testkit::models::variant;
@@ -215,6 +216,7 @@ fn run<B: Backend>(
     degree: u32,
     (blocks, host): (u32, u32),
     (prefix_caching, speculation): (bool, Option<Speculation>),
+    kv_cache_dtype: KvCacheDtype,
     make: impl Fn(Box<dyn Collective>) -> B + Copy + Send,
 ) -> Outcome {
     // If so, its steps are recorded.
@@ -226,6 +228,7 @@ fn run<B: Backend>(
         max_num_batched_tokens: TOKENS,
         kv_cache_bytes: 1 << 30,
         swap_bytes: 0,
+        kv_cache_dtype,
     };
     let mut scheduler = Scheduler::new(SchedulerConfig {
         block_size: BLOCK_SIZE,
@@ -326,36 +329,37 @@ const FEW: u32 = MAX_LEN / BLOCK_SIZE + 1;
 /// Checks that all runs agree; returns what was begun ahead when sequences were swapped.
 fn all_alike<B: Backend>(
     degree: u32,
+    kv: KvCacheDtype,
     make: impl Fn(Box<dyn Collective>) -> B + Copy + Send,
 ) -> [u32; 4] {
-    let undisturbed = run(degree, (100, 0), (true, None), make);
+    let undisturbed = run(degree, (100, 0), (true, None), kv, make);
     assert_eq!((undisturbed.preemptions, undisturbed.recomputed), (0, 0));
     assert_eq!(undisturbed.choices.len(), 8);
-    let again = run(degree, (FEW, 0), (true, None), make);
+    let again = run(degree, (FEW, 0), (true, None), kv, make);
     assert!(again.recomputed > 0 && again.swapped == (0, 0));
     assert_eq!(again.choices, undisturbed.choices, "computed again");
-    let swapped = run(degree, (FEW, 100), (true, None), make);
+    let swapped = run(degree, (FEW, 100), (true, None), kv, make);
     let (out, back) = swapped.swapped;
     assert!(back > 0 && back < out, "{back} of {out} blocks came back, the cache had the others");
     assert_eq!(swapped.recomputed, 0);
     assert_eq!(swapped.choices, undisturbed.choices, "swapped");
-    let whole = run(degree, (FEW, 100), (false, None), make);
+    let whole = run(degree, (FEW, 100), (false, None), kv, make);
     let (out, back) = whole.swapped;
     assert!(out == back && back > 10, "{back} of {out} blocks came back");
     assert_eq!(whole.choices, undisturbed.choices, "swapped as a whole");
-    let drafting = run(degree, (FEW, 100), (false, Some(DRAFTS)), make);
+    let drafting = run(degree, (FEW, 100), (false, Some(DRAFTS)), kv, make);
     assert!(drafting.drafted > 0 && drafting.swapped.1 > 0, "{drafting:?}");
     assert_eq!(drafting.choices, undisturbed.choices, "swapped with drafts");
     let model = Speculation { method: Method::DraftModel, ..DRAFTS };
     for (host, prefix_caching) in [(100, true), (100, false), (3, true), (0, true)] {
-        let modelled = run(degree, (FEW, host), (prefix_caching, Some(model)), make);
+        let modelled = run(degree, (FEW, host), (prefix_caching, Some(model)), kv, make);
         let (drafted, accepted) = (modelled.drafted, modelled.accepted);
         assert!(drafted > 30 && accepted * 5 >= drafted * 4, "{accepted} of {drafted}");
         assert!(modelled.preemptions > 0);
         assert_eq!(modelled.choices, undisturbed.choices, "drafted by a model, {host} swapped");
     }
     // Host memory for one or two sequences: the others are recomputed.
-    let mixed = run(degree, (FEW, 3), (false, None), make);
+    let mixed = run(degree, (FEW, 3), (false, None), kv, make);
     assert!(mixed.recomputed > 0 && mixed.swapped.1 > 0, "{:?}", mixed.swapped);
     assert_eq!(mixed.choices, undisturbed.choices, "some swapped, some computed again");
     whole.ahead
@@ -363,15 +367,15 @@ fn all_alike<B: Backend>(
 
 #[test]
 fn on_the_cpu_by_one_rank_and_by_two() {
-    for degree in [1, 2] {
+    for (degree, kv) in [(1, KvCacheDtype::Auto), (2, KvCacheDtype::Fp8)] {
         let make = |collective| CpuBackend::new(2, Precision::Float32, collective).unwrap();
-        assert_eq!(all_alike(degree, make), [0; 4]);
+        assert_eq!(all_alike(degree, kv, make), [0; 4]);
     }
 }
 
 #[test]
 fn on_the_reference() {
-    all_alike(1, ReferenceBackend::new);
+    all_alike(1, KvCacheDtype::Auto, ReferenceBackend::new);
 }
 
 /// With graphs and steps begun ahead; each row's bits are those that it has alone.
@@ -379,10 +383,13 @@ fn on_the_reference() {
 fn on_an_emulated_gpu_by_one_rank_and_by_two() {
     let options = CudaOptions { graphs: true, batch_invariant: true, ..CudaOptions::default() };
     let options = || options.clone();
-    let ahead = all_alike(1, |collective| fake_cuda_with(options(), collective));
+    let auto = KvCacheDtype::Auto;
+    let ahead = all_alike(1, auto, |collective| fake_cuda_with(options(), collective));
     assert!(ahead.iter().all(|steps| *steps > 3), "{ahead:?} steps are begun ahead");
-    let two =
-        |blocks| run(2, blocks, (false, None), |collective| fake_cuda_with(options(), collective));
+    let two = |blocks| {
+        let make = |collective| fake_cuda_with(options(), collective);
+        run(2, blocks, (false, None), auto, make)
+    };
     let (undisturbed, swapped) = (two((100, 0)), two((FEW, 100)));
     assert!(undisturbed.preemptions == 0 && swapped.swapped.1 > 10);
     assert_eq!(swapped.choices, undisturbed.choices);

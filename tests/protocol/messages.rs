@@ -19,10 +19,10 @@ use shared::protocol::{
     ChangeAdapter, CollectiveSpec, DeviceKind, Drafts, Dtype, EngineConfig, EngineError,
     EngineEvent, ExitReason, FinishReason, Form, FormFailed, Formed, FromFrontend, FromWorker,
     FrontendHello, FrontendId, FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec, HeldShard, Hello,
-    LoadProgress, Lora, MODEL_NAME_MAX, MODEL_NAMES_MAX, NewSequence, NodeResources, Quantization,
-    Rejoin, SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepMasks, StepPlan,
-    StepResult, StepTimings, SubmitRequest, Swap, SwapPair, ToFrontend, ToWorker, TokenLogprobs,
-    TokenMask, Whitespace, WorkerStats,
+    KvCacheDtype, LoadProgress, Lora, MODEL_NAME_MAX, MODEL_NAMES_MAX, NewSequence, NodeResources,
+    Quantization, Rejoin, SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed,
+    StepMasks, StepPlan, StepResult, StepTimings, SubmitRequest, Swap, SwapPair, ToFrontend,
+    ToWorker, TokenLogprobs, TokenMask, Whitespace, WorkerStats,
 };
 use shared::sampling::{Pooling, SamplingParams};
 use shared::wire::codec::{self, CodecError};
@@ -132,6 +132,7 @@ fn form(collective: CollectiveSpec) -> ToWorker {
             max_num_batched_tokens: 512,
             kv_cache_bytes: 1 << 40,
             swap_bytes: 0,
+            kv_cache_dtype: KvCacheDtype::Fp8,
         },
     })
 }
@@ -546,6 +547,9 @@ fn the_form_of_messages_is_pinned() {
     let hex = |bytes: Vec<u8>| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
     let abort = codec::encode(&ToWorker::Abort { epoch: Epoch(300) }).unwrap();
     assert_eq!(hex(abort), "03fb2c01");
+    let ToWorker::Form(form) = form(CollectiveSpec::None) else { panic!("a form") };
+    let engine = hex(codec::encode(&form.engine).unwrap());
+    assert_eq!(engine, "10fb000440fb0002".to_owned() + "fd0000000000010000" + "0001");
     let start = codec::encode(&ToWorker::Start(Start {
         epoch: Epoch(1),
         num_blocks: 70_000,

@@ -6,7 +6,7 @@ use coordinator::cluster::{Cluster, ClusterConfig, Effect, Member, PlacementRule
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{
-    Dtype, EngineConfig, Formed, Lora, NodeResources, Quantization, Started, ToWorker,
+    Dtype, EngineConfig, Formed, KvCacheDtype, Lora, NodeResources, Quantization, Started, ToWorker,
 };
 use shared::wire::auth::Secret;
 
@@ -29,6 +29,7 @@ fn cluster(tensor_parallel: u32) -> Cluster {
             max_num_batched_tokens: 64,
             kv_cache_bytes: 1 << 20,
             swap_bytes: 0,
+            kv_cache_dtype: KvCacheDtype::Auto,
         },
         collective_timeout: Duration::from_secs(5),
         form_timeout: Duration::from_secs(60),

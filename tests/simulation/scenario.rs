@@ -4,7 +4,7 @@ use std::time::Duration;
 use coordinator::engine::FinishReason;
 use coordinator::replica::driver::DriverLimits;
 use coordinator::scheduler::{Method, NgramConfig, SchedulerConfig, Speculation};
-use shared::protocol::EngineConfig;
+use shared::protocol::{EngineConfig, KvCacheDtype};
 use shared::sampling::Pooling;
 
 use crate::model::{Ends, POISON, VOCABULARY, undisturbed};
@@ -191,6 +191,7 @@ impl Scenario {
             max_num_batched_tokens,
             kv_cache_bytes: 1 << 20,
             swap_bytes: 0,
+            kv_cache_dtype: KvCacheDtype::Auto,
         };
         let scheduler = SchedulerConfig {
             block_size: engine.block_size,

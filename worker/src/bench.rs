@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use kernels::collective::{Collective, local_group};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{
-    Drafts, Dtype, EngineConfig, NewSequence, Quantization, SequenceStep, StepPlan,
+    Drafts, Dtype, EngineConfig, KvCacheDtype, NewSequence, Quantization, SequenceStep, StepPlan,
 };
 use shared::sampling::SamplingParams;
 
@@ -37,6 +37,8 @@ pub struct BenchOptions {
     pub dtype: Dtype,
     /// How the weights are stored.
     pub quantization: Quantization,
+    /// Data type of the KV cache.
+    pub kv_cache_dtype: KvCacheDtype,
     /// Number of ranks.
     pub tensor_parallel: u32,
     /// Device of each rank; rank r uses GPU i + r.
@@ -271,6 +273,7 @@ fn engine<D: Device>(
         max_num_batched_tokens: options.prompt_tokens.max(seqs).max(32),
         kv_cache_bytes: u64::MAX,
         swap_bytes: 0,
+        kv_cache_dtype: options.kv_cache_dtype,
     };
     let quantization = options.quantization;
     let alone = ShardOptions { quantization, adapters: &LoraFiles::default(), draft: None };

@@ -150,15 +150,15 @@ impl<B: Backend> Engine<B> {
     /// Returns the size of a KV block in bytes, including the draft model's part.
     #[must_use]
     pub fn block_bytes(&self) -> u64 {
-        let block_size = self.config.block_size as usize;
-        let drafts = self.draft.as_ref().map_or(0, |it| it.block_bytes(&self.backend, block_size));
+        let draft = self.draft.as_ref();
+        let drafts = draft.map_or(0, |it| it.block_bytes(&self.backend, &self.config));
         self.host_block_bytes() + drafts
     }
 
     /// Returns the size of a KV block in host memory, in bytes.
     #[must_use]
     pub fn host_block_bytes(&self) -> u64 {
-        let shape = self.decoder.kv_shape(self.config.block_size as usize, 1);
+        let shape = self.decoder.kv_shape(&self.config, 1);
         self.backend.kv_block_bytes(&shape).max(1)
     }
 
@@ -220,11 +220,11 @@ impl<B: Backend> Engine<B> {
     /// [`KernelError::OutOfMemory`].
     pub fn start(&mut self, num_blocks: u32, host_blocks: u32) -> Result<(), KernelError> {
         self.release();
-        let shape = self.decoder.kv_shape(self.config.block_size as usize, num_blocks as usize);
+        let shape = self.decoder.kv_shape(&self.config, num_blocks);
         self.make_host_blocks(host_blocks)?;
         self.cache = Some(self.backend.new_kv_cache(shape)?);
         if let Some(draft) = &mut self.draft {
-            draft.start(&mut self.backend, self.config.block_size, num_blocks)?;
+            draft.start(&mut self.backend, &self.config, num_blocks)?;
         }
         self.num_blocks = num_blocks;
         Ok(())

@@ -35,6 +35,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
         model,
         dtype: args.dtype,
         quantization: args.quantization,
+        kv_cache_dtype: args.kv_cache_dtype,
         tensor_parallel: args.tensor_parallel,
         device: devices::choose(&args.compute, threads)?,
         prompt_tokens,
@@ -52,6 +53,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     line.insert("threads".to_owned(), json!(threads));
     line.insert("dtype".to_owned(), json!(figures.dtype));
     line.insert("quantization".to_owned(), json!(args.quantization.name()));
+    line.insert("kv_cache_dtype".to_owned(), json!(args.kv_cache_dtype.name()));
     line.insert("backend".to_owned(), json!(figures.backend));
     print_line(&Value::Object(line).to_string());
     Ok(())

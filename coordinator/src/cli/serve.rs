@@ -155,6 +155,7 @@ pub(crate) fn coordinator_options(
         max_num_seqs: args.max_num_seqs,
         max_num_batched_tokens: args.max_num_batched_tokens.unwrap_or(BATCHED_TOKENS),
         block_size: args.block_size,
+        kv_cache_dtype: args.kv_cache_dtype,
         // 0 leaves the choice to the workers.
         kv_cache_bytes: args.kv_cache_memory.unwrap_or(0),
         swap_bytes: args.swap_space,

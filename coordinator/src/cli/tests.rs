@@ -90,6 +90,28 @@ fn a_dtype_is_one_of_three() {
 }
 
 #[test]
+fn a_kv_cache_is_in_fp8_or_has_the_dtype_of_activations() {
+    use shared::protocol::KvCacheDtype;
+
+    let dtype = |words: &[&str], file| up(words, file).map(|args| args.serving.kv_cache_dtype);
+    assert_eq!(dtype(&[], ""), Ok(KvCacheDtype::Auto));
+    assert_eq!(dtype(&[], "kv-cache-dtype = \"fp8\""), Ok(KvCacheDtype::Fp8));
+    for (name, means) in
+        [("auto", KvCacheDtype::Auto), ("fp8", KvCacheDtype::Fp8), ("fp8_e4m3", KvCacheDtype::Fp8)]
+    {
+        assert_eq!(dtype(&["--kv-cache-dtype", name], "kv-cache-dtype = \"fp8\""), Ok(means));
+    }
+    for (name, told) in [
+        ("fp8_e5m2", "the only 8-bit type is E4M3"),
+        ("int8", "auto, fp8, fp8_e4m3"),
+        ("bfloat16", "choose auto, and --dtype"),
+    ] {
+        let error = dtype(&["--kv-cache-dtype", name], "").unwrap_err();
+        assert!(error.contains("--kv-cache-dtype") && error.contains(told), "{error}");
+    }
+}
+
+#[test]
 fn swap_space_is_in_gib() {
     let space = |words: &[&str], file| up(words, file).map(|args| args.serving.swap_space);
     assert_eq!(space(&[], ""), Ok(0));

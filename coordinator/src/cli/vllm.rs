@@ -66,7 +66,6 @@ pub(crate) const OPTIONS: &[(&str, Handling)] = &[
     ("runner", Reject("completions and embeddings are both served")),
     ("max-cpu-loras", Reject("`--max-loras N`: all adapters may be in one step")),
     ("cpu-offload-gb", Reject("weights stay in the memory of the device that computes")),
-    ("kv-cache-dtype", Reject("`--dtype` decides it")),
     ("num-gpu-blocks-override", Reject("`--kv-cache-memory BYTES`")),
     ("api-server-count", Reject("`tutti frontend`, any number of them")),
     ("guided-decoding-backend", Reject("llguidance is the only backend")),

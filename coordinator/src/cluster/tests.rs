@@ -25,8 +25,8 @@ mod slow;
 use core::net::SocketAddr;
 
 use shared::protocol::{
-    CollectiveSpec, Dtype, EngineConfig, FormFailed, Formed, GroupId, Lora, NodeResources,
-    Quantization, Started,
+    CollectiveSpec, Dtype, EngineConfig, FormFailed, Formed, GroupId, KvCacheDtype, Lora,
+    NodeResources, Quantization, Started,
 };
 use shared::wire::auth::Secret;
 
@@ -52,6 +52,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
             max_num_batched_tokens: 64,
             kv_cache_bytes: 1 << 20,
             swap_bytes: 0,
+            kv_cache_dtype: KvCacheDtype::Auto,
         },
         collective_timeout: Duration::from_secs(5),
         form_timeout: Duration::from_secs(60),

@@ -8,7 +8,7 @@ use shared::hub::Hub;
 use shared::log::SharedLog;
 use shared::membership::PinnedRevision;
 use shared::metrics::compat::Compat;
-use shared::protocol::{Dtype, Lora, Quantization};
+use shared::protocol::{Dtype, KvCacheDtype, Lora, Quantization};
 use shared::wire::auth::Secret;
 use shared::wire::keyring::Keyring;
 use tokio::sync::mpsc;
@@ -58,6 +58,8 @@ pub struct CoordinatorOptions {
     pub max_num_batched_tokens: u32,
     /// Tokens per KV block.
     pub block_size: u32,
+    /// Data type of the KV cache.
+    pub kv_cache_dtype: KvCacheDtype,
     /// KV cache memory per rank, in bytes.
     pub kv_cache_bytes: u64,
     /// Host memory for swapped KV blocks per rank, in bytes; 0 for none.

@@ -84,6 +84,7 @@ impl PreparedCoordinator {
             max_num_batched_tokens: options.max_num_batched_tokens,
             kv_cache_bytes: options.kv_cache_bytes,
             swap_bytes: options.swap_bytes,
+            kv_cache_dtype: options.kv_cache_dtype,
         };
         let scheduling = SchedulerConfig {
             block_size: engine.block_size,

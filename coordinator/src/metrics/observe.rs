@@ -64,7 +64,7 @@ struct Cells {
     waiting_for_replica: UpDownGauge,
     /// Names of the adapters served.
     adapters: Vec<String>,
-    /// The value of `--dtype`, and whether prefix caching is on.
+    /// The KV cache's data type as configured, and whether prefix caching is on.
     cache: (&'static str, bool),
     replicas: BTreeMap<ReplicaId, ReplicaCells>,
     workers: BTreeMap<WorkerId, WorkerCells>,
@@ -274,8 +274,8 @@ impl Recording<'_> {
         }
     }
 
-    /// Sets how KV caches are used: the value of `--dtype`, and whether prefixes are looked up.
-    /// Call it before there are replicas.
+    /// Sets how KV caches are used: their data type as configured, and whether prefixes are looked
+    /// up. Call it before there are replicas.
     pub fn cache(&mut self, dtype: &'static str, prefix_caching: bool) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.cache = (dtype, prefix_caching);

@@ -40,6 +40,7 @@ struct Copy {
     void* to;
     const void* from;
     bool valid;
+    size_t bytes;
     int group;
 };
 
@@ -73,11 +74,11 @@ struct SharedBlock {
 };
 
 void perform(const Copy& copy) {
-    touch(copy.to, 16, Access::write);
+    touch(copy.to, copy.bytes, Access::write);
     if (copy.valid) {
-        memcpy(copy.to, copy.from, 16);
+        memcpy(copy.to, copy.from, copy.bytes);
     } else {
-        memset(copy.to, 0, 16);
+        memset(copy.to, 0, copy.bytes);
     }
 }
 
@@ -491,16 +492,17 @@ void must_have_waited() {
     }
 }
 
-void copy_async(void* to, const void* from, bool valid) {
-    if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
-        fail("a background copy that is not 16-byte aligned");
+void copy_async(void* to, const void* from, bool valid, size_t bytes) {
+    if (reinterpret_cast<uintptr_t>(to) % bytes != 0 ||
+        reinterpret_cast<uintptr_t>(from) % bytes != 0) {
+        fail("a background copy that is not aligned to its size");
     }
     if (valid) {
-        touch(from, 16, Access::read);
+        touch(from, bytes, Access::read);
     }
     // From now on until it is waited for it may arrive.
-    touch(to, 16, Access::write);
-    const Copy copy{to, from, valid, running->current->group};
+    touch(to, bytes, Access::write);
+    const Copy copy{to, from, valid, bytes, running->current->group};
     if (running->copies_arrive_early) {
         perform(copy);
     } else {

@@ -16,7 +16,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
-struct uint2 {
+struct alignas(8) uint2 {
     uint32_t x, y;
 };
 // The alignment lets UBSan check vector accesses.
@@ -59,7 +59,7 @@ void count_warp_barrier();
 void waited();
 void must_have_waited();
 
-void copy_async(void* to, const void* from, bool valid);
+void copy_async(void* to, const void* from, bool valid, size_t bytes);
 void commit_copies();
 void wait_copies(int pending);
 
@@ -245,6 +245,10 @@ inline void prefetch(const void* at, uint32_t bytes) {
     static_cast<void>(bytes_at[bytes - 1]);
 }
 inline uint4 load_once(const tutti_bf16* at) { return load_row(at); }
+inline uint2 load_once(const tutti_fp8* at) {
+    emulate::must_have_waited();
+    return *reinterpret_cast<const uint2*>(at);
+}
 
 inline tutti_bf16 to_bf16(float x) {
     return static_cast<tutti_bf16>(__float_as_uint(emulate::round_to_bf16_as_float(x)) >> 16);
@@ -264,7 +268,10 @@ void load_matrices(uint32_t (&r)[4], const void* row);
 void load_matrices_transposed(uint32_t (&r)[4], const void* row);
 
 inline void copy_async(void* to, const void* from, bool valid) {
-    emulate::copy_async(to, from, valid);
+    emulate::copy_async(to, from, valid, 16);
+}
+inline void copy_async_8(void* to, const void* from, bool valid) {
+    emulate::copy_async(to, from, valid, 8);
 }
 inline void commit_copies() { emulate::commit_copies(); }
 template <int pending>

@@ -1,7 +1,7 @@
 // Which accesses nothing orders. See races.h.
 //
-// Of every two bytes (no kernel writes single ones): who wrote them last, and who has read them
-// since. Two accesses by different threads, one of them a write, are ordered by a barrier of the
+// Of every two bytes (of every single one where kernels write those): who wrote them last, and who
+// has read them since. Two accesses by different threads, one of them a write, are ordered by a barrier of the
 // block between them, within a warp also by __syncwarp; not by shuffles and the like, which promise
 // nothing of memory, and between blocks of a grid by nothing. Atomic operations are not in each
 // other's way.
@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "../kernels.h"
@@ -23,7 +24,7 @@ namespace {
 // Several threads, several blocks, several warps.
 constexpr uint32_t MANY = 0xffffffffu;
 constexpr uint16_t MANY_WARPS = 0xffff;
-// Bytes that have one mark together.
+// Bytes that have one mark together, until a single one is accessed: of FP8.
 constexpr size_t CELL = 2;
 
 // Small: there are many.
@@ -48,7 +49,19 @@ struct Region {
     uintptr_t begin;
     uintptr_t end;
     bool is_shared;
+    size_t cell;
     std::unique_ptr<Cell[]> cells;
+
+    size_t count() const { return (end - begin + cell - 1) / cell; }
+    // From now on each byte has its own mark.
+    void split() {
+        auto single = std::make_unique<Cell[]>(end - begin);
+        for (size_t at = 0; at < end - begin; at++) {
+            single[at] = cells[at / cell];
+        }
+        cells = std::move(single);
+        cell = 1;
+    }
 };
 
 // Few, and most accesses are to the one of the last.
@@ -137,7 +150,7 @@ void join(Mark& mark, const Moment& moment, const void* from, bool atomic) {
 
 void touch_cell(Region& region, uintptr_t at, Access access, const Moment& moment,
                 const void* from) {
-    Cell& cell = region.cells[(at - region.begin) / CELL];
+    Cell& cell = region.cells[(at - region.begin) / region.cell];
     const bool atomic = access == Access::atomic;
     const bool follows_write = is_before(cell.written, moment, region.is_shared);
     if (!follows_write && !(atomic && cell.written.atomic)) {
@@ -176,8 +189,9 @@ void watch(const void* memory, size_t bytes, bool is_shared) {
     };
     all.erase(std::remove_if(all.begin(), all.end(), overlaps), all.end());
     if (bytes > 0) {
-        const size_t cells = (bytes + CELL - 1) / CELL;
-        all.push_back({begin, begin + bytes, is_shared, std::make_unique<Cell[]>(cells)});
+        Region region{begin, begin + bytes, is_shared, CELL, nullptr};
+        region.cells = std::make_unique<Cell[]>(region.count());
+        all.push_back(std::move(region));
     }
 }
 
@@ -192,8 +206,11 @@ void touch(const void* at, size_t bytes, Access access, const void* from) {
         return;
     }
     const Access kind = atomics > 0 ? Access::atomic : access;
+    if (bytes == 1 && region->cell > 1) {
+        region->split();
+    }
     const uintptr_t end = std::min(first + bytes, region->end);
-    for (uintptr_t cell = first; cell < end; cell += CELL) {
+    for (uintptr_t cell = first; cell < end; cell += region->cell) {
         touch_cell(*region, cell, kind, moment, from);
     }
 }

@@ -15,6 +15,19 @@ pub struct KvShape {
     pub block_size: usize,
     /// Number of blocks.
     pub num_blocks: usize,
+    /// How its elements are stored.
+    pub storage: KvStorage,
+}
+
+/// How a KV cache stores its elements. Everything else of attention is the same: queries, softmax
+/// weights and sums.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KvStorage {
+    /// As the device's products take activations: bf16 or f32.
+    #[default]
+    AsTaken,
+    /// A byte each ([`crate::fp8`]), rounded once, from the f32 results of projection and RoPE.
+    Fp8,
 }
 
 /// One sequence's rows in a step.

@@ -208,6 +208,7 @@ pub(crate) fn swap(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::KvStorage;
 
     #[test]
     fn a_swap_is_within_both_and_writes_nothing_twice() {
@@ -217,6 +218,7 @@ mod tests {
             head_dim: 8,
             block_size: 4,
             num_blocks,
+            storage: KvStorage::AsTaken,
         };
         let (cache, host) = (shape(4), shape(3));
         let said = |pairs: &[(u32, u32)], out| {

@@ -14,10 +14,10 @@ mod bfloat16;
 mod float32;
 
 use super::isa::Isa;
-use super::kv::CpuKvCache;
+use super::kv::{CpuKvCache, Element, Kind};
 use super::math::{LANES, exp, soft_capped, sum_lanes};
 use super::memory::{Disjoint, Scratch};
-use super::simd::{Plain, Simd};
+use super::simd::{PairSimd, Plain, Simd};
 use crate::backend::{AttentionShape, Batch, KvShape, SeqRows};
 use crate::error::KernelError;
 
@@ -88,7 +88,7 @@ impl AttentionScratch {
             return Ok(());
         }
         self.scores.get(blocks * block_size * QUERIES)?;
-        if cache.is_bfloat16() {
+        if let Kind::Pairs | Kind::Fp8Pairs = cache.kind() {
             self.query_words.get(head_dim / 2 * QUERIES)?;
             self.weight_words.get(blocks * block_size.div_ceil(2) * QUERIES)?;
         } else {
@@ -166,16 +166,11 @@ struct View<'a> {
 }
 
 impl View<'_> {
-    /// K `[head_dim, block_size]` and V `[block_size, head_dim]` of a block, in f32.
+    /// K and V of a block: `[head_dim, block_size]` and `[block_size, head_dim]`; of pairs,
+    /// `[head_dim / 2, block_size]` and `[block_size / 2, head_dim]`.
     #[inline(always)]
-    fn block(&self, index: usize) -> (&[f32], &[f32]) {
+    fn block<E: Element>(&self, index: usize) -> (&[E], &[E]) {
         self.cache.block(self.layer, self.table[index] as usize, self.kv_head)
-    }
-
-    /// K `[head_dim / 2, block_size]` and V `[block_size / 2, head_dim]` of a block, in bf16 pairs.
-    #[inline(always)]
-    fn pairs(&self, index: usize) -> (&[u32], &[u32]) {
-        self.cache.pairs(self.layer, self.table[index] as usize, self.kv_head)
     }
 }
 
@@ -183,7 +178,7 @@ impl View<'_> {
 #[cfg(target_arch = "x86_64")]
 fn takes_vectors(isa: Isa, cache: &CpuKvCache) -> bool {
     let is_whole = cache.shape().block_size.is_multiple_of(avx512bf16::LANES);
-    isa == Isa::Avx512Bf16 && cache.is_bfloat16() && is_whole
+    isa == Isa::Avx512Bf16 && matches!(cache.kind(), Kind::Pairs | Kind::Fp8Pairs) && is_whole
 }
 
 /// Computes a tile with the given instruction set.
@@ -199,41 +194,53 @@ fn run_tile(
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
     fn avx512bf16(a: &Attention<'_>, t: RowTile, v: &View<'_>, s: &mut AttentionScratch) {
-        bfloat16::run_tile::<super::simd::Bf16>(a, t, v, s);
+        match v.cache.kind() {
+            Kind::Fp8Pairs => bfloat16::run_tile::<super::simd::Bf16, u16>(a, t, v, s),
+            _ => bfloat16::run_tile::<super::simd::Bf16, u32>(a, t, v, s),
+        }
     }
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
     fn avx512(a: &Attention<'_>, t: RowTile, v: &View<'_>, s: &mut AttentionScratch) {
-        match v.cache.is_bfloat16() {
-            true => bfloat16::run_tile::<__m512>(a, t, v, s),
-            false => float32::run_tile::<__m512>(a, t, v, s),
-        }
+        run::<__m512>(a, t, v, s);
     }
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma")]
     fn avx2(a: &Attention<'_>, t: RowTile, v: &View<'_>, s: &mut AttentionScratch) {
-        match v.cache.is_bfloat16() {
-            true => bfloat16::run_tile::<__m256>(a, t, v, s),
-            false => float32::run_tile::<__m256>(a, t, v, s),
+        run::<__m256>(a, t, v, s);
+    }
+    #[inline(always)]
+    fn run<S: PairSimd>(a: &Attention<'_>, t: RowTile, v: &View<'_>, s: &mut AttentionScratch) {
+        match v.cache.kind() {
+            Kind::Pairs => bfloat16::run_tile::<S, u32>(a, t, v, s),
+            Kind::Fp8Pairs => bfloat16::run_tile::<S, u16>(a, t, v, s),
+            Kind::Floats => float32::run_tile::<S, f32>(a, t, v, s),
+            Kind::Fp8Floats => float32::run_tile::<S, u8>(a, t, v, s),
         }
     }
     #[cfg(target_arch = "x86_64")]
     if takes_vectors(attention.isa, view.cache) {
         // SAFETY: the backend refuses an instruction set that this machine lacks.
-        return unsafe { avx512bf16::run_tile(attention, tile, view, scratch) };
+        return unsafe {
+            match view.cache.kind() {
+                Kind::Fp8Pairs => avx512bf16::run_tile::<u16>(attention, tile, view, scratch),
+                _ => avx512bf16::run_tile::<u32>(attention, tile, view, scratch),
+            }
+        };
     }
-    match (attention.isa, view.cache.is_bfloat16()) {
+    match (attention.isa, view.cache.kind()) {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the backend refuses an instruction set that this machine lacks.
-        (Isa::Avx512Bf16, true) => unsafe { avx512bf16(attention, tile, view, scratch) },
+        (Isa::Avx512Bf16, Kind::Pairs | Kind::Fp8Pairs) => unsafe {
+            avx512bf16(attention, tile, view, scratch);
+        },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
         (Isa::Avx512Bf16 | Isa::Avx512, _) => unsafe { avx512(attention, tile, view, scratch) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
         (Isa::Avx2Fma, _) => unsafe { avx2(attention, tile, view, scratch) },
-        (_, true) => bfloat16::run_tile::<Plain>(attention, tile, view, scratch),
-        (_, false) => float32::run_tile::<Plain>(attention, tile, view, scratch),
+        _ => run::<Plain>(attention, tile, view, scratch),
     }
 }
 

@@ -8,15 +8,24 @@
 //!   holds two neighbouring elements of a token; then V `[block_size / 2, head_dim]`, where a word
 //!   holds the same element of two neighbouring tokens. Blocks of odd size have room for one more
 //!   token, which is zero.
+//! - FP8: the same as either of these, with a byte ([`super::fp8`]) for each element: of f32 where
+//!   products take that, else of bf16, two per 16 bits.
+//!
+//! `elements`: their types, and loads.
+use super::fp8;
 use super::isa::{Isa, multiversion};
 use super::math::{bf16_pair, round_bf16};
 use super::memory::{AlignedVec, Disjoint};
 use super::precision::Precision;
-use crate::backend::KvShape;
+use crate::backend::{KvShape, KvStorage};
 use crate::error::KernelError;
 use crate::pool::Pool;
 
-/// A paged KV cache, in the precision in which products take activations.
+mod elements;
+
+pub(crate) use elements::{Element, Floats, Kind, Pairs};
+
+/// A paged KV cache, in the precision in which products take activations, or in FP8.
 #[derive(Debug)]
 pub struct CpuKvCache {
     tiles: Tiles,
@@ -28,6 +37,9 @@ enum Tiles {
     Float32(AlignedVec<f32>),
     /// Pairs of elements, two per word.
     Bfloat16(AlignedVec<u32>),
+    Fp8(AlignedVec<u8>),
+    /// Pairs of elements, the first in the low half.
+    Fp8Pairs(AlignedVec<u16>),
 }
 
 /// The cache as tasks write it, each to its own tiles.
@@ -36,32 +48,61 @@ pub(crate) enum TilesMut<'a> {
     Float32(Disjoint<'a, f32>),
     /// Pairs of elements, two per word.
     Bfloat16(Disjoint<'a, u32>),
+    /// As in [`CpuKvCache`].
+    Fp8(Disjoint<'a, u8>),
+    /// Pairs of elements, the first in the low half.
+    Fp8Pairs(Disjoint<'a, u16>),
 }
 
-/// 32-bit words of K, and of V, of one block and head.
-fn halves(shape: &KvShape, precision: Precision) -> (usize, usize) {
+fn kind(shape: &KvShape, precision: Precision) -> Kind {
+    match (precision, shape.storage) {
+        (Precision::Float32, KvStorage::AsTaken) => Kind::Floats,
+        (Precision::Bfloat16, KvStorage::AsTaken) => Kind::Pairs,
+        (Precision::Float32, KvStorage::Fp8) => Kind::Fp8Floats,
+        (Precision::Bfloat16, KvStorage::Fp8) => Kind::Fp8Pairs,
+    }
+}
+
+/// Bytes of an element of a tile: of a number, or of a pair.
+fn element_bytes(kind: Kind) -> u64 {
+    match kind {
+        Kind::Floats | Kind::Pairs => 4,
+        Kind::Fp8Floats => 1,
+        Kind::Fp8Pairs => 2,
+    }
+}
+
+/// Elements of K, and of V, of one block and head.
+fn halves(shape: &KvShape, kind: Kind) -> (usize, usize) {
     let KvShape { head_dim, block_size, .. } = *shape;
-    match precision {
-        Precision::Float32 => (head_dim * block_size, head_dim * block_size),
-        Precision::Bfloat16 => (head_dim / 2 * block_size, block_size.div_ceil(2) * head_dim),
+    match kind {
+        Kind::Floats | Kind::Fp8Floats => (head_dim * block_size, head_dim * block_size),
+        Kind::Pairs | Kind::Fp8Pairs => {
+            (head_dim / 2 * block_size, block_size.div_ceil(2) * head_dim)
+        }
     }
 }
 
 /// Bytes of one block over all layers, K and V together.
 pub(crate) fn block_bytes(shape: &KvShape, precision: Precision) -> u64 {
-    let (keys, values) = halves(shape, precision);
+    let kind = kind(shape, precision);
+    let (keys, values) = halves(shape, kind);
     [shape.num_layers, shape.num_kv_heads, keys + values]
         .into_iter()
-        .fold(4, |bytes: u64, n| bytes.saturating_mul(n as u64))
+        .fold(element_bytes(kind), |bytes: u64, n| bytes.saturating_mul(n as u64))
 }
 
 impl CpuKvCache {
     pub(crate) fn new(shape: KvShape, precision: Precision) -> Result<Self, KernelError> {
         let bytes = block_bytes(&shape, precision).saturating_mul(shape.num_blocks as u64);
-        let len = usize::try_from(bytes).unwrap_or(usize::MAX) / 4;
-        let tiles = match precision {
-            Precision::Float32 => Tiles::Float32(AlignedVec::zeroed(len, "the KV cache")?),
-            Precision::Bfloat16 => Tiles::Bfloat16(AlignedVec::zeroed(len, "the KV cache")?),
+        let kind = kind(&shape, precision);
+        let len = usize::try_from(bytes / element_bytes(kind)).unwrap_or(usize::MAX);
+        let what = "the KV cache";
+        let tiles = match kind {
+            Kind::Floats => Tiles::Float32(AlignedVec::zeroed(len, what)?),
+            Kind::Pairs => Tiles::Bfloat16(AlignedVec::zeroed(len, what)?),
+            Kind::Fp8Floats => Tiles::Fp8(AlignedVec::zeroed(len, what)?),
+            Kind::Fp8Pairs => Tiles::Fp8Pairs(AlignedVec::zeroed(len, what)?),
         };
         Ok(Self { tiles, shape })
     }
@@ -72,43 +113,41 @@ impl CpuKvCache {
         &self.shape
     }
 
-    pub(crate) fn is_bfloat16(&self) -> bool {
-        matches!(self.tiles, Tiles::Bfloat16(_))
-    }
-
-    fn precision(&self) -> Precision {
+    pub(crate) fn kind(&self) -> Kind {
         match self.tiles {
-            Tiles::Float32(_) => Precision::Float32,
-            Tiles::Bfloat16(_) => Precision::Bfloat16,
+            Tiles::Float32(_) => Kind::Floats,
+            Tiles::Bfloat16(_) => Kind::Pairs,
+            Tiles::Fp8(_) => Kind::Fp8Floats,
+            Tiles::Fp8Pairs(_) => Kind::Fp8Pairs,
         }
     }
 
-    /// Words per tile.
+    /// Elements per tile.
     pub(crate) fn tile_len(&self) -> usize {
-        let (keys, values) = halves(&self.shape, self.precision());
+        let (keys, values) = halves(&self.shape, self.kind());
         keys + values
     }
 
-    /// Offset, in words, of the tile of a block and head. The next head's tile follows.
+    /// Offset, in elements, of the tile of a block and head. The next head's tile follows.
     #[inline(always)]
     pub(crate) fn tile_offset(&self, layer: usize, block: usize, head: usize) -> usize {
         let shape = &self.shape;
         ((layer * shape.num_blocks + block) * shape.num_kv_heads + head) * self.tile_len()
     }
 
-    /// K and V of a block and head in f32; empty in a bf16 cache.
+    /// K and V of a block and head; empty if the cache has other elements.
     #[inline(always)]
-    pub(crate) fn block(&self, layer: usize, block: usize, head: usize) -> (&[f32], &[f32]) {
-        let Tiles::Float32(data) = &self.tiles else { return (&[], &[]) };
-        let (keys, values) = halves(&self.shape, Precision::Float32);
-        data[self.tile_offset(layer, block, head)..][..keys + values].split_at(keys)
-    }
-
-    /// K and V of a block and head in bf16 pairs; empty in an f32 cache.
-    #[inline(always)]
-    pub(crate) fn pairs(&self, layer: usize, block: usize, head: usize) -> (&[u32], &[u32]) {
-        let Tiles::Bfloat16(data) = &self.tiles else { return (&[], &[]) };
-        let (keys, values) = halves(&self.shape, Precision::Bfloat16);
+    pub(crate) fn block<E: Element>(
+        &self,
+        layer: usize,
+        block: usize,
+        head: usize,
+    ) -> (&[E], &[E]) {
+        let data = E::tiles(self);
+        if data.is_empty() {
+            return (&[], &[]);
+        }
+        let (keys, values) = halves(&self.shape, self.kind());
         data[self.tile_offset(layer, block, head)..][..keys + values].split_at(keys)
     }
 
@@ -116,6 +155,8 @@ impl CpuKvCache {
         match &mut self.tiles {
             Tiles::Float32(data) => TilesMut::Float32(Disjoint::new(data)),
             Tiles::Bfloat16(data) => TilesMut::Bfloat16(Disjoint::new(data)),
+            Tiles::Fp8(data) => TilesMut::Fp8(Disjoint::new(data)),
+            Tiles::Fp8Pairs(data) => TilesMut::Fp8Pairs(Disjoint::new(data)),
         }
     }
 }
@@ -140,6 +181,12 @@ pub(crate) fn copy_blocks(
             copy(pool, from, &to, &places, count * layers, len)
         }
         (Tiles::Bfloat16(from), TilesMut::Bfloat16(to)) => {
+            copy(pool, from, &to, &places, count * layers, len)
+        }
+        (Tiles::Fp8(from), TilesMut::Fp8(to)) => {
+            copy(pool, from, &to, &places, count * layers, len)
+        }
+        (Tiles::Fp8Pairs(from), TilesMut::Fp8Pairs(to)) => {
             copy(pool, from, &to, &places, count * layers, len)
         }
         _ => Err(KernelError::Shape {
@@ -168,7 +215,7 @@ fn copy<T: Copy + Sync + Send>(
 
 impl TilesMut<'_> {
     /// Writes `k` and `v` of one token, `[head_dim]` each, to slot `offset` of the tile of `len`
-    /// words at `start`.
+    /// elements at `start`.
     ///
     /// # Safety
     /// Nothing else may read or write that tile at the same time.
@@ -197,6 +244,20 @@ impl TilesMut<'_> {
                 let (keys, values) = tile.split_at_mut(k.len() / 2 * block_size);
                 let row = &mut values[offset / 2 * v.len()..][..v.len()];
                 write_pairs(isa, keys, block_size, offset, k, row, v);
+            }
+            Self::Fp8(data) => {
+                // SAFETY: the caller's promise.
+                let tile = unsafe { data.slice(start, len) };
+                let (keys, values) = tile.split_at_mut(k.len() * block_size);
+                let row = &mut values[offset * v.len()..][..v.len()];
+                write_bytes(isa, keys, block_size, offset, k, row, v);
+            }
+            Self::Fp8Pairs(data) => {
+                // SAFETY: the caller's promise.
+                let tile = unsafe { data.slice(start, len) };
+                let (keys, values) = tile.split_at_mut(k.len() / 2 * block_size);
+                let row = &mut values[offset / 2 * v.len()..][..v.len()];
+                write_byte_pairs(isa, keys, block_size, offset, k, row, v);
             }
         }
     }
@@ -252,18 +313,110 @@ fn write_pairs_body<const FMA: bool>(
     }
 }
 
+multiversion! {
+    /// As [`write_pairs`], a byte for each element of K and V.
+    fn write_bytes(
+        keys: &mut [u8],
+        block_size: usize,
+        offset: usize,
+        k: &[f32],
+        row: &mut [u8],
+        v: &[f32],
+    ) = write_bytes_body
+}
+
+#[inline(always)]
+fn write_bytes_body<const FMA: bool>(
+    keys: &mut [u8],
+    block_size: usize,
+    offset: usize,
+    k: &[f32],
+    row: &mut [u8],
+    v: &[f32],
+) {
+    for (columns, k) in keys.chunks_mut(16 * block_size).zip(k.chunks(16)) {
+        let bytes = encoded(k);
+        for (column, byte) in columns.chunks_exact_mut(block_size).zip(bytes) {
+            column[offset] = byte;
+        }
+    }
+    for (row, v) in row.chunks_mut(16).zip(v.chunks(16)) {
+        row.copy_from_slice(&encoded(v)[..row.len()]);
+    }
+}
+
+multiversion! {
+    /// As [`write_pairs`], with pairs of bytes.
+    fn write_byte_pairs(
+        keys: &mut [u16],
+        block_size: usize,
+        offset: usize,
+        k: &[f32],
+        row: &mut [u16],
+        v: &[f32],
+    ) = write_byte_pairs_body
+}
+
+#[inline(always)]
+fn write_byte_pairs_body<const FMA: bool>(
+    keys: &mut [u16],
+    block_size: usize,
+    offset: usize,
+    k: &[f32],
+    row: &mut [u16],
+    v: &[f32],
+) {
+    for (columns, k) in keys.chunks_mut(8 * block_size).zip(k.chunks(16)) {
+        let bytes = encoded(k);
+        let pairs = columns.chunks_exact_mut(block_size).zip(bytes.as_chunks().0);
+        for (column, &pair) in pairs {
+            column[offset] = u16::from_le_bytes(pair);
+        }
+    }
+    let (shift, other) = if offset.is_multiple_of(2) { (0, 0xff00) } else { (8, 0x00ff) };
+    for (row, v) in row.chunks_mut(16).zip(v.chunks(16)) {
+        for (pair, byte) in row.iter_mut().zip(encoded(v)) {
+            *pair = *pair & other | u16::from(byte) << shift;
+        }
+    }
+}
+
+/// The bytes of up to 16 numbers.
+#[inline(always)]
+fn encoded(values: &[f32]) -> [u8; 16] {
+    let mut all = [0.0; 16];
+    all[..values.len()].copy_from_slice(values);
+    all.map(fp8::encode)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const SHAPE: KvShape = KvShape {
+        num_layers: 2,
+        num_kv_heads: 3,
+        head_dim: 4,
+        block_size: 5,
+        num_blocks: 6,
+        storage: KvStorage::AsTaken,
+    };
+    const KINDS: [(Precision, KvStorage); 4] = [
+        (Precision::Float32, KvStorage::AsTaken),
+        (Precision::Bfloat16, KvStorage::AsTaken),
+        (Precision::Float32, KvStorage::Fp8),
+        (Precision::Bfloat16, KvStorage::Fp8),
+    ];
+
     #[test]
     fn tokens_do_not_overlap() {
-        let shape =
-            KvShape { num_layers: 2, num_kv_heads: 3, head_dim: 4, block_size: 5, num_blocks: 6 };
-        let value = |layer, block, head, offset, d| {
-            // All values are exact in bf16, and all are different.
+        let value = |layer, block, head, offset, d, storage| {
+            // All values are exact in bf16, and all are different; in FP8, neighbours are.
             let index = (((layer * 6 + block) * 3 + head) * 5 + offset) * 4 + d;
-            f32::from_bits(0x3000_0000 + ((index as u32) << 16))
+            match storage {
+                KvStorage::AsTaken => f32::from_bits(0x3000_0000 + ((index as u32) << 16)),
+                KvStorage::Fp8 => crate::fp8::from_byte((index % 125) as u8),
+            }
         };
         let all = |f: &mut dyn FnMut(usize, usize, usize, usize)| {
             // Later tokens before earlier ones: no token may overwrite its neighbour.
@@ -271,10 +424,12 @@ mod tests {
                 f(i / 90, i / 15 % 6, i / 5 % 3, i % 5);
             }
         };
-        for precision in [Precision::Float32, Precision::Bfloat16] {
+        for (precision, storage) in KINDS {
+            let shape = KvShape { storage, ..SHAPE };
             let mut cache = CpuKvCache::new(shape, precision).unwrap();
             all(&mut |layer, block, head, offset| {
-                let k: Vec<f32> = (0..4).map(|d| value(layer, block, head, offset, d)).collect();
+                let k = |d| value(layer, block, head, offset, d, storage);
+                let k: Vec<f32> = (0..4).map(k).collect();
                 let v: Vec<f32> = k.iter().map(|x| -x).collect();
                 let tile = (cache.tile_offset(layer, block, head), cache.tile_len());
                 // SAFETY: there is one thread.
@@ -285,38 +440,55 @@ mod tests {
             };
             all(&mut |layer, block, head, offset| {
                 for d in 0..4 {
-                    let want = value(layer, block, head, offset, d);
-                    let (k, v) = cache.block(layer, block, head);
-                    let (k_pairs, v_pairs) = cache.pairs(layer, block, head);
-                    let got = match precision {
-                        Precision::Float32 => (k[d * 5 + offset], v[offset * 4 + d]),
-                        Precision::Bfloat16 => (
-                            half(k_pairs[d / 2 * 5 + offset], d % 2 == 1),
-                            half(v_pairs[offset / 2 * 4 + d], offset % 2 == 1),
-                        ),
+                    let want = value(layer, block, head, offset, d, storage);
+                    let (in_k, in_v) = (d * 5 + offset, offset * 4 + d);
+                    let (pair_k, pair_v) = (d / 2 * 5 + offset, offset / 2 * 4 + d);
+                    let (second_k, second_v) = (d % 2 == 1, offset % 2 == 1);
+                    let got = match cache.kind() {
+                        Kind::Floats => {
+                            let (k, v) = cache.block::<f32>(layer, block, head);
+                            (k[in_k], v[in_v])
+                        }
+                        Kind::Pairs => {
+                            let (k, v) = cache.block::<u32>(layer, block, head);
+                            (half(k[pair_k], second_k), half(v[pair_v], second_v))
+                        }
+                        Kind::Fp8Floats => {
+                            let (k, v) = cache.block::<u8>(layer, block, head);
+                            (fp8::decode(k[in_k]), fp8::decode(v[in_v]))
+                        }
+                        Kind::Fp8Pairs => {
+                            let (k, v) = cache.block::<u16>(layer, block, head);
+                            let [k, v] = [k[pair_k], v[pair_v]].map(fp8::decode_pair);
+                            (half(k, second_k), half(v, second_v))
+                        }
                     };
-                    assert_eq!(got, (want, -want), "{precision}");
+                    assert_eq!(got, (want, -want), "{precision} {storage:?}");
                 }
             });
-            let len = match &cache.tiles {
-                Tiles::Float32(data) => data.len(),
-                Tiles::Bfloat16(data) => data.len(),
+            let bytes = match &cache.tiles {
+                Tiles::Float32(data) => size_of_val(&**data),
+                Tiles::Bfloat16(data) => size_of_val(&**data),
+                Tiles::Fp8(data) => size_of_val(&**data),
+                Tiles::Fp8Pairs(data) => size_of_val(&**data),
             };
-            assert_eq!(len as u64 * 4, block_bytes(&shape, precision) * 6);
+            assert_eq!(bytes as u64, block_bytes(&shape, precision) * 6);
         }
-        let even = KvShape { block_size: 16, ..shape };
-        let bytes = |precision| block_bytes(&even, precision);
-        assert_eq!(bytes(Precision::Float32), 2 * bytes(Precision::Bfloat16));
+        let bytes = |(precision, storage)| {
+            block_bytes(&KvShape { block_size: 16, storage, ..SHAPE }, precision)
+        };
+        let [floats, pairs, fp8_floats, fp8_pairs] = KINDS.map(bytes);
+        assert_eq!((floats, pairs, fp8_floats), (4 * fp8_pairs, 2 * fp8_pairs, fp8_pairs));
     }
 
     /// Swaps blocks out over other contents, and back in to other blocks: all layers, heads and
     /// tokens survive.
     #[test]
     fn blocks_keep_what_they_hold() {
-        let shape =
-            KvShape { num_layers: 3, num_kv_heads: 2, head_dim: 4, block_size: 5, num_blocks: 6 };
-        for precision in [Precision::Float32, Precision::Bfloat16] {
+        let shape = KvShape { num_layers: 3, num_kv_heads: 2, ..SHAPE };
+        for (precision, storage) in KINDS {
             let mut pool = Pool::new(2).unwrap();
+            let shape = KvShape { storage, ..shape };
             let make = |num_blocks| CpuKvCache::new(KvShape { num_blocks, ..shape }, precision);
             let (mut cache, mut host) = (make(6).unwrap(), make(4).unwrap());
             let tile = cache.tile_len();
@@ -326,14 +498,17 @@ mod tests {
                     (0..data.len()).for_each(|i| data[i] = i as f32 + 1.0);
                 }
                 Tiles::Bfloat16(data) => (0..data.len()).for_each(|i| data[i] = word(i)),
+                Tiles::Fp8(data) => (0..data.len()).for_each(|i| data[i] = word(i) as u8),
+                Tiles::Fp8Pairs(data) => (0..data.len()).for_each(|i| data[i] = word(i) as u16),
             }
             let block = |cache: &CpuKvCache, layer, block| -> Vec<u32> {
                 let at = cache.tile_offset(layer, block, 0);
+                let range = at..at + 2 * tile;
                 match &cache.tiles {
-                    Tiles::Float32(data) => {
-                        data[at..at + 2 * tile].iter().map(|x| x.to_bits()).collect()
-                    }
-                    Tiles::Bfloat16(data) => data[at..at + 2 * tile].to_vec(),
+                    Tiles::Float32(data) => data[range].iter().map(|x| x.to_bits()).collect(),
+                    Tiles::Bfloat16(data) => data[range].to_vec(),
+                    Tiles::Fp8(data) => data[range].iter().map(|&x| x.into()).collect(),
+                    Tiles::Fp8Pairs(data) => data[range].iter().map(|&x| x.into()).collect(),
                 }
             };
             let before: Vec<_> = (0..3).map(|layer| block(&cache, layer, 5)).collect();

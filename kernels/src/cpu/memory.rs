@@ -24,6 +24,10 @@ unsafe impl Zeroable for f32 {}
 unsafe impl Zeroable for u32 {}
 // SAFETY: zero is a value of it.
 unsafe impl Zeroable for i8 {}
+// SAFETY: zero is a value of it.
+unsafe impl Zeroable for u8 {}
+// SAFETY: zero is a value of it.
+unsafe impl Zeroable for u16 {}
 
 /// A vector of fixed length, aligned for vector instructions.
 pub(crate) struct AlignedVec<T: Zeroable> {

@@ -4,6 +4,8 @@
 //! The x86 implementations may only be used in code compiled for, and dispatched to, an instruction
 //! set that was detected: that is the caller's part of every SAFETY comment here.
 
+use super::fp8;
+
 mod pairs;
 
 #[cfg(target_arch = "x86_64")]
@@ -32,16 +34,9 @@ pub(crate) trait Simd: Copy {
     /// The maximum of each lane; `floor`'s value where `self` is NaN.
     fn max(self, floor: Self) -> Self;
 
-    /// As [`load`](Self::load), with zeros where `values` is too short.
-    #[inline(always)]
-    fn load_some(values: &[f32]) -> Self {
-        if values.len() >= Self::LANES {
-            return Self::load(values);
-        }
-        let mut padded = [0.0; 16];
-        padded[..values.len()].copy_from_slice(values);
-        Self::load(&padded)
-    }
+    /// Loads the values of the first bytes of an FP8 cache ([`super::fp8`]), which must have at
+    /// least `LANES`.
+    fn load_fp8(bytes: &[u8]) -> Self;
 
     /// As [`store`](Self::store), but only as far as `values` has room.
     #[inline(always)]
@@ -87,11 +82,16 @@ impl Simd for Plain {
     fn max(self, floor: Self) -> Self {
         Self(std::array::from_fn(|i| if self.0[i] > floor.0[i] { self.0[i] } else { floor.0[i] }))
     }
+
+    #[inline(always)]
+    fn load_fp8(bytes: &[u8]) -> Self {
+        Self([bytes[0], bytes[1], bytes[2], bytes[3]].map(fp8::decode))
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
 macro_rules! x86_simd {
-    ($vector:ident, $lanes:literal, $accumulators:literal, $splat:ident, $load:ident, $store:ident, $fma:ident, $max:ident) => {
+    ($vector:ident, $lanes:literal, $accumulators:literal, $splat:ident, $load:ident, $store:ident, $fma:ident, $max:ident, $load_bytes:ident, $fp8:ident) => {
         impl Simd for std::arch::x86_64::$vector {
             const LANES: usize = $lanes;
             const ACCUMULATORS: usize = $accumulators;
@@ -127,6 +127,13 @@ macro_rules! x86_simd {
                 // SAFETY: see the module.
                 unsafe { std::arch::x86_64::$max(self, floor) }
             }
+
+            #[inline(always)]
+            fn load_fp8(bytes: &[u8]) -> Self {
+                let bytes = &bytes[..$lanes];
+                // SAFETY: enough bytes (just checked); and see the module.
+                unsafe { fp8::x86::$fp8(std::arch::x86_64::$load_bytes(bytes.as_ptr().cast())) }
+            }
         }
     };
 }
@@ -140,7 +147,9 @@ x86_simd!(
     _mm512_loadu_ps,
     _mm512_storeu_ps,
     _mm512_fmadd_ps,
-    _mm512_max_ps
+    _mm512_max_ps,
+    _mm_loadu_si128,
+    floats_512
 );
 #[cfg(target_arch = "x86_64")]
 x86_simd!(
@@ -151,5 +160,7 @@ x86_simd!(
     _mm256_loadu_ps,
     _mm256_storeu_ps,
     _mm256_fmadd_ps,
-    _mm256_max_ps
+    _mm256_max_ps,
+    _mm_loadl_epi64,
+    floats_256
 );

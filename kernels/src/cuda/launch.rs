@@ -23,8 +23,8 @@ mod rows;
 mod sample;
 
 pub use attention::{
-    AttentionIo, DecodeWork, HEAD_DIM_MAX, HEAD_DIMS, LayerCache, Partials, QkvFinish,
-    attention_any, decode_attention, prefill_attention, qkv_finish,
+    AttentionIo, DecodeWork, FP8_HEAD_DIMS, HEAD_DIM_MAX, HEAD_DIMS, LayerCache, Partials,
+    QkvFinish, attention_any, decode_attention, prefill_attention, qkv_finish,
 };
 use entries::*;
 pub use entries::{Entry, NAMES};

@@ -12,7 +12,7 @@ use super::memory::{DeviceMemory, DevicePtr};
 use super::parts::{SPLITS_MAX, Windows};
 use super::products::small;
 use super::stream::{Event, Stream};
-use crate::backend::{AttentionShape, Batch, SeqRows};
+use crate::backend::{AttentionShape, Batch, KvStorage, SeqRows};
 use crate::error::KernelError;
 
 /// Number of replays that are measured together.
@@ -223,7 +223,12 @@ impl CudaBackend {
             let keys = cache.ptr().offset(turn % layers * 2 * plane);
             let io = AttentionIo {
                 q: rows.ptr(),
-                cache: LayerCache { keys, values: keys.offset(plane), block_shift: BLOCK_SHIFT },
+                cache: LayerCache {
+                    keys,
+                    values: keys.offset(plane),
+                    block_shift: BLOCK_SHIFT,
+                    storage: KvStorage::AsTaken,
+                },
                 seqs: at(layout.seqs),
                 block_tables: at(layout.tables),
                 out: result.ptr(),

@@ -15,11 +15,12 @@ use std::time::Duration;
 /// Time limit for the copies of an earlier step.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// KV blocks in host memory: bf16
+/// KV blocks in host memory: bf16 or FP8
 /// `[num_blocks, 2 * num_layers, num_kv_heads, block_size, head_dim]`, so that a block is
 /// contiguous, and so are adjacent blocks.
 #[derive(Debug)]
 pub struct CudaHostKv {
+    /// In units of 2 bytes, whatever they hold.
     data: Pinned<u16>,
     shape: KvShape,
     /// Cache blocks named by the copies in flight, and events for when they have been read: one for

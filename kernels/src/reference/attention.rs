@@ -33,9 +33,7 @@ impl AttentionOps for ReferenceBackend {
             finish_heads(q, weights.q_norm.as_deref(), cos, sin, shape);
             finish_heads(k, weights.k_norm.as_deref(), cos, sin, shape);
             q_out.row_mut(i).copy_from_slice(q);
-            let (cached_k, cached_v) = cache.slot_mut(layer, batch.slots[i] as usize);
-            cached_k.copy_from_slice(k);
-            cached_v.copy_from_slice(v);
+            cache.store(layer, batch.slots[i] as usize, k, v);
         }
         self.row = qkv;
         Ok(())

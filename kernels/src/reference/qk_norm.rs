@@ -73,9 +73,7 @@ impl QkNormOps for ReferenceBackend {
             let (rotated, v) = qkv.row_mut(i).split_at_mut(q + kv);
             finish_heads(rotated, None, cos, sin, shape);
             q_out.row_mut(i).copy_from_slice(&rotated[..q]);
-            let (cached_k, cached_v) = cache.slot_mut(layer, batch.slots[i] as usize);
-            cached_k.copy_from_slice(&rotated[q..]);
-            cached_v.copy_from_slice(v);
+            cache.store(layer, batch.slots[i] as usize, &rotated[q..], v);
         }
         Ok(())
     }

@@ -1,9 +1,10 @@
 //! Storage of the reference backend: activations, weights and the KV cache, all f32 and row-major.
 use half::bf16;
 
-use crate::backend::{Buffer, HostMatrix, KvShape};
+use crate::backend::{Buffer, HostMatrix, KvShape, KvStorage};
 use crate::check::ensure;
 use crate::error::KernelError;
+use crate::fp8;
 use crate::weights::int4_groups;
 
 /// Activations `[rows, width]`.
@@ -132,7 +133,7 @@ impl ReferenceMatrix {
 }
 
 /// K and V of every layer: `[num_layers][slots, num_kv_heads * head_dim]`, a slot being
-/// `block * block_size + offset`.
+/// `block * block_size + offset`. Always f32; a cache in FP8 holds values that FP8 has.
 #[derive(Debug)]
 pub struct ReferenceKvCache {
     keys: Vec<f32>,
@@ -171,10 +172,16 @@ impl ReferenceKvCache {
         (layer * self.num_slots() + slot) * self.width()
     }
 
-    /// K and V of all heads at one slot, mutable.
-    pub(super) fn slot_mut(&mut self, layer: usize, slot: usize) -> (&mut [f32], &mut [f32]) {
+    /// Stores K and V of all heads at one slot, rounded to what the cache holds.
+    pub(super) fn store(&mut self, layer: usize, slot: usize, k: &[f32], v: &[f32]) {
         let (start, width) = (self.start(layer, slot), self.width());
-        (&mut self.keys[start..][..width], &mut self.values[start..][..width])
+        for (to, from) in [(&mut self.keys, k), (&mut self.values, v)] {
+            let to = &mut to[start..][..width];
+            to.copy_from_slice(from);
+            if self.shape.storage == KvStorage::Fp8 {
+                to.iter_mut().for_each(|x| *x = fp8::rounded(*x));
+            }
+        }
     }
 
     /// Overwrites block `to` with block `from` of another cache, in all layers.

@@ -45,7 +45,7 @@ pub const STATUS: Label = Label::open("status");
 pub const VERSION: Label = Label::open("version");
 /// Tokens per KV block.
 pub const BLOCK_SIZE: Label = Label::open("block_size");
-/// Data type of the KV cache, as configured (`--dtype`).
+/// Data type of the KV cache, as configured (`--kv-cache-dtype`, or `--dtype` if that is `auto`).
 pub const CACHE_DTYPE: Label = Label::open("cache_dtype");
 /// Whether prefixes of prompts are looked up in the KV cache.
 pub const ENABLE_PREFIX_CACHING: Label =

@@ -190,7 +190,7 @@ pub enum CollectiveSpec {
     },
 }
 
-/// Limits of one engine; equal on every rank.
+/// Limits of one engine, and how it keeps its cache; equal on every rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineConfig {
     /// Tokens per KV block.
@@ -205,6 +205,29 @@ pub struct EngineConfig {
     pub kv_cache_bytes: u64,
     /// Host memory per rank for the KV blocks of swapped-out sequences, in bytes; 0: no swapping.
     pub swap_bytes: u64,
+    /// Data type of the KV cache.
+    pub kv_cache_dtype: KvCacheDtype,
+}
+
+/// Data type of the KV cache, named as in vLLM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum KvCacheDtype {
+    /// That in which products take activations: see [`Dtype`].
+    #[default]
+    Auto,
+    /// 8-bit floats, E4M3, without scales.
+    Fp8,
+}
+
+impl KvCacheDtype {
+    /// Its name on the command line.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Fp8 => "fp8",
+        }
+    }
 }
 
 /// Data type of activations in matrix products, named as in vLLM. Everything that is not a matrix

@@ -103,9 +103,9 @@ impl<B: Backend> Draft<B> {
     }
 
     /// Size of its part of a KV block, in bytes.
-    pub(super) fn block_bytes(&self, shared: &B, block_size: usize) -> u64 {
+    pub(super) fn block_bytes(&self, shared: &B, sizes: &EngineConfig) -> u64 {
         let backend = self.backend.as_ref().unwrap_or(shared);
-        backend.kv_block_bytes(&self.decoder.kv_shape(block_size, 1))
+        backend.kv_block_bytes(&self.decoder.kv_shape(sizes, 1))
     }
 
     /// Size of its weights, in bytes.
@@ -137,13 +137,13 @@ impl<B: Backend> Draft<B> {
     pub(super) fn start(
         &mut self,
         shared: &mut B,
-        block_size: u32,
+        sizes: &EngineConfig,
         num_blocks: u32,
     ) -> Result<(), KernelError> {
-        let shape = self.decoder.kv_shape(block_size as usize, num_blocks as usize);
+        let shape = self.decoder.kv_shape(sizes, num_blocks);
         let backend = self.backend.as_mut().unwrap_or(shared);
         self.cache = Some(backend.new_kv_cache(shape)?);
-        self.valid_positions = ValidPositions::new(block_size, num_blocks);
+        self.valid_positions = ValidPositions::new(sizes.block_size, num_blocks);
         Ok(())
     }
 

@@ -38,7 +38,7 @@ impl<B: Backend> Engine<B> {
     /// [`KernelError`].
     pub fn profile(&mut self) -> Result<(), KernelError> {
         self.release();
-        let shape = self.decoder.kv_shape(self.config.block_size as usize, 1);
+        let shape = self.decoder.kv_shape(&self.config, 1);
         let mut cache = self.backend.new_kv_cache(shape)?;
         let longest = self.config.max_model_len.max(1);
         // Every row has a mask, to make room for all of them.
@@ -54,7 +54,7 @@ impl<B: Backend> Engine<B> {
         let Self { backend, draft: Some(draft), config, .. } = self else { return Ok(()) };
         let longest = draft.positions().max(1);
         let (backend, decoder) = draft.parts(backend);
-        let shape = decoder.kv_shape(config.block_size as usize, 1);
+        let shape = decoder.kv_shape(config, 1);
         let mut cache = backend.new_kv_cache(shape)?;
         let kind = Kind { greedy: false, masks: false, adapters: false };
         for steps in largest(config, longest) {

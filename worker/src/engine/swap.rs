@@ -74,7 +74,7 @@ impl<B: Backend> Engine<B> {
     }
 
     fn host_shape(&self, count: u32) -> KvShape {
-        self.decoder.kv_shape(self.config.block_size as usize, count as usize)
+        self.decoder.kv_shape(&self.config, count)
     }
 
     /// Copies the plan's blocks, out before in, before its batch is computed.

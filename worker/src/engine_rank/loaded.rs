@@ -4,7 +4,7 @@ use std::path::Path;
 use kernels::collective::single_rank;
 use kernels::{Collective, KernelError};
 use shared::model_identity::ModelIdentity;
-use shared::protocol::{Dtype, Form, Lora, Quantization};
+use shared::protocol::{Dtype, Form, KvCacheDtype, Lora, Quantization};
 
 use super::joining::{Formation, join};
 use crate::device::{Device, ShardOptions, bytes_text};
@@ -86,6 +86,12 @@ pub(super) fn load<D: Device>(
     let adapters = LoraFiles::open(&form.lora, &config)?;
     let draft = draft_model(form).map(|folder| DraftFiles::open(Path::new(folder), &config));
     let draft = draft.transpose()?;
+    if form.engine.kv_cache_dtype == KvCacheDtype::Fp8 && files.has_kv_scales() {
+        tracing::warn!(
+            "the checkpoint has scales for a KV cache in FP8 (k_scale, v_scale); they are not \
+             used: keys and values beyond 448 become 448"
+        );
+    }
     let precision = device.precision(form.dtype, &config)?;
     let mut backend = device.backend(precision, collective)?;
     // Join now, because ranks that have already loaded wait for this one. If they leave while it

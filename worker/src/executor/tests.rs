@@ -7,8 +7,8 @@ use kernels::collective::AbortHandle;
 use shared::ids::{ReplicaId, SeqId, StepId};
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{
-    AdapterChange, CollectiveSpec, Dtype, EngineConfig, Lora, Quantization, SequenceOutput,
-    StepTimings,
+    AdapterChange, CollectiveSpec, Dtype, EngineConfig, KvCacheDtype, Lora, Quantization,
+    SequenceOutput, StepTimings,
 };
 
 use super::*;
@@ -200,6 +200,7 @@ fn form(epoch: u64, model: &str) -> ExecutorCommand {
             max_num_batched_tokens: 16,
             kv_cache_bytes: 1,
             swap_bytes: 0,
+            kv_cache_dtype: KvCacheDtype::Auto,
         },
     })
 }

@@ -3,8 +3,9 @@
 //! Activations live in buffers allocated once for the largest step; a step allocates nothing.
 //!
 //! - `pass`: one batch through the layers
-use kernels::backend::{AttentionShape, Batch, KvShape, NOT_ASSIGNED, QkNorm, Routing};
+use kernels::backend::{AttentionShape, Batch, KvShape, KvStorage, NOT_ASSIGNED, QkNorm, Routing};
 use kernels::{Backend, KernelError};
+use shared::protocol::{EngineConfig, KvCacheDtype};
 
 use self::pass::{Pass, Pending};
 use super::config::ModelConfig;
@@ -218,13 +219,17 @@ impl<B: Backend> Decoder<B> {
 
     /// Returns the shape of a KV cache of `num_blocks` blocks for this rank.
     #[must_use]
-    pub fn kv_shape(&self, block_size: usize, num_blocks: usize) -> KvShape {
+    pub fn kv_shape(&self, sizes: &EngineConfig, num_blocks: u32) -> KvShape {
         KvShape {
             num_layers: self.config.num_layers,
             num_kv_heads: self.shard.kv_heads.len(),
             head_dim: self.config.head_dim,
-            block_size,
-            num_blocks,
+            block_size: sizes.block_size as usize,
+            num_blocks: num_blocks as usize,
+            storage: match sizes.kv_cache_dtype {
+                KvCacheDtype::Auto => KvStorage::AsTaken,
+                KvCacheDtype::Fp8 => KvStorage::Fp8,
+            },
         }
     }
 

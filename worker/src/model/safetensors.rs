@@ -177,6 +177,11 @@ impl WeightFiles {
         Err(wrong(&self.files[other.file].path, &other.name, message))
     }
 
+    /// Whether the checkpoint has scales for a KV cache.
+    pub(crate) fn has_kv_scales(&self) -> bool {
+        self.names().any(|name| name.ends_with(".k_scale") || name.ends_with(".v_scale"))
+    }
+
     /// The names of all tensors, sorted.
     pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)

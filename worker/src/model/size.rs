@@ -2,7 +2,7 @@
 //! ones), KV and the inputs of products in bf16, and everything else in f32.
 use kernels::backend::EXPERT_SLOTS;
 use kernels::weights::Int4Groups;
-use shared::protocol::{EngineConfig, Quantization};
+use shared::protocol::{EngineConfig, KvCacheDtype, Quantization};
 
 use super::config::ModelConfig;
 use super::shard::Shard;
@@ -120,7 +120,11 @@ pub fn activation_bytes(
 /// Size of the KV cache of one sequence of maximum length, in bytes.
 #[must_use]
 pub fn sequence_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig) -> u64 {
-    let token = config.num_layers * shard.kv_heads.len() * config.head_dim * 2 * 2;
+    let element = match sizes.kv_cache_dtype {
+        KvCacheDtype::Auto => 2,
+        KvCacheDtype::Fp8 => 1,
+    };
+    let token = config.num_layers * shard.kv_heads.len() * config.head_dim * 2 * element;
     u64::from(sizes.max_model_len.next_multiple_of(sizes.block_size.max(1))) * token as u64
 }
 
@@ -290,11 +294,14 @@ mod tests {
             max_num_batched_tokens: 2048,
             kv_cache_bytes: 0,
             swap_bytes: 0,
+            kv_cache_dtype: KvCacheDtype::Auto,
         };
         let whole = Shard::new(&config, 0, 1).unwrap();
         assert_eq!(sequence_bytes(&config, &whole, &sizes), 8192 * 128 * 1024);
         let eighth = Shard::new(&config, 0, 8).unwrap();
         assert_eq!(sequence_bytes(&config, &eighth, &sizes), 8192 * 16 * 1024);
+        let fp8 = EngineConfig { kv_cache_dtype: KvCacheDtype::Fp8, ..sizes.clone() };
+        assert_eq!(sequence_bytes(&config, &eighth, &fp8), 8192 * 8 * 1024);
         let more = EngineConfig { max_num_batched_tokens: 4096, ..sizes.clone() };
         let bytes = |sizes| activation_bytes(&config, &whole, false, sizes);
         assert!(bytes(&sizes) < bytes(&more) && bytes(&more) < 2 << 30);

@@ -3,12 +3,12 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use coordinator::http::admin::LOCAL_WORKERS_MAX;
-use shared::protocol::{Dtype, Quantization};
+use shared::protocol::{Dtype, KvCacheDtype, Quantization};
 
 use super::super::http_client::TrustArgs;
 use super::super::hub::HubArgs;
 use super::compute::{ComputeArgs, CudaArgs};
-use super::serving::{parse_dtype, parse_quantization};
+use super::serving::{parse_dtype, parse_kv_cache_dtype, parse_quantization};
 
 /// Options of the commands that talk to a running coordinator.
 #[derive(Args, Clone, Debug)]
@@ -167,6 +167,9 @@ pub(crate) struct BenchArgs {
     /// Quantise weights while loading: int8 or none, as when serving
     #[arg(long, value_name = "METHOD", default_value = "none", value_parser = parse_quantization)]
     pub(crate) quantization: Quantization,
+    /// Type of the KV cache: auto or fp8, as when serving
+    #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = parse_kv_cache_dtype)]
+    pub(crate) kv_cache_dtype: KvCacheDtype,
     /// Tensor-parallel ranks, as threads of this process
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,

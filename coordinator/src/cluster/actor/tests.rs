@@ -3,7 +3,7 @@ use std::net::SocketAddr;
 
 use shared::clock::SystemClock;
 use shared::metrics::Limits;
-use shared::protocol::{Dtype, Formed, Lora, NodeResources, Quantization, Started};
+use shared::protocol::{Dtype, Formed, KvCacheDtype, Lora, NodeResources, Quantization, Started};
 use shared::wire::auth::Secret;
 
 use shared::model_identity::ModelIdentity;
@@ -47,6 +47,7 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
         max_num_batched_tokens: 64,
         kv_cache_bytes: 1 << 20,
         swap_bytes: 0,
+        kv_cache_dtype: KvCacheDtype::Auto,
     };
     let config = ClusterConfig {
         tensor_parallel: 1,

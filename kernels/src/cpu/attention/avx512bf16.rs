@@ -1,14 +1,16 @@
-//! Attention over K and V in bf16 with `vdpbf16ps`, for blocks of whole vectors of tokens. Computes
-//! the same products as [`super::bfloat16`], which handles blocks of any size, and uses what only
-//! this instruction set has: registers for four vectors of sums for six queries, masks, and vector
-//! powers of two.
+//! Attention over K and V in bf16, or in FP8 widened to it, with `vdpbf16ps`, for blocks of whole
+//! vectors of tokens. Computes the same products as [`super::bfloat16`], which handles blocks of
+//! any size, and uses what only this instruction set has: registers for four vectors of sums for
+//! six queries, masks, and vector powers of two.
 //!
 //! A query's scores are summed in the lanes of their positions, its weighted sums over ascending
 //! pairs of positions, so nothing depends on which queries are computed together.
 use std::arch::x86_64::*;
 use std::ops::Range;
 
+use super::super::fp8;
 use super::super::gemm::round_row;
+use super::super::kv::Pairs;
 use super::super::math::soft_capped;
 use super::{Attention, AttentionScratch, QUERIES, Query, RowTile, View};
 
@@ -20,8 +22,51 @@ const SQUARE: usize = 6;
 const WIDE: usize = 4;
 const NARROW: usize = 2;
 
+/// Pairs as they are in the cache.
+pub(super) trait Loaded: Pairs {
+    /// Loads the pairs of the lanes in `mask`; the others become zero.
+    ///
+    /// # Safety
+    /// The pairs of those lanes are at `at`; and AVX-512 (F, BW and VL).
+    unsafe fn load_masked(mask: __mmask16, at: *const Self) -> __m512i;
+
+    /// Loads [`LANES`] pairs.
+    ///
+    /// # Safety
+    /// They are at `at`; and AVX-512 (F, BW and VL).
+    unsafe fn load_all(at: *const Self) -> __m512i;
+}
+
+impl Loaded for u32 {
+    #[inline(always)]
+    unsafe fn load_masked(mask: __mmask16, at: *const Self) -> __m512i {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_maskz_loadu_epi32(mask, at.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_all(at: *const Self) -> __m512i {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_loadu_si512(at.cast()) }
+    }
+}
+
+impl Loaded for u16 {
+    #[inline(always)]
+    unsafe fn load_masked(mask: __mmask16, at: *const Self) -> __m512i {
+        // SAFETY: the caller's promise.
+        unsafe { fp8::x86::pairs_512(_mm256_maskz_loadu_epi16(mask, at.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_all(at: *const Self) -> __m512i {
+        // SAFETY: the caller's promise.
+        unsafe { fp8::x86::pairs_512(_mm256_loadu_si256(at.cast())) }
+    }
+}
+
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
-pub(super) fn run_tile(
+pub(super) fn run_tile<E: Loaded>(
     attention: &Attention<'_>,
     tile: RowTile,
     view: &View<'_>,
@@ -40,14 +85,14 @@ pub(super) fn run_tile(
             *query = attention.query(&tile, view.kv_head, next + i);
         }
         match count {
-            1 => run_queries::<1, WIDE>(attention, view, &queries, scratch),
-            2 => run_queries::<2, WIDE>(attention, view, &queries, scratch),
-            3 => run_queries::<3, WIDE>(attention, view, &queries, scratch),
-            4 => run_queries::<4, WIDE>(attention, view, &queries, scratch),
-            5 => run_queries::<5, WIDE>(attention, view, &queries, scratch),
-            6 => run_queries::<6, WIDE>(attention, view, &queries, scratch),
-            7 => run_queries::<7, NARROW>(attention, view, &queries, scratch),
-            _ => run_queries::<8, NARROW>(attention, view, &queries, scratch),
+            1 => run_queries::<E, 1, WIDE>(attention, view, &queries, scratch),
+            2 => run_queries::<E, 2, WIDE>(attention, view, &queries, scratch),
+            3 => run_queries::<E, 3, WIDE>(attention, view, &queries, scratch),
+            4 => run_queries::<E, 4, WIDE>(attention, view, &queries, scratch),
+            5 => run_queries::<E, 5, WIDE>(attention, view, &queries, scratch),
+            6 => run_queries::<E, 6, WIDE>(attention, view, &queries, scratch),
+            7 => run_queries::<E, 7, NARROW>(attention, view, &queries, scratch),
+            _ => run_queries::<E, 8, NARROW>(attention, view, &queries, scratch),
         }
         next += count;
     }
@@ -56,7 +101,7 @@ pub(super) fn run_tile(
 /// Computes the first `M` queries, `W` vectors of sums each at a time.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
 #[inline]
-fn run_queries<const M: usize, const W: usize>(
+fn run_queries<E: Loaded, const M: usize, const W: usize>(
     attention: &Attention<'_>,
     view: &View<'_>,
     queries: &[Query; QUERIES],
@@ -87,9 +132,9 @@ fn run_queries<const M: usize, const W: usize>(
         let max = in_all.then_some(&mut largest);
         let to = Rows { start: at - base, stride: layout.row };
         match width {
-            1 => score::<M, 1>(view, words, at, scores, to, max),
-            2 => score::<M, 2>(view, words, at, scores, to, max),
-            _ => score::<M, W>(view, words, at, scores, to, max),
+            1 => score::<E, M, 1>(view, words, at, scores, to, max),
+            2 => score::<E, M, 2>(view, words, at, scores, to, max),
+            _ => score::<E, M, W>(view, words, at, scores, to, max),
         }
         if in_all {
             seen = if seen.is_empty() { tokens.clone() } else { seen.start..tokens.end };
@@ -125,9 +170,9 @@ fn run_queries<const M: usize, const W: usize>(
         let vectors = (head_dim - dim).div_ceil(LANES);
         let from = Rows { start: base / 2, stride: layout.row / 2 };
         match vectors {
-            1 => mix::<M, 1>(attention, view, queries, &span, weights, from, &inverse, dim),
-            2 | 3 => mix::<M, 2>(attention, view, queries, &span, weights, from, &inverse, dim),
-            _ => mix::<M, W>(attention, view, queries, &span, weights, from, &inverse, dim),
+            1 => mix::<E, M, 1>(attention, view, queries, &span, weights, from, &inverse, dim),
+            2 | 3 => mix::<E, M, 2>(attention, view, queries, &span, weights, from, &inverse, dim),
+            _ => mix::<E, M, W>(attention, view, queries, &span, weights, from, &inverse, dim),
         }
         dim += LANES * if vectors >= W { W } else { vectors.min(2) };
     }
@@ -193,7 +238,7 @@ fn rows<const M: usize>(words: &[u32], from: Rows, at: usize, len: usize) -> [&[
 /// first of a vector; also their maximum, where all queries attend to all of them.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
 #[inline]
-fn score<const M: usize, const W: usize>(
+fn score<E: Loaded, const M: usize, const W: usize>(
     view: &View<'_>,
     queries: &[u32],
     at: usize,
@@ -202,10 +247,10 @@ fn score<const M: usize, const W: usize>(
     largest: Option<&mut [__m512; M]>,
 ) {
     let (pairs, block_size) = (view.head_dim / 2, view.block_size);
-    let mut keys: [&[u32]; W] = [&[]; W];
+    let mut keys: [&[E]; W] = [&[]; W];
     for (w, keys) in keys.iter_mut().enumerate() {
         let at = at + w * LANES;
-        *keys = &view.pairs(at / block_size).0[at % block_size..];
+        *keys = &view.block::<E>(at / block_size).0[at % block_size..];
         assert!(keys.len() >= (pairs - 1) * block_size + LANES, "K is too short");
     }
     let queries: [&[u32]; M] =
@@ -215,8 +260,8 @@ fn score<const M: usize, const W: usize>(
         let mut vectors = [_mm512_setzero_si512(); W];
         for (vector, keys) in vectors.iter_mut().zip(&keys) {
             let words = keys.as_ptr().wrapping_add(pair * block_size);
-            // SAFETY: there are `LANES` words there (checked above).
-            *vector = unsafe { _mm512_loadu_si512(words.cast()) };
+            // SAFETY: there are `LANES` words there (checked above); and this function's features.
+            *vector = unsafe { E::load_all(words) };
         }
         for (sums, query) in sums.iter_mut().zip(&queries) {
             // SAFETY: a query has `pairs` words.
@@ -344,7 +389,7 @@ fn load(values: &[f32]) -> __m512 {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
 #[inline]
 #[allow(clippy::too_many_arguments, reason = "what one tile of registers is made of")]
-fn mix<const M: usize, const W: usize>(
+fn mix<E: Loaded, const M: usize, const W: usize>(
     attention: &Attention<'_>,
     view: &View<'_>,
     queries: &[Query; QUERIES],
@@ -367,9 +412,9 @@ fn mix<const M: usize, const W: usize>(
     let common = span.both.start.div_ceil(2)..span.both.end / 2;
     let common = if common.is_empty() { last..last } else { common };
     let tile = SumTile { view, queries, weights, from, masks, dim };
-    tile.add_edge(first..common.start, &mut sums);
-    tile.add(common.clone(), &mut sums);
-    tile.add_edge(common.end..last, &mut sums);
+    tile.add_edge::<E, M>(first..common.start, &mut sums);
+    tile.add::<E, M>(common.clone(), &mut sums);
+    tile.add_edge::<E, M>(common.end..last, &mut sums);
     for ((query, sums), &inverse) in queries.iter().zip(&sums).zip(inverse) {
         // SAFETY: one task computes this head of this row, and writes it here alone.
         let out = unsafe { attention.out.slice(query.offset, view.head_dim) };
@@ -397,7 +442,7 @@ impl<const W: usize> SumTile<'_, W> {
     /// Adds the pairs of positions to which all queries attend.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
     #[inline]
-    fn add<const M: usize>(&self, pairs: Range<usize>, sums: &mut [[__m512; W]; M]) {
+    fn add<E: Loaded, const M: usize>(&self, pairs: Range<usize>, sums: &mut [[__m512; W]; M]) {
         let Self { view, masks, from, .. } = *self;
         let per_block = view.block_size / 2;
         // A copy that stays in registers.
@@ -406,7 +451,8 @@ impl<const W: usize> SumTile<'_, W> {
         while pair < pairs.end {
             let (block, offset) = (pair / per_block, pair % per_block);
             let count = (per_block - offset).min(pairs.end - pair);
-            let values = &view.pairs(block).1[offset * view.head_dim..][..count * view.head_dim];
+            let values = view.block::<E>(block).1;
+            let values = &values[offset * view.head_dim..][..count * view.head_dim];
             let rows: [&[u32]; M] = rows(self.weights, from, pair, count);
             for i in 0..count {
                 let vectors = self.load(&masks, &values[i * view.head_dim..]);
@@ -428,12 +474,17 @@ impl<const W: usize> SumTile<'_, W> {
     /// is masked, whatever it contains.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
     #[inline]
-    fn add_edge<const M: usize>(&self, pairs: Range<usize>, sums: &mut [[__m512; W]; M]) {
+    fn add_edge<E: Loaded, const M: usize>(
+        &self,
+        pairs: Range<usize>,
+        sums: &mut [[__m512; W]; M],
+    ) {
         let Self { view, masks, from, .. } = *self;
         let per_block = view.block_size / 2;
         let mut own = *sums;
         for pair in pairs {
-            let values = &view.pairs(pair / per_block).1[pair % per_block * view.head_dim..];
+            let values = view.block::<E>(pair / per_block).1;
+            let values = &values[pair % per_block * view.head_dim..];
             let vectors = self.load(&masks, values);
             let rows: [&[u32]; M] = rows(self.weights, from, pair, 1);
             for ((sums, query), row) in own.iter_mut().zip(self.queries).zip(&rows) {
@@ -458,13 +509,14 @@ impl<const W: usize> SumTile<'_, W> {
     /// `W` vectors of V of a pair; `row` begins with the first dimension.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
     #[inline]
-    fn load(&self, masks: &[__mmask16; W], row: &[u32]) -> [__m512i; W] {
+    fn load<E: Loaded>(&self, masks: &[__mmask16; W], row: &[E]) -> [__m512i; W] {
         let row = &row[..self.view.head_dim];
         let mut vectors = [_mm512_setzero_si512(); W];
         for (w, (vector, &mask)) in vectors.iter_mut().zip(masks).enumerate() {
             let words = row.as_ptr().wrapping_add(self.dim + w * LANES);
-            // SAFETY: the mask has no lane beyond the head's end, which is the row's.
-            *vector = unsafe { _mm512_maskz_loadu_epi32(mask, words.cast()) };
+            // SAFETY: the mask has no lane beyond the head's end, which is the row's; and this
+            // function's features.
+            *vector = unsafe { E::load_masked(mask, words) };
         }
         vectors
     }

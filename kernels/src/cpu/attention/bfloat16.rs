@@ -1,17 +1,18 @@
-//! Attention over K and V in bf16: queries and weights are rounded to bf16, too, and enter products
-//! in pairs. Sums, scores and softmax are f32.
+//! Attention over K and V in bf16, or in FP8 widened to it: queries and weights are rounded to
+//! bf16, too, and enter products in pairs. Sums, scores and softmax are f32.
 //!
 //! A pair is two neighbouring elements of a head for scores, and two neighbouring tokens for
 //! weighted sums. Where a query attends to only one token of a pair, the other's weight and V count
 //! as zero, whatever V contains.
 use std::ops::Range;
 
+use super::super::kv::Pairs;
 use super::super::math::bf16_pair;
 use super::super::simd::{HIGH, LOW, PairSimd};
 use super::{Attention, AttentionScratch, Query, RowTile, View, softmax};
 
 #[inline(always)]
-pub(super) fn run_tile<S: PairSimd>(
+pub(super) fn run_tile<S: PairSimd, E: Pairs>(
     attention: &Attention<'_>,
     tile: RowTile,
     view: &View<'_>,
@@ -24,10 +25,10 @@ pub(super) fn run_tile<S: PairSimd>(
         let query = |i| attention.query(&tile, view.kv_head, next + i);
         // Each query takes two vectors of sums.
         next += match (total - next).min(S::ACCUMULATORS / 2) {
-            8.. => run_queries::<S, 8>(attention, view, query, scratch),
-            4.. => run_queries::<S, 4>(attention, view, query, scratch),
-            2.. => run_queries::<S, 2>(attention, view, query, scratch),
-            _ => run_queries::<S, 1>(attention, view, query, scratch),
+            8.. => run_queries::<S, E, 8>(attention, view, query, scratch),
+            4.. => run_queries::<S, E, 4>(attention, view, query, scratch),
+            2.. => run_queries::<S, E, 2>(attention, view, query, scratch),
+            _ => run_queries::<S, E, 1>(attention, view, query, scratch),
         };
     }
 }
@@ -43,7 +44,7 @@ struct Weights<'a> {
 
 /// The pairs of tokens that a query attends to, counted from its first block.
 #[derive(Clone, Copy)]
-struct Pairs {
+struct OwnPairs {
     /// The first pair of which it attends to both tokens.
     start: usize,
     /// One past the last.
@@ -54,7 +55,7 @@ struct Pairs {
     back: bool,
 }
 
-impl Pairs {
+impl OwnPairs {
     #[inline(always)]
     fn of(query: &Query, block_size: usize) -> Self {
         let per_block = block_size.div_ceil(2);
@@ -71,7 +72,7 @@ impl Pairs {
 }
 
 #[inline(always)]
-fn run_queries<S: PairSimd, const Q: usize>(
+fn run_queries<S: PairSimd, E: Pairs, const Q: usize>(
     attention: &Attention<'_>,
     view: &View<'_>,
     query: impl Fn(usize) -> Query,
@@ -100,22 +101,23 @@ fn run_queries<S: PairSimd, const Q: usize>(
         // for both.
         let mut at = 0;
         while at < stride {
-            let keys = |at: usize| &view.pairs(first_block + at / block_size).0[at % block_size..];
+            let keys =
+                |at: usize| &view.block::<E>(first_block + at / block_size).0[at % block_size..];
             if stride - at >= 2 * S::LANES {
                 let keys = [keys(at), keys(at + S::LANES)];
-                score_vectors::<S, Q, 2>(rounded, keys, block_size, scale, scores, stride, at);
+                score_vectors::<S, E, Q, 2>(rounded, keys, block_size, scale, scores, stride, at);
                 at += 2 * S::LANES;
             } else {
                 let keys = [keys(at)];
-                score_vectors::<S, Q, 1>(rounded, keys, block_size, scale, scores, stride, at);
+                score_vectors::<S, E, Q, 1>(rounded, keys, block_size, scale, scores, stride, at);
                 at += S::LANES;
             }
         }
     } else {
         for index in 0..blocks {
-            let (keys, _) = view.pairs(first_block + index);
+            let (keys, _) = view.block::<E>(first_block + index);
             let at = index * block_size;
-            score_block::<S, Q>(rounded, keys, block_size, scale, scores, stride, at);
+            score_block::<S, E, Q>(rounded, keys, block_size, scale, scores, stride, at);
         }
     }
 
@@ -134,7 +136,7 @@ fn run_queries<S: PairSimd, const Q: usize>(
     }
 
     let weights = Weights { words, base: first_block * per_block, stride: pair_stride };
-    let pairs = queries.map(|query| Pairs::of(&query, block_size));
+    let pairs = queries.map(|query| OwnPairs::of(&query, block_size));
     let mut dim = 0;
     while dim < head_dim {
         let left = head_dim - dim;
@@ -143,17 +145,17 @@ fn run_queries<S: PairSimd, const Q: usize>(
             for first in (0..Q).step_by(4) {
                 let at = |i: usize| (queries[first + i], pairs[first + i], inverse[first + i]);
                 let four: [_; 4] = std::array::from_fn(at);
-                mix::<S, 4, 4>(attention, view, &four, weights, first, dim);
+                mix::<S, E, 4, 4>(attention, view, &four, weights, first, dim);
             }
             dim += 4 * S::LANES;
             continue;
         }
         let all: [_; Q] = std::array::from_fn(|i| (queries[i], pairs[i], inverse[i]));
         if left >= 2 * S::LANES {
-            mix::<S, Q, 2>(attention, view, &all, weights, 0, dim);
+            mix::<S, E, Q, 2>(attention, view, &all, weights, 0, dim);
             dim += 2 * S::LANES;
         } else {
-            mix::<S, Q, 1>(attention, view, &all, weights, 0, dim);
+            mix::<S, E, Q, 1>(attention, view, &all, weights, 0, dim);
             dim += S::LANES;
         }
     }
@@ -179,9 +181,9 @@ fn round_weights<S: PairSimd>(row: &[f32], block_size: usize, words: &mut [u32])
 /// pair of its first token, the next pair is `block_size` words further. Scores of tokens that a
 /// query does not attend to are computed, too, and ignored.
 #[inline(always)]
-fn score_vectors<S: PairSimd, const Q: usize, const W: usize>(
+fn score_vectors<S: PairSimd, E: Pairs, const Q: usize, const W: usize>(
     queries: &[[u32; Q]],
-    keys: [&[u32]; W],
+    keys: [&[E]; W],
     block_size: usize,
     scale: S,
     scores: &mut [f32],
@@ -192,7 +194,7 @@ fn score_vectors<S: PairSimd, const Q: usize, const W: usize>(
     for (pair, query) in queries.iter().enumerate() {
         let mut vectors = [S::splat_words(0); W];
         for (vector, keys) in vectors.iter_mut().zip(&keys) {
-            *vector = S::load_words(&keys[pair * block_size..]);
+            *vector = E::load::<S>(&keys[pair * block_size..]);
         }
         for (sums, &word) in sums.iter_mut().zip(query) {
             let x = S::splat_words(word);
@@ -212,9 +214,9 @@ fn score_vectors<S: PairSimd, const Q: usize, const W: usize>(
 /// Scores of all tokens of a block, written from column `at` on; those of tokens that a query does
 /// not attend to are ignored.
 #[inline(always)]
-fn score_block<S: PairSimd, const Q: usize>(
+fn score_block<S: PairSimd, E: Pairs, const Q: usize>(
     queries: &[[u32; Q]],
-    keys: &[u32],
+    keys: &[E],
     block_size: usize,
     scale: S,
     scores: &mut [f32],
@@ -226,7 +228,7 @@ fn score_block<S: PairSimd, const Q: usize>(
         let end = (token + S::LANES).min(block_size);
         let mut sums = [S::splat(0.0); Q];
         for (query, keys) in queries.iter().zip(keys.chunks_exact(block_size)) {
-            let keys = S::load_some_words(&keys[token..end]);
+            let keys = E::load_some::<S>(&keys[token..end]);
             for (sum, &word) in sums.iter_mut().zip(query) {
                 *sum = sum.dot(S::splat_words(word), keys);
             }
@@ -242,10 +244,10 @@ fn score_block<S: PairSimd, const Q: usize>(
 /// Weighted sums of `W` vectors of V's dimensions from dimension `dim` on, for `Q` queries; `first`
 /// is the row of weights of the first one.
 #[inline(always)]
-fn mix<S: PairSimd, const Q: usize, const W: usize>(
+fn mix<S: PairSimd, E: Pairs, const Q: usize, const W: usize>(
     attention: &Attention<'_>,
     view: &View<'_>,
-    queries: &[(Query, Pairs, f32); Q],
+    queries: &[(Query, OwnPairs, f32); Q],
     weights: Weights<'_>,
     first: usize,
     dim: usize,
@@ -264,18 +266,18 @@ fn mix<S: PairSimd, const Q: usize, const W: usize>(
         let (own, sums) = (pairs.start..pairs.end, &mut sums[i..=i]);
         if pairs.front {
             let half = own.start - 1..own.start;
-            add_values::<S, 1, W>(view, half, [rows[i]], base, dim, HIGH, sums);
+            add_values::<S, E, 1, W>(view, half, [rows[i]], base, dim, HIGH, sums);
         }
         let before = own.start..start.min(own.end);
-        add_values::<S, 1, W>(view, before, [rows[i]], base, dim, u32::MAX, sums);
+        add_values::<S, E, 1, W>(view, before, [rows[i]], base, dim, u32::MAX, sums);
     }
-    add_values::<S, Q, W>(view, start..end, rows, base, dim, u32::MAX, &mut sums);
+    add_values::<S, E, Q, W>(view, start..end, rows, base, dim, u32::MAX, &mut sums);
     for (i, (_, pairs, _)) in queries.iter().enumerate() {
         let (own, sums) = (pairs.start..pairs.end, &mut sums[i..=i]);
-        add_values::<S, 1, W>(view, end..own.end, [rows[i]], base, dim, u32::MAX, sums);
+        add_values::<S, E, 1, W>(view, end..own.end, [rows[i]], base, dim, u32::MAX, sums);
         if pairs.back {
             let half = own.end..own.end + 1;
-            add_values::<S, 1, W>(view, half, [rows[i]], base, dim, LOW, sums);
+            add_values::<S, E, 1, W>(view, half, [rows[i]], base, dim, LOW, sums);
         }
     }
     for ((query, _, inverse), sums) in queries.iter().zip(&sums) {
@@ -293,7 +295,7 @@ fn mix<S: PairSimd, const Q: usize, const W: usize>(
 /// `all_sums[q] += weights[q][pair - base] * V[pair]` over `pairs`, using only the bits of V's
 /// words in `mask`; `all_sums` has `Q` entries.
 #[inline(always)]
-fn add_values<S: PairSimd, const Q: usize, const W: usize>(
+fn add_values<S: PairSimd, E: Pairs, const Q: usize, const W: usize>(
     view: &View<'_>,
     pairs: Range<usize>,
     weights: [&[u32]; Q],
@@ -313,7 +315,7 @@ fn add_values<S: PairSimd, const Q: usize, const W: usize>(
     let per_block = view.block_size.div_ceil(2);
     let mut pair = pairs.start;
     while pair < pairs.end {
-        let (_, values) = view.pairs(pair / per_block);
+        let (_, values) = view.block::<E>(pair / per_block);
         let offset = pair % per_block;
         let count = (per_block - offset).min(pairs.end - pair);
         let mut rows = weights;
@@ -325,11 +327,11 @@ fn add_values<S: PairSimd, const Q: usize, const W: usize>(
             let mut vectors = [S::splat_words(0); W];
             if width == W * S::LANES {
                 for (w, vector) in vectors.iter_mut().enumerate() {
-                    *vector = S::load_words(&values[w * S::LANES..]);
+                    *vector = E::load::<S>(&values[w * S::LANES..]);
                 }
             } else {
                 for (w, vector) in vectors.iter_mut().enumerate() {
-                    *vector = S::load_some_words(&values[(w * S::LANES).min(width)..]);
+                    *vector = E::load_some::<S>(&values[(w * S::LANES).min(width)..]);
                 }
             }
             if mask != u32::MAX {

@@ -1,6 +1,7 @@
-//! Attention over K and V in f32.
+//! Attention over K and V in f32, or in FP8 widened to it.
 use std::ops::Range;
 
+use super::super::kv::Floats;
 use super::super::simd::Simd;
 use super::{Attention, AttentionScratch, QUERIES, Query, RowTile, View, softmax};
 
@@ -19,7 +20,7 @@ struct Weights<'a> {
 }
 
 #[inline(always)]
-pub(super) fn run_tile<S: Simd>(
+pub(super) fn run_tile<S: Simd, E: Floats>(
     attention: &Attention<'_>,
     tile: RowTile,
     view: &View<'_>,
@@ -35,16 +36,16 @@ pub(super) fn run_tile<S: Simd>(
         let query = |i| attention.query(&tile, view.kv_head, next + i);
         // Each query takes two vectors of sums.
         next += match (total - next).min(S::ACCUMULATORS / 2) {
-            8.. => run_queries::<S, 8>(attention, view, query, scores, queries),
-            4.. => run_queries::<S, 4>(attention, view, query, scores, queries),
-            2.. => run_queries::<S, 2>(attention, view, query, scores, queries),
-            _ => run_queries::<S, 1>(attention, view, query, scores, queries),
+            8.. => run_queries::<S, E, 8>(attention, view, query, scores, queries),
+            4.. => run_queries::<S, E, 4>(attention, view, query, scores, queries),
+            2.. => run_queries::<S, E, 2>(attention, view, query, scores, queries),
+            _ => run_queries::<S, E, 1>(attention, view, query, scores, queries),
         };
     }
 }
 
 #[inline(always)]
-fn run_queries<S: Simd, const Q: usize>(
+fn run_queries<S: Simd, E: Floats, const Q: usize>(
     attention: &Attention<'_>,
     view: &View<'_>,
     query: impl Fn(usize) -> Query,
@@ -72,24 +73,38 @@ fn run_queries<S: Simd, const Q: usize>(
         let mut at = 0;
         while at < columns.stride {
             let keys = |at: usize| {
-                let (keys, _) = view.block(first_block + at / view.block_size);
+                let (keys, _) = view.block::<E>(first_block + at / view.block_size);
                 &keys[at % view.block_size..]
             };
             if columns.stride - at >= 2 * S::LANES {
                 let keys = [keys(at), keys(at + S::LANES)];
-                score_vectors::<S, Q, 2>(scaled, keys, view.block_size, scores, columns.stride, at);
+                score_vectors::<S, E, Q, 2>(
+                    scaled,
+                    keys,
+                    view.block_size,
+                    scores,
+                    columns.stride,
+                    at,
+                );
                 at += 2 * S::LANES;
             } else {
                 let keys = [keys(at)];
-                score_vectors::<S, Q, 1>(scaled, keys, view.block_size, scores, columns.stride, at);
+                score_vectors::<S, E, Q, 1>(
+                    scaled,
+                    keys,
+                    view.block_size,
+                    scores,
+                    columns.stride,
+                    at,
+                );
                 at += S::LANES;
             }
         }
     } else {
         for index in first_block..=last_block {
-            let (keys, _) = view.block(index);
+            let (keys, _) = view.block::<E>(index);
             let at = (index - first_block) * view.block_size;
-            score_block::<S, Q>(scaled, keys, view.block_size, scores, columns.stride, at);
+            score_block::<S, E, Q>(scaled, keys, view.block_size, scores, columns.stride, at);
         }
     }
 
@@ -111,14 +126,14 @@ fn run_queries<S: Simd, const Q: usize>(
                 let (mut four, mut four_inverse) = ([queries[0]; 4], [0.0; 4]);
                 four.copy_from_slice(&queries[first..first + 4]);
                 four_inverse.copy_from_slice(&inverse[first..first + 4]);
-                mix::<S, 4, 4>(attention, view, &four, weights, first, four_inverse, dim);
+                mix::<S, E, 4, 4>(attention, view, &four, weights, first, four_inverse, dim);
             }
             dim += 4 * S::LANES;
         } else if left >= 2 * S::LANES {
-            mix::<S, Q, 2>(attention, view, &queries, weights, 0, inverse, dim);
+            mix::<S, E, Q, 2>(attention, view, &queries, weights, 0, inverse, dim);
             dim += 2 * S::LANES;
         } else {
-            mix::<S, Q, 1>(attention, view, &queries, weights, 0, inverse, dim);
+            mix::<S, E, Q, 1>(attention, view, &queries, weights, 0, inverse, dim);
             dim += S::LANES;
         }
     }
@@ -129,9 +144,9 @@ fn run_queries<S: Simd, const Q: usize>(
 /// element of its first token, the next element is `block_size` further. Scores of tokens that a
 /// query does not attend to are computed, too, and ignored.
 #[inline(always)]
-fn score_vectors<S: Simd, const Q: usize, const W: usize>(
+fn score_vectors<S: Simd, E: Floats, const Q: usize, const W: usize>(
     queries: &[[f32; Q]],
-    keys: [&[f32]; W],
+    keys: [&[E]; W],
     block_size: usize,
     scores: &mut [f32],
     stride: usize,
@@ -141,7 +156,7 @@ fn score_vectors<S: Simd, const Q: usize, const W: usize>(
     for (d, query) in queries.iter().enumerate() {
         let mut vectors = [S::splat(0.0); W];
         for (vector, keys) in vectors.iter_mut().zip(&keys) {
-            *vector = S::load(&keys[d * block_size..]);
+            *vector = E::load(&keys[d * block_size..]);
         }
         for (sums, &x) in sums.iter_mut().zip(query) {
             let x = S::splat(x);
@@ -160,9 +175,9 @@ fn score_vectors<S: Simd, const Q: usize, const W: usize>(
 /// Scores of all tokens of a block, written from column `at` on; those of tokens that a query does
 /// not attend to are ignored.
 #[inline(always)]
-fn score_block<S: Simd, const Q: usize>(
+fn score_block<S: Simd, E: Floats, const Q: usize>(
     queries: &[[f32; Q]],
-    keys: &[f32],
+    keys: &[E],
     block_size: usize,
     scores: &mut [f32],
     stride: usize,
@@ -173,7 +188,7 @@ fn score_block<S: Simd, const Q: usize>(
         let end = (token + S::LANES).min(block_size);
         let mut sums = [S::splat(0.0); Q];
         for (query, keys) in queries.iter().zip(keys.chunks_exact(block_size)) {
-            let keys = S::load_some(&keys[token..end]);
+            let keys = E::load_some(&keys[token..end]);
             for (sum, &x) in sums.iter_mut().zip(query) {
                 *sum = S::splat(x).mul_add(keys, *sum);
             }
@@ -188,7 +203,7 @@ fn score_block<S: Simd, const Q: usize>(
 /// Weighted sums of `W` vectors of V's dimensions from dimension `dim` on, for `Q` queries; `first`
 /// is the row of weights of the first one.
 #[inline(always)]
-fn mix<S: Simd, const Q: usize, const W: usize>(
+fn mix<S: Simd, E: Floats, const Q: usize, const W: usize>(
     attention: &Attention<'_>,
     view: &View<'_>,
     queries: &[Query; Q],
@@ -209,12 +224,12 @@ fn mix<S: Simd, const Q: usize, const W: usize>(
     }
     for (i, query) in queries.iter().enumerate() {
         let own = query.start..start.min(query.end);
-        add_values::<S, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
+        add_values::<S, E, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
     }
-    add_values::<S, Q, W>(view, start..end, rows, columns.base, dim, &mut sums);
+    add_values::<S, E, Q, W>(view, start..end, rows, columns.base, dim, &mut sums);
     for (i, query) in queries.iter().enumerate() {
         let own = end..query.end;
-        add_values::<S, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
+        add_values::<S, E, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
     }
     for ((query, sums), inverse) in queries.iter().zip(&sums).zip(inverse) {
         for (w, sum) in sums.iter().enumerate() {
@@ -230,7 +245,7 @@ fn mix<S: Simd, const Q: usize, const W: usize>(
 /// `all_sums[q] += weights[q][position - base] * V[position]` over `positions`; `all_sums` has `Q`
 /// entries.
 #[inline(always)]
-fn add_values<S: Simd, const Q: usize, const W: usize>(
+fn add_values<S: Simd, E: Floats, const Q: usize, const W: usize>(
     view: &View<'_>,
     positions: Range<usize>,
     weights: [&[f32]; Q],
@@ -248,7 +263,7 @@ fn add_values<S: Simd, const Q: usize, const W: usize>(
     let width = (view.head_dim - dim).min(W * S::LANES);
     let mut position = positions.start;
     while position < positions.end {
-        let (_, values) = view.block(position / view.block_size);
+        let (_, values) = view.block::<E>(position / view.block_size);
         let offset = position % view.block_size;
         let count = (view.block_size - offset).min(positions.end - position);
         let mut rows = weights;
@@ -260,11 +275,11 @@ fn add_values<S: Simd, const Q: usize, const W: usize>(
             let mut vectors = [S::splat(0.0); W];
             if width == W * S::LANES {
                 for (w, vector) in vectors.iter_mut().enumerate() {
-                    *vector = S::load(&values[w * S::LANES..]);
+                    *vector = E::load(&values[w * S::LANES..]);
                 }
             } else {
                 for (w, vector) in vectors.iter_mut().enumerate() {
-                    *vector = S::load_some(&values[(w * S::LANES).min(width)..]);
+                    *vector = E::load_some(&values[(w * S::LANES).min(width)..]);
                 }
             }
             for (sums, row) in sums.iter_mut().zip(&rows) {

@@ -4,6 +4,7 @@
 //! The factors of a product, two bf16, are the same on every instruction set. What differs is
 //! whether each product is added with a rounding of its own, and that `vdpbf16ps` treats subnormal
 //! numbers as zero.
+use super::super::fp8;
 use super::super::math::bf16_pair;
 use super::{Plain, Simd};
 
@@ -18,6 +19,10 @@ pub(crate) trait PairSimd: Simd {
     /// Loads the first elements of `words`, which must have at least `LANES`.
     fn load_words(words: &[u32]) -> Self::Words;
 
+    /// Loads the values of the first pairs of bytes of an FP8 cache ([`super::super::fp8`]), which
+    /// must have at least `LANES`.
+    fn load_fp8_pairs(pairs: &[u16]) -> Self::Words;
+
     /// The bits of `words` that are set in `mask`.
     fn keep(words: Self::Words, mask: u32) -> Self::Words;
 
@@ -30,17 +35,6 @@ pub(crate) trait PairSimd: Simd {
         for (word, &[first, second]) in words.iter_mut().zip(values) {
             *word = bf16_pair(first, second);
         }
-    }
-
-    /// As [`load_words`](Self::load_words), with zeros where `words` is too short.
-    #[inline(always)]
-    fn load_some_words(words: &[u32]) -> Self::Words {
-        if words.len() >= Self::LANES {
-            return Self::load_words(words);
-        }
-        let mut padded = [0; 16];
-        padded[..words.len()].copy_from_slice(words);
-        Self::load_words(&padded)
     }
 }
 
@@ -55,6 +49,11 @@ impl PairSimd for Plain {
     #[inline(always)]
     fn load_words(words: &[u32]) -> [u32; 4] {
         [words[0], words[1], words[2], words[3]]
+    }
+
+    #[inline(always)]
+    fn load_fp8_pairs(pairs: &[u16]) -> [u32; 4] {
+        [pairs[0], pairs[1], pairs[2], pairs[3]].map(fp8::decode_pair)
     }
 
     #[inline(always)]
@@ -79,10 +78,10 @@ pub(crate) const LOW: u32 = 0x0000_ffff;
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{HIGH, PairSimd, Simd};
+    use super::{HIGH, PairSimd, Simd, fp8};
 
     macro_rules! widening {
-        ($vector:ident, $words:ident, $splat:ident, $load:ident, $and:ident, $shift:ident, $cast:ident, $fma:ident) => {
+        ($vector:ident, $words:ident, $splat:ident, $load:ident, $and:ident, $shift:ident, $cast:ident, $fma:ident, $load_bytes:ident, $fp8:ident) => {
             impl PairSimd for $vector {
                 type Words = $words;
 
@@ -97,6 +96,13 @@ mod x86 {
                     let words = &words[..Self::LANES];
                     // SAFETY: enough words (just checked); and see the module above.
                     unsafe { $load(words.as_ptr().cast()) }
+                }
+
+                #[inline(always)]
+                fn load_fp8_pairs(pairs: &[u16]) -> $words {
+                    let pairs = &pairs[..Self::LANES];
+                    // SAFETY: enough pairs (just checked); and see the module above.
+                    unsafe { fp8::x86::$fp8($load_bytes(pairs.as_ptr().cast())) }
                 }
 
                 #[inline(always)]
@@ -126,7 +132,9 @@ mod x86 {
         _mm512_and_si512,
         _mm512_slli_epi32,
         _mm512_castsi512_ps,
-        _mm512_fmadd_ps
+        _mm512_fmadd_ps,
+        _mm256_loadu_si256,
+        pairs_512
     );
     widening!(
         __m256,
@@ -136,7 +144,9 @@ mod x86 {
         _mm256_and_si256,
         _mm256_slli_epi32,
         _mm256_castsi256_ps,
-        _mm256_fmadd_ps
+        _mm256_fmadd_ps,
+        _mm_loadu_si128,
+        pairs_256
     );
 
     /// 16 lanes of AVX-512, with an instruction for products of pairs.
@@ -171,6 +181,11 @@ mod x86 {
         fn max(self, floor: Self) -> Self {
             Self(self.0.max(floor.0))
         }
+
+        #[inline(always)]
+        fn load_fp8(bytes: &[u8]) -> Self {
+            Self(Simd::load_fp8(bytes))
+        }
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
@@ -198,6 +213,11 @@ mod x86 {
         #[inline(always)]
         fn load_words(words: &[u32]) -> __m512i {
             <__m512 as PairSimd>::load_words(words)
+        }
+
+        #[inline(always)]
+        fn load_fp8_pairs(pairs: &[u16]) -> __m512i {
+            <__m512 as PairSimd>::load_fp8_pairs(pairs)
         }
 
         #[inline(always)]

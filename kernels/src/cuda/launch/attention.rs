@@ -1,17 +1,20 @@
 //! PURE: calls of the kernels of `kernels/cuda/qkv.cu` and `attention_*.cu`.
 use super::{
-    ATTENTION_ANY, Args, Call, DECODE, DECODE_REDUCE, DevicePtr, Entry, PREFILL, QKV_FINISH, call,
-    prefill_shared, words,
+    ATTENTION_ANY, ATTENTION_ANY_FP8, Args, Call, DECODE, DECODE_FP8, DECODE_REDUCE, DevicePtr,
+    Entry, PREFILL, PREFILL_FP8, QKV_FINISH, QKV_FINISH_FP8, call, prefill_shared, words,
 };
-use crate::backend::AttentionShape;
+use crate::backend::{AttentionShape, KvStorage};
 use crate::cuda::parts::{SPLITS_MAX, least_split};
 
 /// Head dimensions that have attention kernels of their own.
 pub const HEAD_DIMS: [usize; 6] = [16, 32, 64, 96, 128, 256];
+/// Those that have such kernels for caches in FP8.
+pub const FP8_HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
 /// Largest head dimension that any kernel supports.
 pub const HEAD_DIM_MAX: usize = 256;
 /// Resident blocks of decode attention per multiprocessor, by head dimension.
 const DECODE_BLOCKS: [usize; HEAD_DIMS.len()] = [5, 5, 4, 3, 3, 2];
+const FP8_DECODE_BLOCKS: [usize; FP8_HEAD_DIMS.len()] = [4, 3, 3, 2];
 
 /// Operands of `tutti_qkv_finish`.
 #[derive(Clone, Copy, Debug)]
@@ -41,15 +44,42 @@ pub struct QkvFinish {
 /// Keys and values of one layer.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerCache {
-    /// bf16 [num_blocks, num_kv_heads, block_size, head_dim]
+    /// bf16 or FP8 [num_blocks, num_kv_heads, block_size, head_dim]
     pub keys: DevicePtr,
     /// As the keys.
     pub values: DevicePtr,
     /// Logarithm of the block size.
     pub block_shift: u32,
+    /// How elements are stored: [`KvStorage::AsTaken`] is bf16.
+    pub storage: KvStorage,
 }
 
-/// `tutti_qkv_finish`
+impl LayerCache {
+    /// The one of two kernels that is for this storage.
+    fn pick(&self, bf16: Entry, fp8: Entry) -> Entry {
+        match self.storage {
+            KvStorage::AsTaken => bf16,
+            KvStorage::Fp8 => fp8,
+        }
+    }
+
+    /// Selects the kernel of one of two families by head dimension, and its index.
+    fn by_head_dim(
+        &self,
+        bf16: Entry,
+        fp8: Entry,
+        shape: &AttentionShape,
+    ) -> Option<(Entry, usize)> {
+        let dims: &[usize] = match self.storage {
+            KvStorage::AsTaken => &HEAD_DIMS,
+            KvStorage::Fp8 => &FP8_HEAD_DIMS,
+        };
+        let which = dims.iter().position(|dim| *dim == shape.head_dim)?;
+        Some((Entry(self.pick(bf16, fp8).0 + which), which))
+    }
+}
+
+/// `tutti_qkv_finish`, `tutti_qkv_finish_fp8`
 #[must_use]
 pub fn qkv_finish(io: &QkvFinish, shape: &AttentionShape, rows: usize, live: DevicePtr) -> Call {
     let heads = shape.num_heads + 2 * shape.num_kv_heads;
@@ -69,7 +99,8 @@ pub fn qkv_finish(io: &QkvFinish, shape: &AttentionShape, rows: usize, live: Dev
         .u32(io.cache.block_shift)
         .f32(shape.norm_eps)
         .ptr(live);
-    call(QKV_FINISH, (rows, heads.div_ceil(8), 1), 256, args)
+    let entry = io.cache.pick(QKV_FINISH, QKV_FINISH_FP8);
+    call(entry, (rows, heads.div_ceil(8), 1), 256, args)
 }
 
 /// Operands of attention.
@@ -97,12 +128,6 @@ fn scale(shape: &AttentionShape) -> f32 {
     1.0 / (shape.head_dim as f32).sqrt()
 }
 
-/// Selects the kernel of a family by head dimension.
-fn by_head_dim(first: Entry, shape: &AttentionShape) -> Option<Entry> {
-    let which = HEAD_DIMS.iter().position(|dim| *dim == shape.head_dim)?;
-    Some(Entry(first.0 + which))
-}
-
 /// `tutti_prefill_attention_*`; `None` if this head dimension has no kernel.
 #[must_use]
 pub fn prefill_attention(
@@ -112,7 +137,7 @@ pub fn prefill_attention(
     count: usize,
     live: DevicePtr,
 ) -> Option<Call> {
-    let entry = by_head_dim(PREFILL, shape)?;
+    let (entry, _) = io.cache.by_head_dim(PREFILL, PREFILL_FP8, shape)?;
     let args = Args::new()
         .ptr(io.q)
         .ptr(io.cache.keys)
@@ -129,7 +154,7 @@ pub fn prefill_attention(
         .maybe(io.sinks)
         .ptr(live);
     let mut call = call(entry, (count, shape.num_kv_heads, 1), 128, args);
-    call.launch.shared = prefill_shared(shape.head_dim);
+    call.launch.shared = prefill_shared(shape.head_dim, io.cache.storage);
     Some(call)
 }
 
@@ -178,7 +203,11 @@ pub fn decode_attention(
     partials: Partials,
     multiprocessors: u32,
 ) -> Option<[Call; 2]> {
-    let entry = by_head_dim(DECODE, shape)?;
+    let (entry, which) = io.cache.by_head_dim(DECODE, DECODE_FP8, shape)?;
+    let resident = match io.cache.storage {
+        KvStorage::AsTaken => DECODE_BLOCKS[which],
+        KvStorage::Fp8 => FP8_DECODE_BLOCKS[which],
+    };
     let least = least_split(work.items_most);
     let args = Args::new()
         .ptr(io.q)
@@ -201,7 +230,7 @@ pub fn decode_attention(
         .ptr(work.live_parts);
     let group = shape.num_heads / shape.num_kv_heads;
     let blocks = shape.num_kv_heads * group.div_ceil(16);
-    let at_once = multiprocessors as usize * DECODE_BLOCKS[entry.0 - DECODE.0];
+    let at_once = multiprocessors as usize * resident;
     let across = (at_once / blocks).clamp(1, work.parts_most.max(1));
     let attention = call(entry, (across, blocks, 1), 128, args);
     let args = Args::new().ptr(partials.out).ptr(partials.ml).ptr(io.seqs).ptr(work.items);
@@ -210,7 +239,7 @@ pub fn decode_attention(
     Some([attention, call(DECODE_REDUCE, (shape.num_heads, work.items_most, 1), 128, args)])
 }
 
-/// `tutti_attention_any`
+/// `tutti_attention_any`, `tutti_attention_any_fp8`
 #[must_use]
 pub fn attention_any(
     io: &AttentionIo,
@@ -234,5 +263,6 @@ pub fn attention_any(
         .f32(shape.softcap.unwrap_or(0.0))
         .maybe(io.sinks)
         .ptr(live);
-    call(ATTENTION_ANY, (rows, shape.num_heads.div_ceil(4), 1), 128, args)
+    let entry = io.cache.pick(ATTENTION_ANY, ATTENTION_ANY_FP8);
+    call(entry, (rows, shape.num_heads.div_ceil(4), 1), 128, args)
 }

@@ -1,5 +1,6 @@
 //! PURE: the names of all kernels.
-use super::HEAD_DIMS;
+use super::{FP8_HEAD_DIMS, HEAD_DIMS};
+use crate::backend::KvStorage;
 
 /// A kernel, by its index in [`NAMES`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,20 +41,30 @@ entries! {
     READ: "tutti_read",
     LATE: "tutti_late",
     QKV_FINISH: "tutti_qkv_finish",
+    QKV_FINISH_FP8: "tutti_qkv_finish_fp8",
     PREFILL: "tutti_prefill_attention_16",
     PREFILL_32: "tutti_prefill_attention_32",
     PREFILL_64: "tutti_prefill_attention_64",
     PREFILL_96: "tutti_prefill_attention_96",
     PREFILL_128: "tutti_prefill_attention_128",
     PREFILL_256: "tutti_prefill_attention_256",
+    PREFILL_FP8: "tutti_prefill_attention_fp8_64",
+    PREFILL_FP8_96: "tutti_prefill_attention_fp8_96",
+    PREFILL_FP8_128: "tutti_prefill_attention_fp8_128",
+    PREFILL_FP8_256: "tutti_prefill_attention_fp8_256",
     DECODE: "tutti_decode_attention_16",
     DECODE_32: "tutti_decode_attention_32",
     DECODE_64: "tutti_decode_attention_64",
     DECODE_96: "tutti_decode_attention_96",
     DECODE_128: "tutti_decode_attention_128",
     DECODE_256: "tutti_decode_attention_256",
+    DECODE_FP8: "tutti_decode_attention_fp8_64",
+    DECODE_FP8_96: "tutti_decode_attention_fp8_96",
+    DECODE_FP8_128: "tutti_decode_attention_fp8_128",
+    DECODE_FP8_256: "tutti_decode_attention_fp8_256",
     DECODE_REDUCE: "tutti_decode_reduce",
     ATTENTION_ANY: "tutti_attention_any",
+    ATTENTION_ANY_FP8: "tutti_attention_any_fp8",
     SKINNY_8: "tutti_skinny_8",
     SKINNY_16: "tutti_skinny_16",
     SKINNY_32: "tutti_skinny_32",
@@ -121,13 +132,21 @@ impl Entry {
     /// Maximum dynamic shared memory that it is launched with.
     #[must_use]
     pub fn shared(self) -> u32 {
-        match self.0.checked_sub(PREFILL.0).and_then(|which| HEAD_DIMS.get(which)) {
-            Some(head_dim) => prefill_shared(*head_dim),
-            None => 0,
+        let of = |first: Entry, dims: &[usize]| {
+            self.0.checked_sub(first.0).and_then(|which| dims.get(which).copied())
+        };
+        match (of(PREFILL, &HEAD_DIMS), of(PREFILL_FP8, &FP8_HEAD_DIMS)) {
+            (Some(head_dim), _) => prefill_shared(head_dim, KvStorage::AsTaken),
+            (_, Some(head_dim)) => prefill_shared(head_dim, KvStorage::Fp8),
+            _ => 0,
         }
     }
 }
 
-pub(super) fn prefill_shared(head_dim: usize) -> u32 {
-    320 * 2 * head_dim as u32
+pub(super) fn prefill_shared(head_dim: usize, storage: KvStorage) -> u32 {
+    let rows = match storage {
+        KvStorage::AsTaken => 320,
+        KvStorage::Fp8 => 256,
+    };
+    rows * 2 * head_dim as u32
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::backend::{
-    Activation, AttentionShape, ExpertActivation, PlainActivation, QkNorm, Routing,
+    Activation, AttentionShape, ExpertActivation, KvStorage, PlainActivation, QkNorm, Routing,
 };
 use crate::cuda::group::FusedNorm;
 
@@ -88,6 +88,15 @@ fn work(items: usize) -> DecodeWork {
     }
 }
 
+/// Every head dimension that has kernels of its own, in bf16 and in FP8.
+fn every_head_dim<'a>(
+    bf16: &'a AttentionIo,
+    fp8: &'a AttentionIo,
+) -> impl Iterator<Item = (&'a AttentionIo, usize)> {
+    let of = |io, dims: &'static [usize]| dims.iter().map(move |dim| (io, *dim));
+    of(bf16, &HEAD_DIMS).chain(of(fp8, &FP8_HEAD_DIMS))
+}
+
 /// Calls of every kernel.
 fn all(sizes: Sizes) -> Vec<Call> {
     let Sizes { rows: number, seqs, width, vocab, heads: (heads, kv_heads) } = sizes;
@@ -95,7 +104,8 @@ fn all(sizes: Sizes) -> Vec<Call> {
     let rows = Rows { ptr, stride: width };
     let int8 = Weight { scales: Some(ptr), ..rows.into() };
     let int4 = Weight { groups: Some((ptr, 7)), ..rows.into() };
-    let cache = LayerCache { keys: ptr, values: ptr, block_shift: 4 };
+    let storage = KvStorage::AsTaken;
+    let cache = LayerCache { keys: ptr, values: ptr, block_shift: 4, storage };
     let io =
         AttentionIo { q: ptr, cache, seqs: ptr, block_tables: ptr, out: ptr, sinks: Some(ptr) };
     let partials = Partials { out: ptr, ml: ptr };
@@ -174,11 +184,20 @@ fn all(sizes: Sizes) -> Vec<Call> {
         argmax_merge(ptr, ptr, (8, seqs), ptr),
         interleave_ranks(ptr, rows, (8, seqs, vocab), ptr),
     ];
-    for head_dim in HEAD_DIMS {
+    let fp8 = LayerCache { storage: KvStorage::Fp8, ..cache };
+    let fp8_io = AttentionIo { cache: fp8, ..io };
+    calls.push(qkv_finish(
+        &QkvFinish { cache: fp8, ..qkv },
+        &shape(64, heads, kv_heads),
+        number,
+        ptr,
+    ));
+    calls.push(attention_any(&fp8_io, &shape(32, heads, kv_heads), ptr, number, ptr));
+    for (io, head_dim) in every_head_dim(&io, &fp8_io) {
         let shape = shape(head_dim, heads, kv_heads);
         let tiles = 2 * number * heads / kv_heads / 64 + seqs;
-        calls.extend(prefill_attention(&io, &shape, ptr, tiles, ptr));
-        calls.extend(decode_attention(&io, &shape, &work(seqs), partials, 132).unwrap());
+        calls.extend(prefill_attention(io, &shape, ptr, tiles, ptr));
+        calls.extend(decode_attention(io, &shape, &work(seqs), partials, 132).unwrap());
     }
     let routing = Routing::softmax(128, 8, true);
     let most = Routing::softmax(1024, 32, false);
@@ -335,7 +354,7 @@ fn grids_cover_all_rows_features_and_heads() {
     // 20 query heads of one KV head need two blocks.
     let io = AttentionIo {
         q: ptr,
-        cache: LayerCache { keys: ptr, values: ptr, block_shift: 4 },
+        cache: LayerCache { keys: ptr, values: ptr, block_shift: 4, storage: KvStorage::AsTaken },
         seqs: ptr,
         block_tables: ptr,
         out: ptr,
@@ -366,15 +385,16 @@ fn decode_attention_has_as_many_blocks_as_run_at_once() {
     let ptr = DevicePtr(0x1000);
     let io = AttentionIo {
         q: ptr,
-        cache: LayerCache { keys: ptr, values: ptr, block_shift: 4 },
+        cache: LayerCache { keys: ptr, values: ptr, block_shift: 4, storage: KvStorage::AsTaken },
         seqs: ptr,
         block_tables: ptr,
         out: ptr,
         sinks: None,
     };
+    let fp8 = AttentionIo { cache: LayerCache { storage: KvStorage::Fp8, ..io.cache }, ..io };
     let partials = Partials { out: ptr, ml: ptr };
-    for head_dim in HEAD_DIMS {
-        let calls = decode_attention(&io, &shape(head_dim, 1, 1), &work(512), partials, 1).unwrap();
+    for (io, head_dim) in every_head_dim(&io, &fp8) {
+        let calls = decode_attention(io, &shape(head_dim, 1, 1), &work(512), partials, 1).unwrap();
         let (across, ..) = calls[0].launch.grid;
         // The registers and the shared memory of a multiprocessor.
         let images = resources[calls[0].entry.name()].1;
@@ -383,6 +403,7 @@ fn decode_attention_has_as_many_blocks_as_run_at_once() {
             (65_536 / warp / 4).min(memory / (shared + 1024))
         };
         let fit: Vec<u32> = images.into_iter().zip([164 << 10, 228 << 10]).map(fit).collect();
-        assert_eq!(across, fit.iter().copied().min().unwrap(), "{head_dim}: {fit:?}");
+        let storage = io.cache.storage;
+        assert_eq!(across, fit.iter().copied().min().unwrap(), "{head_dim} {storage:?}: {fit:?}");
     }
 }

@@ -5,10 +5,10 @@ use super::super::context::Context;
 use super::super::launch::LayerCache;
 use super::super::memory::{DeviceMemory, DevicePtr};
 use super::super::stream::Stream;
-use crate::backend::KvShape;
+use crate::backend::{KvShape, KvStorage};
 use crate::error::KernelError;
 
-/// A paged KV cache: K and V of each layer, bf16
+/// A paged KV cache: K and V of each layer, bf16 or FP8
 /// `[num_blocks, num_kv_heads, block_size, head_dim]`.
 #[derive(Debug)]
 pub struct CudaKvCache {
@@ -29,6 +29,15 @@ impl CudaKvCache {
                 shape.block_size
             )));
         }
+        // Blocks are copied in pieces of 16 bytes.
+        let block = plane_block_bytes(&shape);
+        if !block.is_multiple_of(16) {
+            return Err(KernelError::Unsupported(format!(
+                "a KV cache with {block} bytes of K in a block ({} heads of {} elements, {} \
+                 tokens): GPUs need a multiple of 16",
+                shape.num_kv_heads, shape.head_dim, shape.block_size
+            )));
+        }
         let bytes = kv_block_bytes(&shape).saturating_mul(shape.num_blocks as u64);
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         let memory = DeviceMemory::zeroed(context, stream, bytes, "the KV cache")?;
@@ -46,21 +55,39 @@ impl CudaKvCache {
         self.memory.ptr()
     }
 
-    /// Number of elements of a block in one plane (the K or the V of a layer), and of a plane.
+    /// Size of a block in one plane (the K or the V of a layer), and of a plane, in units of 2
+    /// bytes.
     pub(in crate::cuda) fn block_and_plane(&self) -> (usize, usize) {
-        let KvShape { num_kv_heads, head_dim, block_size, num_blocks, .. } = self.shape;
-        let block = num_kv_heads * head_dim * block_size;
-        (block, block * num_blocks)
+        let block = plane_block_bytes(&self.shape) / 2;
+        (block, block * self.shape.num_blocks)
     }
 
     /// Keys and values of a layer, which must exist.
     #[must_use]
     pub fn layer(&self, layer: usize) -> LayerCache {
-        let KvShape { num_kv_heads, head_dim, block_size, num_blocks, .. } = self.shape;
-        let plane = num_kv_heads * head_dim * block_size * num_blocks * 2;
+        let plane = plane_block_bytes(&self.shape) * self.shape.num_blocks;
         let keys = self.memory.ptr().offset(2 * layer * plane);
-        LayerCache { keys, values: keys.offset(plane), block_shift: self.block_shift }
+        LayerCache {
+            keys,
+            values: keys.offset(plane),
+            block_shift: self.block_shift,
+            storage: self.shape.storage,
+        }
     }
+}
+
+fn element_bytes(shape: &KvShape) -> usize {
+    match shape.storage {
+        KvStorage::AsTaken => 2,
+        KvStorage::Fp8 => 1,
+    }
+}
+
+/// Bytes of one block in one plane. Does not overflow for a cache that could be allocated.
+fn plane_block_bytes(shape: &KvShape) -> usize {
+    [shape.num_kv_heads, shape.head_dim, shape.block_size]
+        .into_iter()
+        .fold(element_bytes(shape), usize::saturating_mul)
 }
 
 /// Bytes of one block over all layers, K and V together.
@@ -68,7 +95,7 @@ impl CudaKvCache {
 pub fn kv_block_bytes(shape: &KvShape) -> u64 {
     [shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.block_size]
         .into_iter()
-        .fold(2 * 2, |bytes: u64, n| bytes.saturating_mul(n as u64))
+        .fold(2 * element_bytes(shape) as u64, |bytes, n| bytes.saturating_mul(n as u64))
 }
 
 #[cfg(test)]
@@ -83,8 +110,11 @@ mod tests {
             head_dim: 128,
             block_size: 16,
             num_blocks: 9,
+            storage: KvStorage::AsTaken,
         };
         // 128 KiB per token, as for Llama 3.1 8B.
         assert_eq!(kv_block_bytes(&shape), 16 * 128 * 1024);
+        let fp8 = KvShape { storage: KvStorage::Fp8, ..shape };
+        assert_eq!(kv_block_bytes(&fp8), 16 * 64 * 1024);
     }
 }
