@@ -135,6 +135,7 @@ impl Coordinator {
             options,
             text,
             engine,
+            cpu_step_tokens,
             scheduling,
             hub,
             http,
@@ -155,7 +156,7 @@ impl Coordinator {
             let view = leadership.view.clone();
             actix::spawn(membership::observe(hub.membership().clone(), view));
         }
-        let config = cluster_config(&options, engine);
+        let config = cluster_config(&options, engine, cpu_step_tokens);
         let factory = replica_factory(scheduling, options.limits, clock.clone(), hub.clone());
         let (view_sender, view) = watch::channel(ClusterView::default());
         let actors = ActorRuntime::hub("coordinator", options.run, clock.clone());
@@ -375,7 +376,11 @@ impl Coordinator {
     }
 }
 
-fn cluster_config(options: &CoordinatorOptions, engine: EngineConfig) -> ClusterConfig {
+fn cluster_config(
+    options: &CoordinatorOptions,
+    engine: EngineConfig,
+    cpu_step_tokens: u32,
+) -> ClusterConfig {
     ClusterConfig {
         tensor_parallel: options.tensor_parallel,
         degrees: degrees(options.tensor_parallel, options.min_tensor_parallel),
@@ -395,6 +400,7 @@ fn cluster_config(options: &CoordinatorOptions, engine: EngineConfig) -> Cluster
         draft_model: options.sources.draft_model.clone(),
         engine,
         collective_timeout: COLLECTIVE_TIMEOUT,
+        cpu_step_tokens,
         form_timeout: options.form_timeout,
         worker_stats: options.metrics,
         collective_key: options.collective_key.clone(),

@@ -88,6 +88,7 @@ impl Coordinator {
             form_timeout: if patient { Duration::MAX } else { Duration::from_micros(FORM_TIMEOUT) },
             lora: lora(),
             model_names: vec![MODEL.to_owned()],
+            cpu_step_tokens: scenario.engine.max_num_batched_tokens,
             draft_model: None,
             worker_stats: true,
             collective_key: Secret::of_random([1; 32]),

@@ -34,7 +34,7 @@ impl World {
                         self.send(link, Side::Worker, Packet::Down(Rc::new(message)));
                     }
                 }
-                Effect::ReplicaReady { replica, epoch, ranks, num_blocks, host_blocks } => {
+                Effect::ReplicaReady { replica, epoch, ranks, num_blocks, host_blocks, .. } => {
                     self.replica_ready(replica, epoch, ranks, (num_blocks, host_blocks));
                 }
                 Effect::AnswerTimedOut { worker, .. } => {

@@ -246,8 +246,16 @@ impl ClusterActor {
         for effect in effects {
             match effect {
                 Effect::Send { worker, epoch, message } => self.send(worker, epoch, &message),
-                Effect::ReplicaReady { replica, epoch, ranks, num_blocks, host_blocks } => {
-                    self.replica_ready(ctx, replica, epoch, ranks, (num_blocks, host_blocks));
+                Effect::ReplicaReady {
+                    replica,
+                    epoch,
+                    ranks,
+                    num_blocks,
+                    host_blocks,
+                    step_tokens,
+                } => {
+                    let sizes = (num_blocks, host_blocks, step_tokens);
+                    self.replica_ready(ctx, replica, epoch, ranks, sizes);
                 }
                 Effect::ReplicaBroken { replica, epoch, end, reason } => {
                     if end == EpochEnd::Failed {
@@ -345,7 +353,7 @@ impl ClusterActor {
         id: ReplicaId,
         epoch: Epoch,
         ranks: Vec<WorkerId>,
-        (num_blocks, host_blocks): (u32, u32),
+        (num_blocks, host_blocks, step_tokens): (u32, u32, u32),
     ) {
         let links: Vec<WorkerLink> = ranks
             .iter()
@@ -356,7 +364,10 @@ impl ClusterActor {
             // A rank left just now; its end is on the way.
             return;
         }
-        tracing::info!(replica = %id, %epoch, ranks = ranks.len(), kv_blocks = num_blocks, host_blocks, "serving");
+        tracing::info!(
+            replica = %id, %epoch, ranks = ranks.len(), kv_blocks = num_blocks, host_blocks,
+            step_tokens, "serving"
+        );
         let tokens = u64::from(num_blocks) * u64::from(self.engine.block_size);
         let max = self.engine.max_model_len;
         if tokens < u64::from(max) {
@@ -368,7 +379,7 @@ impl ClusterActor {
             );
         }
         let tensor_parallel = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
-        let engine = self.engine.clone();
+        let engine = EngineConfig { max_num_batched_tokens: step_tokens, ..self.engine.clone() };
         let config = ReplicaConfig { engine, num_blocks, host_blocks, tensor_parallel };
         self.hub.observer().record().replica_ready(id, &config);
         self.start_replica(ctx, id);
@@ -387,6 +398,7 @@ impl ClusterActor {
         // Requests waiting at replicas that cannot continue can continue here.
         for (id, running) in &self.replicas {
             if running.serving.is_none() {
+            step_tokens,
                 running.addr.do_send(GiveUpRequests);
                 self.migrations.expect(*id);
             }

@@ -462,9 +462,16 @@ impl Cluster {
             self.pending_answers.serves(*rank);
             self.failed_formations.forget(*rank);
         }
-        let ready = Effect::ReplicaReady { replica: id, epoch, ranks, num_blocks, host_blocks };
-        effects.push(ready);
+        effects.push(Effect::ReplicaReady {
+            replica: id,
+            epoch,
+            ranks,
+            num_blocks,
+            host_blocks,
+            step_tokens,
+        });
         // It was not there when the others were told.
+        let step_tokens = self.replicas.get(id).map_or(0, Replica::step_tokens);
         if let Some(adapter) = self.adapters.loads.front().map(|load| load.adapter.clone()) {
             self.ask_for(id, &adapter, effects);
         }

@@ -41,6 +41,8 @@ pub enum Effect {
         epoch: Epoch,
         /// Whether it was planned.
         end: EpochEnd,
+        /// Maximum number of tokens in one step.
+        step_tokens: u32,
         /// Why.
         reason: String,
     },

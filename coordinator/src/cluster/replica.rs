@@ -104,6 +104,10 @@ pub(super) struct Replica {
     holds: u32,
     /// Whether rank 0's NCCL id was relayed to the other ranks in this epoch.
     relayed: bool,
+    /// Maximum number of tokens in one step of this epoch.
+    step_tokens: u32,
+    /// Whether a step of this epoch hung.
+    hung: bool,
     /// Numbers of the adapters that every rank has.
     adapters: BTreeSet<u32>,
     /// Adapters that ranks were told to load, and have not answered about.
@@ -130,6 +134,8 @@ impl Replica {
             holds: 0,
             relayed: false,
             adapters: BTreeSet::new(),
+            step_tokens: 0,
+            hung: false,
             owed: BTreeSet::new(),
         }
     }
@@ -374,6 +380,16 @@ impl Replica {
     pub(super) fn progress(&mut self, worker: WorkerId, bytes_done: u64, bytes_total: u64) {
         if let Some(slot) = self.slot(worker) {
             slot.bytes_done = bytes_done;
+    /// Ranks of the present epoch were told this maximum number of tokens in one step.
+    pub(super) fn set_step_tokens(&mut self, tokens: u32) {
+        self.step_tokens = tokens;
+    }
+
+    /// Maximum number of tokens in one step of the present epoch.
+    pub(super) fn step_tokens(&self) -> u32 {
+        self.step_tokens
+    }
+
             slot.bytes_total = bytes_total;
         }
     }

@@ -7,7 +7,7 @@
 //! - `operators`: scaling and draining
 //! - `silent`: ranks that do not answer; `apart`: ranks that do not reach each other
 //! - `alike`: ranks of one model and build
-//! - `devices`: devices set aside
+//! - `devices`: devices set aside, and how large a step suits them
 //! - `adapters`: LoRA adapters that come and go
 mod adapters;
 mod alike;
@@ -55,6 +55,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
         },
         collective_timeout: Duration::from_secs(5),
         form_timeout: Duration::from_secs(60),
+        cpu_step_tokens: 64,
         lora: Lora::default(),
         model_names: vec!["m".to_owned()],
         draft_model: None,

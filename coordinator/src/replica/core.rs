@@ -188,6 +188,12 @@ impl ReplicaCore {
         }
         self.epoch = None;
         self.ranks.clear();
+    /// Bounds the tokens of each step of the next epoch; call it before
+    /// [`ReplicaCore::epoch_formed`].
+    pub fn limit_steps(&mut self, tokens: u32) {
+        self.driver.limit_steps(tokens);
+    }
+
         self.held.clear();
         self.driver.lost(now, end);
         self.load.steps_until_ms.store(0, Ordering::Relaxed);
