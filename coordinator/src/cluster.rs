@@ -268,8 +268,11 @@ impl Cluster {
         if let Some(id) = self.replicas.of(worker) {
             self.replicas.change(id, |replica| replica.advanced(now));
         }
-        self.replicas.in_epoch(worker, epoch, |replica| {
-            replica.progress(worker, bytes_done, bytes_total);
+        let loading = self.replicas.in_epoch(worker, epoch, |replica| {
+            if replica.is_forming() {
+                replica.progress(worker, bytes_done, bytes_total);
+            }
+            replica.owes(worker)
         });
     }
 
