@@ -41,8 +41,11 @@ impl World {
                     self.say(|| format!("{worker} has not answered when it was formed"));
                     self.report.silent += 1;
                 }
-                Effect::RankReplaced { worker, to } => {
+                Effect::RankReplaced { worker, to, .. } => {
                     self.say(|| format!("{worker} gives way to {to}"));
+                }
+                Effect::FewerRanks { replica, left, .. } => {
+                    self.say(|| format!("{replica} goes on with {left} ranks"));
                 }
                 // No device fails in the simulation.
                 Effect::Quarantined { .. } => {}

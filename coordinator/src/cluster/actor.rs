@@ -40,7 +40,7 @@ use super::migration::{Candidate, Migrations};
 use super::records::Records;
 use super::roster::{LinkNumber, Roster};
 use super::view::{ClusterView, UnresponsiveNodes};
-use super::{Cluster, ClusterConfig, Effect};
+use super::{Cluster, ClusterConfig, Effect, Failing};
 use crate::adapters::ServedAdapters;
 use crate::engine::EngineError;
 use crate::links::WorkerLink;
@@ -297,13 +297,23 @@ impl ClusterActor {
                         "the worker did not answer while its replica was formed"
                     );
                 }
-                Effect::RankReplaced { worker, to } => {
+                Effect::RankReplaced { worker, to, failing } => {
                     tracing::warn!(
                         worker = self.node_of(worker),
                         slot = worker.0,
                         to = self.node_of(to),
-                        "the worker's formations come to nothing: a spare takes its rank; look \
-                         whether the ranks reach each other"
+                        "{}: a spare takes the worker's rank",
+                        complaint(failing)
+                    );
+                }
+                Effect::FewerRanks { replica, workers, left, failing } => {
+                    let without: Vec<&str> = workers.iter().map(|it| self.node_of(*it)).collect();
+                    tracing::warn!(
+                        %replica,
+                        ranks = left,
+                        ?without,
+                        "{}: it goes on with fewer ranks; `tutti scale` tries all again at once",
+                        complaint(failing)
                     );
                 }
                 Effect::Quarantined { worker, lasts } => {
@@ -388,6 +398,7 @@ impl ClusterActor {
             epoch,
             num_blocks,
             host_blocks,
+            step_tokens,
             ranks: links,
             workers: ranks.clone(),
         });
@@ -398,7 +409,6 @@ impl ClusterActor {
         // Requests waiting at replicas that cannot continue can continue here.
         for (id, running) in &self.replicas {
             if running.serving.is_none() {
-            step_tokens,
                 running.addr.do_send(GiveUpRequests);
                 self.migrations.expect(*id);
             }
@@ -519,6 +529,16 @@ impl Actor for ClusterActor {
     }
 }
 
+/// What is wrong with a replica's groups, and where to look.
+fn complaint(failing: Failing) -> &'static str {
+    match failing {
+        Failing::Formations => {
+            "the replica's formations come to nothing (look whether its ranks reach each other)"
+        }
+        Failing::Steps => "the replica's steps hang again and again",
+    }
+}
+
 /// Stop: fail all requests and tell the workers to end.
 #[derive(Clone, Debug, Message)]
 #[rtype(result = "()")]
@@ -535,8 +555,9 @@ impl Handler<EpochFailed> for ClusterActor {
     fn handle(&mut self, failed: EpochFailed, ctx: &mut Self::Context) {
         let mut effects = Vec::new();
         let EpochFailed { replica, epoch, reason, hung } = failed;
-        self.core.ranks_hang(replica, epoch, &hung);
-        self.core.epoch_failed(self.clock.now(), replica, epoch, &reason, &mut effects);
+        let now = self.clock.now();
+        self.core.ranks_hang(now, replica, epoch, &hung);
+        self.core.epoch_failed(now, replica, epoch, &reason, &mut effects);
         self.carry_out(ctx, effects);
     }
 }

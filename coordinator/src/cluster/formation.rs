@@ -7,7 +7,7 @@ use shared::protocol::{
 };
 
 use super::replica::Replica;
-use super::{Cluster, ClusterConfig, Effect, Member};
+use super::{Cluster, ClusterConfig, Effect, Failing, Member};
 use crate::scheduler::EpochEnd;
 
 impl Cluster {
@@ -124,8 +124,8 @@ impl Cluster {
             self.replicas.change(id, |replica| replica.hold(now));
             effects.push(Effect::Unservable { replica: id, reason });
         } else if all_answer {
-            self.failed_formations.failed(&ranks);
-            self.replace_failing_rank(now, id, effects);
+            self.failed_formations.failed(now, &ranks);
+            self.gives_way(now, id, Failing::Formations, effects);
         }
     }
 
