@@ -345,11 +345,12 @@ impl Coordinator {
         self.gate.inside()
     }
 
-    /// Takes no new requests and waits up to `patience` for the running ones. Returns whether all
-    /// have ended.
+    /// Takes no new requests and waits up to `patience` for the running ones, and for this
+    /// process's own actors. Returns whether all requests have ended.
     pub async fn finish(&self, patience: Duration) -> bool {
         self.close();
-        let finished = self.gate.empty_within(patience).await;
+        let actors = self.actors.finish(patience);
+        let (finished, _) = tokio::join!(self.gate.empty_within(patience), actors);
         if finished {
             self.frontends.flush(FLUSH_PATIENCE).await;
         }
@@ -399,8 +400,8 @@ fn cluster_config(
             .collect(),
         draft_model: options.sources.draft_model.clone(),
         engine,
-        collective_timeout: COLLECTIVE_TIMEOUT,
         cpu_step_tokens,
+        collective_timeout: COLLECTIVE_TIMEOUT,
         form_timeout: options.form_timeout,
         worker_stats: options.metrics,
         collective_key: options.collective_key.clone(),
