@@ -245,11 +245,13 @@ async fn messages_reach_an_actor_of_another_process_and_every_ask_ends() {
     }
     assert!(scrape.sum("tutti_actor_messages_total", &[]) >= 15.0);
     // A process that is drained first finishes what its actors have.
+    total(&b.actors, "sum").await;
     let slow = tokio::spawn(async move { addr.ask(&Sum::Sleep(1000), REPLY).await });
     tokio::time::sleep(Duration::from_millis(200)).await;
     let (ok, said) = operate(fleet.coordinator.base(), &["drain", "program-a"]);
     assert!(ok, "{said}");
-    assert!(slow.await.unwrap().is_ok());
+    let reply = slow.await.unwrap();
+    assert!(reply.is_ok(), "{reply:?}");
 }
 
 #[derive(Serialize, Deserialize)]

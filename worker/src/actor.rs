@@ -3,8 +3,8 @@
 //!
 //! It ends if the coordinator asks it to shut down, if the process tells it to stop
 //! ([`StopWorker`]), or if it is refused for a reason that trying again cannot change. It lets the
-//! process's named actors finish, sends the last lines of its log and says goodbye. Losing the link does not end it: the epoch
-//! ends, the weights stay, and it dials again.
+//! process's named actors finish, sends the last lines of its log and says goodbye. Losing the link
+//! does not end it: the epoch ends, the weights stay, and it dials again.
 //!
 //! - `dialling`: how it finds its coordinator
 //! - `fetching`: how it gets the files of models of the hub before it joins
