@@ -11,7 +11,7 @@
 //!   workers go together
 //! - `formation`: how an epoch comes to be; `replica`, `replicas`: a replica's life, and who is
 //!   whose rank; `pending_answers`: who was told something and has not answered;
-//!   `failed_formations`: whose formations come to nothing
+//!   `failing_ranks`: whose formations come to nothing, or whose steps hang
 //! - `adapters`: LoRA adapters, loaded and unloaded while replicas serve
 //! - `quarantine`: devices that fail again and again
 //! - [`roster`], `slots`: identities of workers; [`absence`]: workers expected back; [`records`]:
@@ -24,7 +24,7 @@ mod adapters;
 pub mod affinity;
 pub mod config;
 pub mod effect;
-mod failed_formations;
+mod failing_ranks;
 mod formation;
 pub mod migration;
 mod pending_answers;
@@ -44,7 +44,7 @@ use std::time::Duration;
 
 pub use adapters::Ticket;
 pub use config::{ClusterConfig, Member};
-pub use effect::Effect;
+pub use effect::{Effect, Failing};
 pub use placement::{PlacementRules, place};
 pub use replica::{ReplicaPhase, ReplicaStatus};
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
@@ -52,9 +52,10 @@ use shared::membership::DesiredState;
 use shared::protocol::{HeldShard, LoadProgress, ToWorker};
 
 use self::adapters::Adapters;
-use self::failed_formations::FailedFormations;
+use self::failing_ranks::{FORMATIONS, FailingRanks, STEPS};
 use self::pending_answers::PendingAnswers;
 use self::quarantine::Quarantine;
+use self::replica::Replica;
 use self::replicas::Replicas;
 use crate::scheduler::EpochEnd;
 
@@ -74,7 +75,8 @@ pub struct Cluster {
     slow: BTreeSet<WorkerId>,
     /// Ranks told to form that have not answered.
     pending_answers: PendingAnswers,
-    failed_formations: FailedFormations,
+    failed_formations: FailingRanks,
+    hung_steps: FailingRanks,
     /// Devices that fail again and again.
     quarantine: Quarantine,
     /// Weights that workers brought from another coordinator.
@@ -103,7 +105,8 @@ impl Cluster {
             dismissed: BTreeMap::new(),
             slow: BTreeSet::new(),
             pending_answers: PendingAnswers::default(),
-            failed_formations: FailedFormations::default(),
+            failed_formations: FailingRanks::new(FORMATIONS),
+            hung_steps: FailingRanks::new(STEPS),
             quarantine: Quarantine::default(),
             expected: BTreeSet::new(),
             desired: DesiredState::default(),
@@ -219,6 +222,7 @@ impl Cluster {
         let node = self.members.remove(&worker).map(|member| member.node).unwrap_or_default();
         self.pending_answers.left(worker);
         self.failed_formations.forget(worker);
+        self.hung_steps.forget(worker);
         self.release_held();
         if self.slow.remove(&worker) {
             effects.push(Effect::WorkerPace { worker, slow: false });
@@ -260,6 +264,31 @@ impl Cluster {
         self.members.get(&worker).is_some_and(|member| self.quarantine.is_resting(member.device()))
     }
 
+    /// Whether no replica grows because this worker is free: groups with it have failed again and
+    /// again of late.
+    #[must_use]
+    pub fn rests(&self, worker: WorkerId) -> bool {
+        self.failed_formations.is_resting(worker) || self.hung_steps.is_resting(worker)
+    }
+
+    /// Why other workers are taken before this one, in words.
+    #[must_use]
+    pub fn doubt(&self, worker: WorkerId) -> Option<String> {
+        if self.hung_steps.failed_often(worker) {
+            let times = self.hung_steps.failures(worker);
+            return Some(format!("steps hung {times} times in a row while it was a rank"));
+        }
+        if self.failed_formations.failed_often(worker) {
+            let times = self.failed_formations.failures(worker);
+            return Some(format!("{times} formations in a row came to nothing with it"));
+        }
+        if self.pending_answers.has_strikes(worker) {
+            return Some("it did not answer when its replica was formed".to_owned());
+        }
+        let slow = "it computed much slower than the others of its replica";
+        self.slow.contains(&worker).then(|| slow.to_owned())
+    }
+
     /// A rank reports the progress of loading its weights.
     pub fn load_progressed(&mut self, now: Duration, worker: WorkerId, progress: LoadProgress) {
         let LoadProgress { epoch, bytes_done, bytes_total } = progress;
@@ -268,9 +297,15 @@ impl Cluster {
         if let Some(id) = self.replicas.of(worker) {
             self.replicas.change(id, |replica| replica.advanced(now));
         }
-        self.replicas.in_epoch(worker, epoch, |replica| {
-            replica.progress(worker, bytes_done, bytes_total);
+        let loading = self.replicas.in_epoch(worker, epoch, |replica| {
+            if replica.is_forming() {
+                replica.progress(worker, bytes_done, bytes_total);
+            }
+            replica.owes(worker)
         });
+        if loading == Some(true) {
+            self.load_heard(now);
+        }
     }
 
     /// A rank's executor sent something that is no answer: it is at work.
@@ -279,14 +314,46 @@ impl Cluster {
     }
 
     /// A step of this epoch takes too long that these ranks have not finished.
-    pub fn ranks_hang(&mut self, id: ReplicaId, epoch: Epoch, workers: &[WorkerId]) {
+    pub fn ranks_hang(&mut self, now: Duration, id: ReplicaId, epoch: Epoch, workers: &[WorkerId]) {
         // Of an epoch that is over, they have been told something else since.
         if self.replicas.get(id).is_none_or(|replica| replica.epoch() != epoch) {
             return;
         }
-        for worker in workers.iter().filter(|worker| self.members.contains_key(worker)) {
-            self.pending_answers.mark_hung(*worker);
+        let there = workers.iter().copied().filter(|worker| self.members.contains_key(worker));
+        let hang: Vec<WorkerId> = there.collect();
+        if hang.is_empty() {
+            return;
         }
+        hang.iter().for_each(|worker| self.pending_answers.mark_hung(*worker));
+        self.hung_steps.failed(now, &hang);
+        self.replicas.change(id, Replica::step_hung);
+    }
+
+    /// A rank reports that a step failed; the replica last finished one at `last_step`, if any in
+    /// this epoch. If that is long ago, the rank has waited for another one in vain, whose step
+    /// hangs.
+    pub fn step_failed(
+        &mut self,
+        now: Duration,
+        id: ReplicaId,
+        epoch: Epoch,
+        last_step: Option<Duration>,
+        reason: &str,
+        effects: &mut Vec<Effect>,
+    ) {
+        let in_vain = self.config.collective_timeout / 2;
+        if let Some(replica) = self.replicas.get(id)
+            && replica.epoch() == epoch
+            && replica.is_serving()
+            && !replica.has_hung()
+            && now.saturating_sub(replica.served_since().max(last_step.unwrap_or_default()))
+                >= in_vain
+        {
+            let ranks = replica.ranks();
+            self.hung_steps.failed(now, &ranks);
+            self.replicas.change(id, Replica::step_hung);
+        }
+        self.epoch_failed(now, id, epoch, reason, effects);
     }
 
     /// A step failed, hung or returned wrong results: the epoch is over.
@@ -298,10 +365,15 @@ impl Cluster {
         reason: &str,
         effects: &mut Vec<Effect>,
     ) {
-        if self.replicas.get(id).is_some_and(|replica| replica.epoch() == epoch) {
-            self.break_replica(now, id, EpochEnd::Failed, reason, effects);
-            self.reconcile(now, effects);
+        let Some(replica) = self.replicas.get(id).filter(|replica| replica.epoch() == epoch) else {
+            return;
+        };
+        let hung = replica.is_serving() && replica.has_hung();
+        self.break_replica(now, id, EpochEnd::Failed, reason, effects);
+        if hung {
+            self.gives_way(now, id, Failing::Steps, effects);
         }
+        self.reconcile(now, effects);
     }
 
     /// A rank has computed much slower than the others of its replica for a while, or has kept pace

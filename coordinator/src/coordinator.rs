@@ -135,6 +135,7 @@ impl Coordinator {
             options,
             text,
             engine,
+            cpu_step_tokens,
             scheduling,
             hub,
             http,
@@ -159,7 +160,7 @@ impl Coordinator {
             let view = leadership.view.clone();
             actix::spawn(membership::observe(hub.membership().clone(), view));
         }
-        let config = cluster_config(&options, engine);
+        let config = cluster_config(&options, engine, cpu_step_tokens);
         let factory = replica_factory(scheduling, options.limits, clock.clone(), hub.clone());
         let (view_sender, view) = watch::channel(ClusterView::default());
         let actors = ActorRuntime::hub("coordinator", options.run, clock.clone());
@@ -348,11 +349,12 @@ impl Coordinator {
         self.gate.inside()
     }
 
-    /// Takes no new requests and waits up to `patience` for the running ones. Returns whether all
-    /// have ended.
+    /// Takes no new requests and waits up to `patience` for the running ones, and for this
+    /// process's own actors. Returns whether all requests have ended.
     pub async fn finish(&self, patience: Duration) -> bool {
         self.close();
-        let finished = self.gate.empty_within(patience).await;
+        let actors = self.actors.finish(patience);
+        let (finished, _) = tokio::join!(self.gate.empty_within(patience), actors);
         if finished {
             self.frontends.flush(FLUSH_PATIENCE).await;
         }
@@ -379,7 +381,11 @@ impl Coordinator {
     }
 }
 
-fn cluster_config(options: &CoordinatorOptions, engine: EngineConfig) -> ClusterConfig {
+fn cluster_config(
+    options: &CoordinatorOptions,
+    engine: EngineConfig,
+    cpu_step_tokens: u32,
+) -> ClusterConfig {
     ClusterConfig {
         tensor_parallel: options.tensor_parallel,
         degrees: degrees(options.tensor_parallel, options.min_tensor_parallel),
@@ -398,6 +404,7 @@ fn cluster_config(options: &CoordinatorOptions, engine: EngineConfig) -> Cluster
             .collect(),
         draft_model: options.sources.draft_model.clone(),
         engine,
+        cpu_step_tokens,
         collective_timeout: COLLECTIVE_TIMEOUT,
         form_timeout: options.form_timeout,
         worker_stats: options.metrics,

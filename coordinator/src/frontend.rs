@@ -153,6 +153,7 @@ pub struct Frontend {
     scheme: &'static str,
     http: ServerHandle,
     gate: Gate,
+    actors: ActorRuntime,
     stop: oneshot::Sender<()>,
     ended: oneshot::Receiver<FrontendError>,
 }
@@ -194,7 +195,7 @@ impl Frontend {
         let (engine, commands) = EngineHandle::channel();
         let (threads, run) = (options.http_threads, options.run);
         let (api, secret) = (options.api.clone(), options.secret.clone());
-        let gate = Gate::default();
+        let (gate, actors) = (Gate::default(), options.actors.clone());
         let adapters = ServedAdapters::of(&serving.adapters);
         let (changes, asks) = AdapterChanges::channel();
         let uplink =
@@ -234,7 +235,7 @@ impl Frontend {
                 let _ = end.send(error);
             }
         });
-        Ok(Self { http_addr, scheme, http: handle, gate, stop, ended })
+        Ok(Self { http_addr, scheme, http: handle, gate, actors, stop, ended })
     }
 
     /// The address that serves HTTP.
@@ -265,11 +266,11 @@ impl Frontend {
     }
 
     /// Takes no new requests, reports not ready, and waits up to `patience` for the running
-    /// requests. Returns whether all have ended.
+    /// requests and for this process's own actors. Returns whether all requests have ended.
     pub fn finish(&self, patience: Duration) -> impl Future<Output = bool> + use<> {
-        let gate = self.gate.clone();
+        let (gate, actors) = (self.gate.clone(), self.actors.clone());
         gate.close();
-        async move { gate.empty_within(patience).await }
+        async move { tokio::join!(gate.empty_within(patience), actors.finish(patience)).0 }
     }
 
     /// Fails the requests still running, sends the last report, and leaves.

@@ -107,6 +107,8 @@ struct BlockWait {
 #[derive(Debug)]
 pub struct Scheduler {
     config: SchedulerConfig,
+    /// Maximum number of tokens in a step of the present epoch, at most `config`'s.
+    step_tokens: u32,
     blocks: BlockPool,
     epoch: Option<Epoch>,
     last_step: StepId,
@@ -175,6 +177,7 @@ impl Scheduler {
     pub fn new(config: SchedulerConfig) -> Result<Self, ConfigError> {
         config.validate()?;
         Ok(Self {
+            step_tokens: config.max_num_batched_tokens,
             config,
             blocks: BlockPool::default(),
             epoch: None,
@@ -211,6 +214,13 @@ impl Scheduler {
     /// run keep theirs, and may make them findable again as they fill more blocks.
     pub fn forget_prefixes(&mut self) {
         self.blocks.forget_all();
+    }
+
+    /// Bounds the tokens of each step from now on, within the bounds that it was made with: that
+    /// depends on the devices of the replica's ranks.
+    pub fn limit_steps(&mut self, tokens: u32) {
+        let SchedulerConfig { max_num_seqs, max_num_batched_tokens, .. } = self.config;
+        self.step_tokens = tokens.max(max_num_seqs).min(max_num_batched_tokens);
     }
 
     /// Returns the present state.

@@ -193,6 +193,7 @@ fn start_worker(
         log: SharedLog::default(),
         actors,
         hub: Err("none".to_owned()),
+        drain_timeout: worker::run::DRAIN_TIMEOUT,
     };
     let (end, ended) = oneshot::channel();
     WorkerActor::new(config, executor, uplink, end).start();

@@ -57,6 +57,7 @@ impl Program {
             offer: NodeResources::default(),
             actors: actors.clone(),
             hub: Err("none".to_owned()),
+            drain_timeout: Duration::from_secs(2),
         };
         let thread = std::thread::spawn(move || {
             actix_web::rt::System::new().block_on(async move {
@@ -243,6 +244,14 @@ async fn messages_reach_an_actor_of_another_process_and_every_ask_ends() {
         assert!(scrape.sum(name, &labels) >= 1.0, "{reason}");
     }
     assert!(scrape.sum("tutti_actor_messages_total", &[]) >= 15.0);
+    // A process that is drained first finishes what its actors have.
+    total(&b.actors, "sum").await;
+    let slow = tokio::spawn(async move { addr.ask(&Sum::Sleep(1000), REPLY).await });
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let (ok, said) = operate(fleet.coordinator.base(), &["drain", "program-a"]);
+    assert!(ok, "{said}");
+    let reply = slow.await.unwrap();
+    assert!(reply.is_ok(), "{reply:?}");
 }
 
 #[derive(Serialize, Deserialize)]
@@ -315,9 +324,17 @@ async fn a_process_that_ends_takes_its_actors_along_and_nobody_waits_for_them() 
         let addr = b.actors.addr::<Sum>("mortal");
         tokio::spawn(async move { addr.ask(&Sum::Sleep(60_000), 3 * PATIENCE).await })
     };
+    // Of what its handlers do, it finishes what takes less than it has time for.
+    adder(&a.actors, ActorSpec::new("brief", "adder"));
+    total(&b.actors, "brief").await;
+    let brief = {
+        let addr = b.actors.addr::<Sum>("brief");
+        tokio::spawn(async move { addr.ask(&Sum::Sleep(1000), REPLY).await })
+    };
     tokio::time::sleep(Duration::from_millis(200)).await;
     let began = Instant::now();
     a.stop();
+    assert!(brief.await.unwrap().is_ok());
     let error = waiting.await.unwrap().unwrap_err();
     assert!(
         matches!(error, AskError::LinkLost(_) | AskError::Failed(_)),

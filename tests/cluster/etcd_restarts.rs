@@ -2,7 +2,7 @@
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use shared::membership::LEADER_LEASE_TTL;
 use testkit::local_cluster::LocalCluster;
@@ -26,22 +26,39 @@ async fn an_etcd_that_starts_again_takes_the_lead_from_nobody() {
     let client = leader.client().unwrap();
     let stop = Arc::new(AtomicBool::new(false));
     let load = load(client.clone(), stop.clone());
-    let since = meeting.etcd.leads_since().await;
+    let mut since = meeting.etcd.leads_since().await.unwrap();
     assert!(since.is_some());
-    for _ in 0..2 {
+    let (mut rounds, mut stalls) = (0, 0);
+    while rounds < 2 {
         let connected = |s: &Scrape| sum(s, "tutti_membership_connected");
         meeting.etcd.kill();
         let missed = client.scrape_until(PATIENCE, |s| connected(s) == 0.0).await.unwrap();
         assert_eq!(connected(&missed), 0.0);
         tokio::time::sleep(Duration::from_millis(1500)).await;
+        let began = Instant::now();
         meeting.etcd.restart().await.unwrap();
+        let started = began.elapsed();
         // Its old lease would have ended by then, and others would have run.
-        tokio::time::sleep(2 * LEADER_LEASE_TTL).await;
-        let scrape = client.scrape().await.unwrap();
-        let leads = (connected(&scrape), sum(&scrape, "tutti_membership_leading"));
-        assert_eq!(leads, (1.0, 1.0), "{}", leader.log());
+        let slowest = meeting.etcd.slowest_answer(2 * LEADER_LEASE_TTL).await;
+        let leads = |s: &Scrape| (connected(s), sum(s, "tutti_membership_leading"));
+        let scrape = client.scrape_until(PATIENCE, |s| leads(s) == (1.0, 1.0)).await.unwrap();
+        assert_eq!(leads(&scrape), (1.0, 1.0), "{}", leader.log());
         assert!(stands_by().await.is_some());
-        assert_eq!(meeting.etcd.leads_since().await, since, "it never ceased to lead");
+        let asked = Instant::now();
+        let leads = meeting.etcd.leads_since().await.unwrap();
+        let slowest = slowest.max(asked.elapsed());
+        let stood_still = slowest > LEADER_LEASE_TTL / 2 || started > LEADER_LEASE_TTL;
+        if leads != since && stood_still && stalls < 3 {
+            // An etcd that stood still for as long as a lease lives ends it before it reads what
+            // was to keep it alive, as on a machine that is too busy. For a moment nobody leads;
+            // then the same coordinator does, and that is all that it can do.
+            let again = async || meeting.etcd.leads_since().await.unwrap();
+            since = Some(until("it leads again", again).await);
+            stalls += 1;
+            continue;
+        }
+        assert_eq!(leads, since, "it never ceased to lead: {slowest:?}, {}", leader.log());
+        rounds += 1;
     }
     stop.store(true, Ordering::Relaxed);
     let (count, failures) = load.await.unwrap();

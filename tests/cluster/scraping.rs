@@ -130,6 +130,7 @@ fn embed_worker(coordinator: &str, node: &str, application: Metrics) {
         offer: NodeResources::default(),
         actors: ActorRuntime::spoke(node, 1, Arc::new(SystemClock::start())),
         hub: Err("none".to_owned()),
+        drain_timeout: worker::run::DRAIN_TIMEOUT,
     };
     std::thread::spawn(move || {
         actix_web::rt::System::new().block_on(async move {

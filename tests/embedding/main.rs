@@ -103,6 +103,7 @@ fn main() -> Result<(), String> {
         offer: NodeResources::default(),
         actors,
         hub: Err("this program has no cache for models of the hub".to_owned()),
+        drain_timeout: worker::run::DRAIN_TIMEOUT,
     };
     let end = actix::System::new()
         .block_on(worker::run::run(options, std::future::pending()))

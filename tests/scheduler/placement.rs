@@ -31,6 +31,7 @@ fn cluster(tensor_parallel: u32) -> Cluster {
             swap_bytes: 0,
             kv_cache_dtype: KvCacheDtype::Auto,
         },
+        cpu_step_tokens: 64,
         collective_timeout: Duration::from_secs(5),
         form_timeout: Duration::from_secs(60),
         lora: Lora::default(),

@@ -93,7 +93,8 @@ impl World {
                 }
                 continue;
             }
-            if degrees.iter().any(|it| *it > degree && *it <= degree + free) {
+            let resting = self.coordinator.connected.keys().filter(|it| core.rests(**it)).count();
+            if degrees.iter().any(|it| *it > degree && *it + resting <= degree + free) {
                 return Err(format!("{} could have more ranks: {:?}", replica.id, all()));
             }
             let running = self.coordinator.replicas.get(&replica.id);

@@ -27,6 +27,7 @@ use crate::pace::Paces;
 use crate::random::mix;
 use crate::replicas::{ClusterMail, RunningReplica};
 use crate::scenario::{FORM_TIMEOUT, MODEL, S, Scenario, Time};
+use crate::switches::Switches;
 use crate::tally::Tally;
 use crate::world::World;
 
@@ -72,11 +73,14 @@ pub(crate) struct Coordinator {
 }
 
 impl Coordinator {
-    fn new(scenario: &Scenario, seed: u64, life: Life, seat: usize, patient: bool) -> Self {
+    fn new(scenario: &Scenario, seed: u64, life: Life, seat: usize, switches: &Switches) -> Self {
         let run = mix(seed, life as u64);
+        let mut degrees = scenario.degrees.clone();
+        degrees.truncate(if switches.degrees_are_fixed { 1 } else { degrees.len() });
+        let patient = switches.hung_ranks_are_waited_for;
         let config = ClusterConfig {
             tensor_parallel: scenario.tensor_parallel,
-            degrees: scenario.degrees.clone(),
+            degrees,
             reshard_after: Duration::from_micros(scenario.reshard_after),
             max_replicas: scenario.max_replicas,
             model: MODEL.to_owned(),
@@ -84,6 +88,7 @@ impl Coordinator {
             dtype: Dtype::Auto,
             quantization: Quantization::None,
             engine: scenario.engine.clone(),
+            cpu_step_tokens: scenario.engine.max_num_batched_tokens,
             collective_timeout: Duration::from_micros(scenario.collective_timeout),
             form_timeout: if patient { Duration::MAX } else { Duration::from_micros(FORM_TIMEOUT) },
             lora: lora(),
@@ -187,8 +192,8 @@ impl World {
     /// A coordinator that knows of these workers begins to lead, and acts.
     pub(crate) fn begin_life(&mut self, seat: usize, workers: BTreeSet<String>) -> Life {
         let life = self.coordinator.lives.len();
-        let patient = self.switches.hung_ranks_are_waited_for;
-        let mut coordinator = Coordinator::new(&self.scenario, self.seed, life, seat, patient);
+        let mut coordinator =
+            Coordinator::new(&self.scenario, self.seed, life, seat, &self.switches);
         coordinator.core.expect(workers);
         self.coordinator.lives.push(Some(Box::new(coordinator)));
         self.coordinator.acting = life;

@@ -34,15 +34,18 @@ impl World {
                         self.send(link, Side::Worker, Packet::Down(Rc::new(message)));
                     }
                 }
-                Effect::ReplicaReady { replica, epoch, ranks, num_blocks, host_blocks } => {
+                Effect::ReplicaReady { replica, epoch, ranks, num_blocks, host_blocks, .. } => {
                     self.replica_ready(replica, epoch, ranks, (num_blocks, host_blocks));
                 }
                 Effect::AnswerTimedOut { worker, .. } => {
                     self.say(|| format!("{worker} has not answered when it was formed"));
                     self.report.silent += 1;
                 }
-                Effect::RankReplaced { worker, to } => {
+                Effect::RankReplaced { worker, to, .. } => {
                     self.say(|| format!("{worker} gives way to {to}"));
+                }
+                Effect::FewerRanks { replica, left, .. } => {
+                    self.say(|| format!("{replica} goes on with {left} ranks"));
                 }
                 // No device fails in the simulation.
                 Effect::Quarantined { .. } => {}

@@ -99,6 +99,8 @@ pub(crate) struct Report {
     pub(crate) relieved: u64,
     /// Ranks that did not answer when they were formed.
     pub(crate) silent: u64,
+    /// Steps that hung, and so ended their epoch.
+    pub(crate) hung: u64,
     /// Processes ended by what they computed.
     pub(crate) poisoned: u64,
     pub(crate) preemptions: u64,

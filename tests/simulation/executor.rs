@@ -392,6 +392,16 @@ impl World {
             let after = self.random.skewed(50 * MS, S);
             return self.start_again(slot, after);
         }
+        if self.processes[slot].steps_hang {
+            // It waits for what never comes. An abort reaches it like one that waits for others.
+            let point = (u64::MAX, self.next_token);
+            let (shares, choosers) = (Vec::new(), Vec::new());
+            let token = self.begin(slot, Job::Meet(message.clone()));
+            let (rank, world_size, plan) = (0, u32::MAX, Some(message));
+            let waits = Arrived { slot, token, rank, world_size, shares, choosers, plan };
+            self.meetings.entry(point).or_default().ranks.push(waits);
+            return;
+        }
         if std::mem::take(&mut self.processes[slot].fail_step) {
             return self.step_failed(slot, plan, "the device failed");
         }
@@ -502,6 +512,11 @@ impl World {
         let meeting = self.meetings.entry(point).or_default();
         meeting.ranks.push(arrived);
         if meeting.ranks.len() < meeting.ranks[0].world_size as usize {
+            return;
+        }
+        let there = |slot: &usize| meeting.ranks.iter().any(|rank| rank.slot == *slot);
+        if self.apart.iter().any(|slots| slots.iter().all(there)) {
+            // Until their deadline.
             return;
         }
         let Some(meeting) = self.meetings.remove(&point) else { return };

@@ -10,6 +10,9 @@ use crate::world::World;
 
 /// A pending fault that found no opportunity is withdrawn after this time.
 const OCCASION: Time = 5 * S;
+/// Time within which the cluster finds ranks that are of no use to each other: a few formations
+/// that wait for the others in vain, or steps that take too long.
+const FOUND_WITHIN: Time = 300 * S;
 
 impl World {
     pub(crate) fn fault(&mut self, index: usize) {
@@ -149,6 +152,16 @@ impl World {
                 self.heal_after(lasts, Heal::Single { twin });
             }
             Fault::Hang { slot, notices } => self.hang(slot, notices),
+            Fault::HangSteps { slot } => {
+                self.processes[slot].steps_hang = true;
+                self.disturb_all(FOUND_WITHIN);
+                self.faulty_until(self.now + FOUND_WITHIN);
+            }
+            Fault::Apart { slots } => {
+                self.apart.push(slots);
+                self.disturb_all(FOUND_WITHIN);
+                self.faulty_until(self.now + FOUND_WITHIN);
+            }
             Fault::FailForm { slot, permanent } => {
                 self.processes[slot].fail_form = Some(permanent);
                 self.heal_after(OCCASION, Heal::NoOccasion { slot });

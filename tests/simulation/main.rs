@@ -113,6 +113,7 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
                 all.relieved += report.relieved;
                 all.overdue += report.overdue;
                 all.silent += report.silent;
+                all.hung += report.hung;
                 all.preemptions += report.preemptions;
                 all.swapped += report.swapped;
                 all.masks_awaited += report.masks_awaited;
@@ -264,6 +265,72 @@ fn one_that_missed_another_leader_does_not_write_over_its_totals() {
         missed += u32::from(story(seed, blind).err().as_ref().is_some_and(fell));
     }
     assert!(missed > 0, "that it writes over them is not noticed");
+}
+
+/// Scenarios of one replica with the given number of spares, in which a single fault happens.
+fn stories(
+    spares: usize,
+    fault: impl Fn(&Scenario, u64) -> Fault,
+) -> impl Iterator<Item = (u64, Scenario)> {
+    let one_replica = move |(_, scenario): &(u64, Scenario)| {
+        let ranks = scenario.tensor_parallel as usize;
+        ranks > 1 && scenario.hosts.len() == ranks + spares && scenario.max_replicas.is_none()
+    };
+    let plain = |seed| (seed, Scenario::new(seed).without_faults());
+    (0..).map(plain).filter(one_replica).map(move |(seed, mut scenario)| {
+        let fault = fault(&scenario, seed);
+        scenario.limits.step_timeout = std::time::Duration::from_secs(5);
+        scenario.seats = 1;
+        scenario.faults = vec![(4 * S, fault)];
+        (seed, scenario)
+    })
+}
+
+#[test]
+fn a_rank_whose_every_step_hangs_makes_room_for_a_spare() {
+    let any_slot = |scenario: &Scenario, seed: u64| Fault::HangSteps {
+        slot: seed as usize % scenario.hosts.len(),
+    };
+    let found = |(seed, scenario): &(u64, Scenario), switches| {
+        let report = World::of(scenario.clone(), *seed, switches, false).run();
+        // Three times may be an accident; then one after the other gives way.
+        let most = 3 + u64::from(scenario.tensor_parallel);
+        match report {
+            Ok(report) if report.hung > most => Err(format!("{} steps hung", report.hung)),
+            Ok(_) => Ok(()),
+            Err(why) => Err(why),
+        }
+    };
+    let stories: Vec<(u64, Scenario)> = stories(1, any_slot).take(12).collect();
+    for story in &stories {
+        assert_eq!(found(story, Switches::default()), Ok(()), "seed {}", story.0);
+    }
+    let blind = Switches { hung_steps_are_failures: true, ..Switches::default() };
+    assert!(
+        stories.iter().any(|story| found(story, blind).is_err()),
+        "that it stays is not noticed"
+    );
+}
+
+#[test]
+fn ranks_that_do_not_reach_each_other_go_on_with_fewer() {
+    let two = |scenario: &Scenario, seed: u64| {
+        let ranks = scenario.hosts.len();
+        let first = seed as usize % ranks;
+        Fault::Apart { slots: [first, (first + 1) % ranks] }
+    };
+    let may_be_fewer = |(_, scenario): &(u64, Scenario)| scenario.degrees.len() > 1;
+    let stories: Vec<(u64, Scenario)> = stories(0, two).filter(may_be_fewer).take(8).collect();
+    let run = |(seed, scenario): &(u64, Scenario), switches| {
+        World::of(scenario.clone(), *seed, switches, false).run()
+    };
+    for story in &stories {
+        let report = run(story, Switches::default());
+        assert!(report.as_ref().is_ok_and(|it| it.resharded > 0), "seed {}: {report:?}", story.0);
+    }
+    let blind = Switches { degrees_are_fixed: true, ..Switches::default() };
+    let missed = stories.iter().any(|story| run(story, blind).is_err());
+    assert!(missed, "that they wait for each other for ever is not noticed");
 }
 
 #[test]

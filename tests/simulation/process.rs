@@ -48,6 +48,8 @@ pub(crate) struct Process {
     pub(crate) slowed: u64,
     pub(crate) stall: Time,
     pub(crate) fail_step: bool,
+    /// Whether all of its steps hang.
+    pub(crate) steps_hang: bool,
     pub(crate) diverge: bool,
     pub(crate) fail_form: Option<bool>,
     /// Set if its executor hangs, with whether its process notices.
@@ -77,6 +79,7 @@ impl Process {
             slowed: 1,
             stall: 0,
             fail_step: false,
+            steps_hang: false,
             diverge: false,
             fail_form: None,
             hung: None,
@@ -247,6 +250,7 @@ impl World {
         process.deferred.clear();
         process.executor = Executor::default();
         process.hung = None;
+        process.steps_hang = false;
         let links = [process.link.take(), process.dialling.take()];
         for link in links.into_iter().flatten() {
             self.close(link, Side::Worker);

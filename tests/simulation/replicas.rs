@@ -259,9 +259,12 @@ impl World {
         let Some(mail) = self.coordinator.mail.pop_front() else { return };
         match mail {
             ClusterMail::EpochFailed { replica, epoch, reason, hung } => {
-                self.coordinator.core.ranks_hang(replica, epoch, &hung);
+                self.report.hung += u64::from(!hung.is_empty());
                 let mut effects = Vec::new();
                 let now = self.time();
+                if !self.switches.hung_steps_are_failures {
+                    self.coordinator.core.ranks_hang(now, replica, epoch, &hung);
+                }
                 self.coordinator.core.epoch_failed(now, replica, epoch, &reason, &mut effects);
                 self.carry_out(effects);
             }

@@ -85,6 +85,10 @@ pub(crate) enum Fault {
     /// process ends once that is noticed: by itself if `notices`, otherwise because the coordinator
     /// says so.
     Hang { slot: usize, notices: bool },
+    /// Every step of the rank hangs until it is told to leave, as long as its process lives.
+    HangSteps { slot: usize },
+    /// These two processes do not reach each other, for ever, though everybody else reaches both.
+    Apart { slots: [usize; 2] },
 }
 
 /// How a client leaves early.
@@ -246,6 +250,17 @@ impl Scenario {
         scenario.add_faults(random);
         scenario.add_hang(seed);
         scenario
+    }
+
+    /// The same cluster from the start on, and nothing goes wrong. No request is poisoned.
+    pub(crate) fn without_faults(mut self) -> Self {
+        self.faults.clear();
+        self.hosts.truncate(self.starts.iter().filter(|start| **start < Time::MAX).count());
+        self.nodes.truncate(self.hosts.len());
+        self.starts.truncate(self.hosts.len());
+        self.starts.iter_mut().for_each(|start| *start = (*start).min(300 * MS));
+        self.clients.retain(|client| !client.prompt.contains(&POISON));
+        self
     }
 
     fn add_clients(&mut self, random: &mut Random) {

@@ -45,6 +45,10 @@ pub(crate) struct Switches {
     pub(crate) deadlines_are_not_learned: bool,
     /// A formation may take for ever, and so may an executor that was told to leave its epoch.
     pub(crate) hung_ranks_are_waited_for: bool,
+    /// The cluster is told of steps that hang as of steps that fail.
+    pub(crate) hung_steps_are_failures: bool,
+    /// Replicas have the degree that is wanted, or do not serve.
+    pub(crate) degrees_are_fixed: bool,
     /// Time does not pass for the cluster.
     pub(crate) no_cluster_tick: bool,
     /// Clients that leave are not noticed.

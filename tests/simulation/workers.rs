@@ -186,8 +186,11 @@ impl World {
                 if let Some(replica) = self.coordinator.replica_of(worker)
                     && !self.switches.step_failures_ignored
                 {
+                    let running = self.coordinator.replicas.get(&replica);
+                    let last_step = running.and_then(|running| running.load.last_step());
+                    let (epoch, why) = (failed.epoch, &failed.message);
                     let core = &mut self.coordinator.core;
-                    core.epoch_failed(now, replica, failed.epoch, &failed.message, &mut effects);
+                    core.step_failed(now, replica, epoch, last_step, why, &mut effects);
                 }
             }
             FromWorker::Adapter(done) => core.adapter_done(now, worker, done, &mut effects),

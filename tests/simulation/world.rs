@@ -41,6 +41,8 @@ pub(crate) struct World {
     pub(crate) processes: Vec<Process>,
     /// Ranks that wait for each other, by epoch and step; step 0 is connecting.
     pub(crate) meetings: BTreeMap<(u64, u64), Meeting>,
+    /// Slots whose processes do not reach each other.
+    pub(crate) apart: Vec<[usize; 2]>,
     /// Epochs whose TCP collective some rank has left.
     pub(crate) left: BTreeSet<u64>,
     pub(crate) coordinator: Coordinators,
@@ -92,6 +94,7 @@ impl World {
             paths: vec![Path::default(); slots],
             processes: (0..slots).map(|_| Process::absent()).collect(),
             meetings: BTreeMap::new(),
+            apart: Vec::new(),
             left: BTreeSet::new(),
             coordinator: Coordinators::default(),
             etcd: Etcd::default(),

@@ -7,6 +7,9 @@ use crate::certificates::Certificates;
 use crate::fleet::free_port;
 use crate::tools;
 
+/// How long an answer may take.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(20);
+
 /// A running member of etcd.
 #[derive(Debug)]
 pub struct Etcd {
@@ -72,14 +75,47 @@ impl Etcd {
     }
 
     /// Returns the revision at which the leader of the cluster `tutti` began to lead; `None` if
-    /// nobody leads or etcd does not answer.
-    pub async fn leads_since(&self) -> Option<u64> {
+    /// nobody leads. An etcd that does not answer, or with an error, is asked again.
+    ///
+    /// # Errors
+    /// etcd's last answer, if none was a list.
+    pub async fn leads_since(&self) -> Result<Option<u64>, String> {
+        let began = Instant::now();
+        loop {
+            match self.leader().await {
+                Err(why) if began.elapsed() >= ANSWERS_WITHIN => return Err(why),
+                Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
+                Ok(since) => return Ok(since),
+            }
+        }
+    }
+
+    async fn leader(&self) -> Result<Option<u64>, String> {
         let url = format!("{}/v3/kv/range", self.endpoint());
         // "/tutti/leader" in base64, as the gateway expects keys.
         let body = r#"{"key": "L3R1dHRpL2xlYWRlcg=="}"#;
-        let reply = reqwest::Client::new().post(url).body(body).send().await.ok()?;
-        let found: serde_json::Value = reply.json().await.ok()?;
-        found["kvs"][0]["create_revision"].as_str()?.parse().ok()
+        let failed = |error: reqwest::Error| error.to_string();
+        let client = reqwest::Client::builder().timeout(ANSWERS_WITHIN).build().map_err(failed)?;
+        let reply = client.post(url).body(body).send().await.map_err(failed)?;
+        let found: serde_json::Value = reply.json().await.map_err(failed)?;
+        // An error, such as a time-out of its own, has no revision.
+        if found["header"]["revision"].as_str().is_none() {
+            return Err(found.to_string());
+        }
+        let since = found["kvs"][0]["create_revision"].as_str();
+        since.map(|it| it.parse().map_err(|_| found.to_string())).transpose()
+    }
+
+    /// Waits this long, and returns the longest that etcd took to answer meanwhile.
+    pub async fn slowest_answer(&self, during: Duration) -> Duration {
+        let (began, mut slowest) = (Instant::now(), Duration::ZERO);
+        while began.elapsed() < during {
+            let asked = Instant::now();
+            let _ = self.leader().await;
+            slowest = slowest.max(asked.elapsed());
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+        slowest
     }
 
     /// Same as [`Etcd::start`], with `count` members.

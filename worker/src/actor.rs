@@ -2,9 +2,9 @@
 //! passes commands to the executor, and sends the executor's messages.
 //!
 //! It ends if the coordinator asks it to shut down, if the process tells it to stop
-//! ([`StopWorker`]), or if it is refused for a reason that trying again cannot change. It then
-//! sends the last lines of its log and says goodbye. Losing the link does not end it: the epoch
-//! ends, the weights stay, and it dials again.
+//! ([`StopWorker`]), or if it is refused for a reason that trying again cannot change. It lets the
+//! process's named actors finish, sends the last lines of its log and says goodbye. Losing the link
+//! does not end it: the epoch ends, the weights stay, and it dials again.
 //!
 //! - `dialling`: how it finds its coordinator
 //! - `fetching`: how it gets the files of models of the hub before it joins
@@ -93,6 +93,8 @@ pub struct WorkerConfig {
     pub actors: ActorRuntime,
     /// Where models of the hub come from, or why there is none.
     pub hub: Result<Hub, String>,
+    /// How long the process's named actors may take to finish what they have when it is to end.
+    pub drain_timeout: Duration,
 }
 
 /// The worker actor; see the module's documentation.
@@ -117,6 +119,8 @@ pub struct WorkerActor {
     /// Number of the first log line not yet sent over the current link.
     logged: u64,
     end: Option<oneshot::Sender<WorkerEnd>>,
+    /// Whether the process's named actors are finishing, before the goodbye.
+    finishes: bool,
     /// Set while the goodbye is being delivered: how the worker will have ended.
     ending: Option<WorkerEnd>,
     /// What the last coordinator wanted it to fetch.
@@ -148,6 +152,7 @@ impl WorkerActor {
             dials: 0,
             logged: 0,
             end: Some(end),
+            finishes: false,
             ending: None,
             to_fetch: None,
             fetching: None,
@@ -192,8 +197,25 @@ impl WorkerActor {
         }
     }
 
-    /// Says goodbye, and ends when that is delivered or takes too long.
+    /// Ends: says goodbye, first letting the process's named actors finish if it is told to end.
     fn leave(&mut self, ctx: &mut Context<Self>, end: WorkerEnd) {
+        if !matches!(end, WorkerEnd::Shutdown { .. }) {
+            return self.say_goodbye(ctx, end);
+        }
+        if std::mem::replace(&mut self.finishes, true) {
+            return;
+        }
+        // The link stays: their replies go over it, and they may ask others.
+        let (actors, patience) = (self.config.actors.clone(), self.config.drain_timeout);
+        let addr = ctx.address();
+        actix::spawn(async move {
+            actors.finish(patience).await;
+            addr.do_send(ActorsFinished(end));
+        });
+    }
+
+    /// Says goodbye, and ends when that is delivered or takes too long.
+    fn say_goodbye(&mut self, ctx: &mut Context<Self>, end: WorkerEnd) {
         if self.ending.is_some() {
             return;
         }
@@ -338,6 +360,19 @@ impl Handler<StopWorker> for WorkerActor {
             false => WorkerEnd::Shutdown { reason },
         };
         self.leave(ctx, end);
+    }
+}
+
+/// The process's named actors have finished, or took too long: the worker ends in this way.
+#[derive(Message)]
+#[rtype(result = "()")]
+struct ActorsFinished(WorkerEnd);
+
+impl Handler<ActorsFinished> for WorkerActor {
+    type Result = ();
+
+    fn handle(&mut self, ActorsFinished(end): ActorsFinished, ctx: &mut Self::Context) {
+        self.say_goodbye(ctx, end);
     }
 }
 

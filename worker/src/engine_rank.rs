@@ -3,6 +3,7 @@
 //! again with the same shard only connects anew.
 //!
 //! - `adapters`: LoRA adapters that come and go
+//! - `fetching`: files of the hub that were not there when the worker joined
 //! - `joining`: how a rank meets the others of its epoch
 //! - `loaded`: what a rank has loaded, and how it loads
 //! - `host`: checks that the host's memory suffices
@@ -21,6 +22,7 @@ use shared::hub::{Hub, HubModel, ModelPart};
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{Adapter, Form, SequenceOutput, StepPlan, StepTimings};
 
+use self::fetching::Fetch;
 use self::host::HostMemoryNeed;
 use self::joining::{Formation, connect, join};
 use self::loaded::{LoadedKey, LoadedShard, rest_draft};
@@ -33,12 +35,10 @@ use crate::rank::{
 };
 
 mod adapters;
+mod fetching;
 mod host;
 mod joining;
 mod loaded;
-
-/// Makes sure that files of the hub are there.
-type Fetch = Box<dyn FnOnce() -> Result<(), String> + Send>;
 
 /// Error before a rank is formed.
 const NOTHING_LOADED: &str = "nothing is loaded";
@@ -77,8 +77,21 @@ impl<D: Device> EngineRank<D> {
         self
     }
 
-    /// The same with the folders of this host in place of models of the hub.
-    fn located(&self, form: &Form) -> Result<Form, FormError> {
+    /// The same with the folders of this host in place of models of the hub. Adapters that are not
+    /// there yet are fetched, until the epoch is over.
+    fn located(
+        &self,
+        form: &Form,
+        abort: &AbortSlot,
+        observer: &mut dyn FormObserver,
+    ) -> Result<Form, FormError> {
+        let epoch = form.epoch;
+        let mut goes_on = |news: Option<(u64, u64)>| {
+            if let Some((done, total)) = news {
+                observer.progress(done, total);
+            }
+            !abort.is_aborted(epoch)
+        };
         let mut form = form.clone();
         for text in [&mut form.model].into_iter().chain(&mut form.draft_model) {
             let Some(folder) = self.folder(text)? else { continue };
@@ -93,7 +106,11 @@ impl<D: Device> EngineRank<D> {
         }
         for adapter in &mut form.lora.adapters {
             let (located, fetch) = self.located_adapter(adapter)?;
-            fetch().map_err(|message| FormError { message, permanent: false })?;
+            if let Some(fetch) = fetch {
+                tracing::info!(adapter = adapter.path, "fetching an adapter that came since");
+                fetching::wait(fetch, &mut goes_on)
+                    .map_err(|message| FormError { message, permanent: false })?;
+            }
             *adapter = located;
         }
         Ok(form)
@@ -109,25 +126,22 @@ impl<D: Device> EngineRank<D> {
         folder.map(Some).map_err(|message| FormError { message, permanent: true })
     }
 
-    /// An adapter with its folder on this host, and what makes sure that its files are there: one
-    /// of the hub may have been loaded since this worker joined.
-    fn located_adapter(&self, adapter: &Adapter) -> Result<(Adapter, Fetch), FormError> {
+    /// An adapter with its folder on this host, and what fetches its files if they are not there:
+    /// one of the hub may have been loaded since this worker joined.
+    fn located_adapter(&self, adapter: &Adapter) -> Result<(Adapter, Option<Fetch>), FormError> {
         let mut adapter = adapter.clone();
-        let Some(folder) = self.folder(&adapter.path)? else {
-            return Ok((adapter, Box::new(|| Ok(()))));
-        };
+        let Some(folder) = self.folder(&adapter.path)? else { return Ok((adapter, None)) };
         let wanted = HubModel::parse(&adapter.path).transpose();
         let wanted = wanted.map_err(|message| FormError { message, permanent: true })?;
         adapter.path = folder.to_string_lossy().into_owned();
-        let hub = self.hub.clone();
-        let fetch = move || match (hub, wanted) {
-            (Some(hub), Some(model)) if !hub.has(&model, ModelPart::Adapter) => {
-                let fetched = hub.fetch(&model.wanted(), ModelPart::Adapter, &Arc::default());
+        let missing = |(hub, model): &(Hub, HubModel)| !hub.has(model, ModelPart::Adapter);
+        let fetch = self.hub.clone().zip(wanted).filter(missing).map(|(hub, model)| -> Fetch {
+            Box::new(move |handle| {
+                let fetched = hub.fetch(&model.wanted(), ModelPart::Adapter, handle);
                 fetched.map(drop).map_err(|error| error.to_string())
-            }
-            _ => Ok(()),
-        };
-        Ok((adapter, Box::new(fetch)))
+            })
+        });
+        Ok((adapter, fetch))
     }
 
     /// Frees the places of adapters that a formation with the same weights does not list, and loads
@@ -256,7 +270,7 @@ impl<D: Device> Rank for EngineRank<D> {
         abort: &AbortSlot,
         observer: &mut dyn FormObserver,
     ) -> Result<RankReady, FormError> {
-        let form = &self.located(form)?;
+        let form = &self.located(form, abort, observer)?;
         let collective = connect(&self.listener, form, abort)?;
         let all = Arc::new(AbortAll::default());
         all.add(collective.abort_handle());
@@ -326,7 +340,12 @@ impl<D: Device> Rank for EngineRank<D> {
     fn open_adapter(&mut self, adapter: &Adapter) -> Result<AdapterReading, String> {
         let (adapter, fetch) = self.located_adapter(adapter).map_err(|error| error.message)?;
         let reading = adapters::open(self.loaded.as_mut(), &adapter)?;
-        Ok(Box::new(move |take| fetch().and_then(|()| reading(take))))
+        Ok(Box::new(move |sink| {
+            if let Some(fetch) = fetch {
+                fetching::wait(fetch, &mut |news| sink.fetches(news))?;
+            }
+            reading(sink)
+        }))
     }
 
     fn put_adapter(&mut self, number: u32, piece: &Piece) -> Result<(), String> {

@@ -54,6 +54,8 @@ pub enum ExecutorCommand {
     Adapter(ChangeAdapter),
     /// A piece of an adapter that is being read.
     Piece(AdapterPiece),
+    /// More of an adapter's files is there.
+    Fetched(LoadProgress),
     /// An adapter has been read, or cannot be.
     Read(AdapterDone),
 }
@@ -316,6 +318,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                 ExecutorCommand::Step(plan) => self.step(&plan, idle, &mut inbox),
                 ExecutorCommand::Adapter(command) => self.change_adapter(&command, commands),
                 ExecutorCommand::Piece(piece) => self.put_adapter(piece),
+                ExecutorCommand::Fetched(progress) => self.adapter_fetched(progress),
                 ExecutorCommand::Read(done) => self.adapter_read(done),
                 ExecutorCommand::Report => {
                     self.report_waits.store(false, Ordering::Relaxed);

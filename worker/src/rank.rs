@@ -105,7 +105,17 @@ pub trait Rank {
 /// Reads an adapter and hands over its pieces, until one is not wanted; returns what its folder
 /// contains.
 pub type AdapterReading =
-    Box<dyn FnOnce(&mut dyn FnMut(Piece) -> bool) -> Result<ModelIdentity, String> + Send>;
+    Box<dyn FnOnce(&mut dyn AdapterSink) -> Result<ModelIdentity, String> + Send>;
+
+/// What becomes of an adapter that is being read.
+pub trait AdapterSink {
+    /// Takes a piece; returns whether the next one is wanted.
+    fn take(&mut self, piece: Piece) -> bool;
+
+    /// Its files are still being fetched: so many bytes are there, of so many, if more than before.
+    /// Returns whether they are still wanted.
+    fn fetches(&mut self, news: Option<(u64, u64)>) -> bool;
+}
 
 /// What a rank reports while it is being formed.
 pub trait FormObserver {
@@ -259,6 +269,12 @@ impl AbortSlot {
     pub fn is_aborted(&self, epoch: Epoch) -> bool {
         let state = self.state();
         state.aborted >= (state.entered, epoch)
+    }
+
+    /// Whether `epoch` of a link has ended.
+    #[must_use]
+    pub fn is_over(&self, link: u64, epoch: Epoch) -> bool {
+        self.state().aborted >= (link, epoch)
     }
 
     /// Stores the group id that rank 0 of `epoch` sent over the current link.

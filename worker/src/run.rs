@@ -27,7 +27,9 @@ use crate::engine_rank::EngineRank;
 use crate::executor::Executor;
 use crate::outbox::LinkOutbox;
 
-/// How long a worker that was told to stop may take.
+/// Usual value of [`WorkerOptions::drain_timeout`].
+pub const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a worker that was told to stop may take, without its actors.
 const STOP_PATIENCE: Duration = Duration::from_secs(2);
 /// Bounds of the wait between attempts to find a route to the coordinator.
 const PAUSE_MIN: Duration = Duration::from_millis(250);
@@ -69,6 +71,9 @@ pub struct WorkerOptions {
     pub actors: ActorRuntime,
     /// Where models of the hub come from, or why there is none: then only folders can be served.
     pub hub: Result<Hub, String>,
+    /// How long the process's named actors may take to finish what they have when it is told to end
+    /// ([`DRAIN_TIMEOUT`]).
+    pub drain_timeout: Duration,
 }
 
 /// Runs a worker on the current actix system until it ends; when `stop` resolves, the worker leaves
@@ -130,6 +135,7 @@ pub async fn run(
         log: options.log.clone(),
         actors: options.actors.clone(),
         hub: options.hub,
+        drain_timeout: options.drain_timeout,
     };
     let spec = ActorSpec::new(&LogActor::name(&config.hello.node), "log");
     let log = options.log;
@@ -139,6 +145,7 @@ pub async fn run(
     let (end, mut ended) = oneshot::channel();
     let worker = WorkerActor::new(config, executor, uplink, end).start();
     let failed = WorkerEnd::Failed { message: "the worker actor is gone".to_owned() };
+    let patience = options.drain_timeout + STOP_PATIENCE;
     let (reason, lost) = tokio::select! {
         // A lost device ends the executor, which the actor reports later.
         biased;
@@ -147,12 +154,13 @@ pub async fn run(
         reason = &mut stop => (reason, false),
         message = moved => {
             worker.do_send(StopWorker { reason: message.clone(), device_lost: false });
-            let _ = tokio::time::timeout(STOP_PATIENCE, ended).await;
+            let _ = tokio::time::timeout(patience, ended).await;
             return Ok(WorkerEnd::Failed { message });
         }
     };
     worker.do_send(StopWorker { reason: reason.clone(), device_lost: lost });
-    let ended = tokio::time::timeout(STOP_PATIENCE, ended).await;
+    let patience = if lost { STOP_PATIENCE } else { patience };
+    let ended = tokio::time::timeout(patience, ended).await;
     match ended {
         _ if lost => Ok(WorkerEnd::DeviceLost { reason }),
         Ok(end) => Ok(end.unwrap_or(failed)),

@@ -174,8 +174,6 @@ pub(crate) struct Shared {
     pub(crate) degree: u32,
     /// Device of each, as values of `--device`.
     pub(crate) devices: Vec<String>,
-    /// Whether they are GPUs.
-    pub(crate) on_gpus: bool,
     /// Description for people.
     pub(crate) text: String,
 }
@@ -199,7 +197,7 @@ pub(crate) fn share_out(
     let cpu = || {
         let (workers, degree) = sizes(0, workers, degree);
         let (devices, text) = (vec!["cpu".to_owned()], "CPU".to_owned());
-        Ok(Shared { workers, degree, devices, on_gpus: false, text })
+        Ok(Shared { workers, degree, devices, text })
     };
     if args.device == Device::Cpu {
         return cpu();
@@ -232,7 +230,7 @@ pub(crate) fn share_out(
                 .map(|device| device.info.name.as_str())
                 .collect();
             let text = format!("GPU ({})", names.join(", "));
-            Ok(Shared { workers: count, degree: of_each, devices, on_gpus: true, text })
+            Ok(Shared { workers: count, degree: of_each, devices, text })
         }
         (Some(reason), Device::Auto) => {
             tracing::info!(reason, "computing on the CPU");

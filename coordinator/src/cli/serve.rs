@@ -20,10 +20,6 @@ use super::signals::Signals;
 use super::work::{cores, random, random_secret};
 use super::{CliError, CoordinatorArgs, api, elected, etcd, hub, logging, secret};
 
-/// Default maximum of tokens in a step, which suits CPUs; and the one for workers on GPUs.
-const BATCHED_TOKENS: u32 = 512;
-pub(crate) const BATCHED_TOKENS_GPU: u32 = 2048;
-
 /// Default address that workers dial.
 const CLUSTER_LISTEN: SocketAddr =
     SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 8001);
@@ -153,7 +149,7 @@ pub(crate) fn coordinator_options(
         secret,
         max_model_len: args.max_model_len,
         max_num_seqs: args.max_num_seqs,
-        max_num_batched_tokens: args.max_num_batched_tokens.unwrap_or(BATCHED_TOKENS),
+        max_num_batched_tokens: args.max_num_batched_tokens.0,
         block_size: args.block_size,
         kv_cache_dtype: args.kv_cache_dtype,
         // 0 leaves the choice to the workers.

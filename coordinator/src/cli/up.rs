@@ -13,9 +13,7 @@ use self::progress::LoadBar;
 use super::children::{ChildEvent, Children, WorkerCommand};
 use super::options::{TENSOR_PARALLEL, Workers};
 use super::output::print_line;
-use super::serve::{
-    BATCHED_TOKENS_GPU, ModelHints, WeightsLocation, check_model, coordinator_options, finish,
-};
+use super::serve::{ModelHints, WeightsLocation, check_model, coordinator_options, finish};
 use super::signals::Signals;
 use super::work::cores;
 use super::{CliError, UpArgs, devices, logging, serve};
@@ -44,7 +42,7 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         args.workers.and_then(Workers::number),
         args.serving.tensor_parallel,
     )?;
-    let devices::Shared { workers, degree, devices, on_gpus, text: on } = shared;
+    let devices::Shared { workers, degree, devices, text: on } = shared;
     if workers < degree {
         return Err(CliError::Usage(format!(
             "--workers {workers} is below --tensor-parallel {degree}: not even one replica would \
@@ -54,9 +52,6 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
     let any_port = SocketAddr::from(([127, 0, 0, 1], 0));
     let mut serving = args.serving.clone();
     serving.tensor_parallel = Some(degree);
-    if on_gpus {
-        serving.max_num_batched_tokens.get_or_insert(BATCHED_TOKENS_GPU);
-    }
     let model = ModelHints { weights: WeightsLocation::Here, pinned: None };
     let mut options = coordinator_options(&args.common, &serving, any_port, model, log)?;
     check_model(&options, WeightsLocation::Here)?;

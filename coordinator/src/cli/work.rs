@@ -69,6 +69,7 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
         secret,
         log,
         hub: args.cache.hub(),
+        drain_timeout: worker::run::DRAIN_TIMEOUT,
     };
     let gone = parent_gone(args.exit_with_stdin);
     let is_child = args.exit_with_stdin;

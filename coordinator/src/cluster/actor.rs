@@ -40,7 +40,7 @@ use super::migration::{Candidate, Migrations};
 use super::records::Records;
 use super::roster::{LinkNumber, Roster};
 use super::view::{ClusterView, UnresponsiveNodes};
-use super::{Cluster, ClusterConfig, Effect};
+use super::{Cluster, ClusterConfig, Effect, Failing};
 use crate::adapters::ServedAdapters;
 use crate::engine::EngineError;
 use crate::links::WorkerLink;
@@ -246,8 +246,16 @@ impl ClusterActor {
         for effect in effects {
             match effect {
                 Effect::Send { worker, epoch, message } => self.send(worker, epoch, &message),
-                Effect::ReplicaReady { replica, epoch, ranks, num_blocks, host_blocks } => {
-                    self.replica_ready(ctx, replica, epoch, ranks, (num_blocks, host_blocks));
+                Effect::ReplicaReady {
+                    replica,
+                    epoch,
+                    ranks,
+                    num_blocks,
+                    host_blocks,
+                    step_tokens,
+                } => {
+                    let sizes = (num_blocks, host_blocks, step_tokens);
+                    self.replica_ready(ctx, replica, epoch, ranks, sizes);
                 }
                 Effect::ReplicaBroken { replica, epoch, end, reason } => {
                     if end == EpochEnd::Failed {
@@ -289,13 +297,23 @@ impl ClusterActor {
                         "the worker did not answer while its replica was formed"
                     );
                 }
-                Effect::RankReplaced { worker, to } => {
+                Effect::RankReplaced { worker, to, failing } => {
                     tracing::warn!(
                         worker = self.node_of(worker),
                         slot = worker.0,
                         to = self.node_of(to),
-                        "the worker's formations come to nothing: a spare takes its rank; look \
-                         whether the ranks reach each other"
+                        "{}: a spare takes the worker's rank",
+                        complaint(failing)
+                    );
+                }
+                Effect::FewerRanks { replica, workers, left, failing } => {
+                    let without: Vec<&str> = workers.iter().map(|it| self.node_of(*it)).collect();
+                    tracing::warn!(
+                        %replica,
+                        ranks = left,
+                        ?without,
+                        "{}: it goes on with fewer ranks; `tutti scale` tries all again at once",
+                        complaint(failing)
                     );
                 }
                 Effect::Quarantined { worker, lasts } => {
@@ -345,7 +363,7 @@ impl ClusterActor {
         id: ReplicaId,
         epoch: Epoch,
         ranks: Vec<WorkerId>,
-        (num_blocks, host_blocks): (u32, u32),
+        (num_blocks, host_blocks, step_tokens): (u32, u32, u32),
     ) {
         let links: Vec<WorkerLink> = ranks
             .iter()
@@ -356,7 +374,10 @@ impl ClusterActor {
             // A rank left just now; its end is on the way.
             return;
         }
-        tracing::info!(replica = %id, %epoch, ranks = ranks.len(), kv_blocks = num_blocks, host_blocks, "serving");
+        tracing::info!(
+            replica = %id, %epoch, ranks = ranks.len(), kv_blocks = num_blocks, host_blocks,
+            step_tokens, "serving"
+        );
         let tokens = u64::from(num_blocks) * u64::from(self.engine.block_size);
         let max = self.engine.max_model_len;
         if tokens < u64::from(max) {
@@ -368,7 +389,7 @@ impl ClusterActor {
             );
         }
         let tensor_parallel = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
-        let engine = self.engine.clone();
+        let engine = EngineConfig { max_num_batched_tokens: step_tokens, ..self.engine.clone() };
         let config = ReplicaConfig { engine, num_blocks, host_blocks, tensor_parallel };
         self.hub.observer().record().replica_ready(id, &config);
         self.start_replica(ctx, id);
@@ -377,6 +398,7 @@ impl ClusterActor {
             epoch,
             num_blocks,
             host_blocks,
+            step_tokens,
             ranks: links,
             workers: ranks.clone(),
         });
@@ -507,6 +529,16 @@ impl Actor for ClusterActor {
     }
 }
 
+/// What is wrong with a replica's groups, and where to look.
+fn complaint(failing: Failing) -> &'static str {
+    match failing {
+        Failing::Formations => {
+            "the replica's formations come to nothing (look whether its ranks reach each other)"
+        }
+        Failing::Steps => "the replica's steps hang again and again",
+    }
+}
+
 /// Stop: fail all requests and tell the workers to end.
 #[derive(Clone, Debug, Message)]
 #[rtype(result = "()")]
@@ -523,8 +555,9 @@ impl Handler<EpochFailed> for ClusterActor {
     fn handle(&mut self, failed: EpochFailed, ctx: &mut Self::Context) {
         let mut effects = Vec::new();
         let EpochFailed { replica, epoch, reason, hung } = failed;
-        self.core.ranks_hang(replica, epoch, &hung);
-        self.core.epoch_failed(self.clock.now(), replica, epoch, &reason, &mut effects);
+        let now = self.clock.now();
+        self.core.ranks_hang(now, replica, epoch, &hung);
+        self.core.epoch_failed(now, replica, epoch, &reason, &mut effects);
         self.carry_out(ctx, effects);
     }
 }

@@ -255,6 +255,13 @@ impl Cluster {
         Some(load.since.saturating_add(self.config.form_timeout))
     }
 
+    /// A rank that was told to load an adapter fetches its files.
+    pub(super) fn load_heard(&mut self, now: Duration) {
+        if let Some(load) = self.adapters.loads.front_mut() {
+            load.since = load.since.max(now);
+        }
+    }
+
     /// Gives up a load of which nothing has been heard for too long.
     fn give_up_load(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         if self.loads_due().is_none_or(|due| now < due) {
@@ -458,12 +465,19 @@ impl Cluster {
             .replicas
             .change(id, |replica| (replica.serve(now), replica.ranks(), replica.epoch()));
         let Some((Some((num_blocks, host_blocks)), ranks, epoch)) = served else { return };
+        let step_tokens = self.replicas.get(id).map_or(0, Replica::step_tokens);
         for rank in &ranks {
             self.pending_answers.serves(*rank);
             self.failed_formations.forget(*rank);
         }
-        let ready = Effect::ReplicaReady { replica: id, epoch, ranks, num_blocks, host_blocks };
-        effects.push(ready);
+        effects.push(Effect::ReplicaReady {
+            replica: id,
+            epoch,
+            ranks,
+            num_blocks,
+            host_blocks,
+            step_tokens,
+        });
         // It was not there when the others were told.
         if let Some(adapter) = self.adapters.loads.front().map(|load| load.adapter.clone()) {
             self.ask_for(id, &adapter, effects);

@@ -32,6 +32,9 @@ pub struct ClusterConfig {
     pub quantization: Quantization,
     /// Sizes sent to every rank.
     pub engine: EngineConfig,
+    /// Maximum number of tokens in one step of a replica with a rank on a CPU; for others `engine`
+    /// has it.
+    pub cpu_step_tokens: u32,
     /// Deadline of collective set-up and operations.
     pub collective_timeout: Duration,
     /// How long a formation may go unheard of before it has failed: longer than collectives wait,
@@ -54,6 +57,16 @@ pub struct ClusterConfig {
 }
 
 impl ClusterConfig {
+    /// The sizes of a replica of these ranks.
+    #[must_use]
+    pub fn engine_of(&self, ranks: &[&Member]) -> EngineConfig {
+        let mut engine = self.engine.clone();
+        if ranks.iter().any(|member| member.gpu.is_empty()) {
+            engine.max_num_batched_tokens = self.cpu_step_tokens;
+        }
+        engine
+    }
+
     /// What workers must have fetched of the hub before they can be ranks with these adapters.
     #[must_use]
     pub fn to_fetch(&self, adapters: &[Adapter]) -> ToFetch {

@@ -8,6 +8,15 @@ use shared::protocol::{AdapterError, ToWorker};
 use super::Ticket;
 use crate::scheduler::EpochEnd;
 
+/// How groups of ranks fail, of which nobody can tell whose fault it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Failing {
+    /// They do not come to be.
+    Formations,
+    /// Their steps hang.
+    Steps,
+}
+
 /// An action for the shell.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Effect {
@@ -32,6 +41,8 @@ pub enum Effect {
         num_blocks: u32,
         /// Blocks in host memory, likewise.
         host_blocks: u32,
+        /// Maximum number of tokens in one step.
+        step_tokens: u32,
     },
     /// A replica that was ready cannot serve any more.
     ReplicaBroken {
@@ -63,12 +74,25 @@ pub enum Effect {
         /// For how long, at least.
         lasts: Duration,
     },
-    /// A worker's formations come to nothing: it is a spare now, and another has its rank.
+    /// A worker's groups fail again and again: it is a spare now, and another has its rank.
     RankReplaced {
         /// Which.
         worker: WorkerId,
         /// Who takes its place.
         to: WorkerId,
+        /// How they fail.
+        failing: Failing,
+    },
+    /// A replica's groups fail again and again, whichever ranks it has: it goes on with fewer.
+    FewerRanks {
+        /// The replica.
+        replica: ReplicaId,
+        /// Those that it goes on without.
+        workers: Vec<WorkerId>,
+        /// With how many.
+        left: usize,
+        /// How they fail.
+        failing: Failing,
     },
     /// A worker's device failed again and again; it gets no rank for a while.
     Quarantined {

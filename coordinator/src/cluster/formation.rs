@@ -7,7 +7,7 @@ use shared::protocol::{
 };
 
 use super::replica::Replica;
-use super::{Cluster, ClusterConfig, Effect, Member};
+use super::{Cluster, ClusterConfig, Effect, Failing, Member};
 use crate::scheduler::EpochEnd;
 
 impl Cluster {
@@ -124,8 +124,8 @@ impl Cluster {
             self.replicas.change(id, |replica| replica.hold(now));
             effects.push(Effect::Unservable { replica: id, reason });
         } else if all_answer {
-            self.failed_formations.failed(&ranks);
-            self.replace_failing_rank(now, id, effects);
+            self.failed_formations.failed(now, &ranks);
+            self.gives_way(now, id, Failing::Formations, effects);
         }
     }
 
@@ -165,6 +165,9 @@ impl Cluster {
         let members: Vec<&Member> =
             ranks.iter().filter_map(|worker| self.members.get(worker)).collect();
         let collective = collective_for(&members, &self.config, epoch);
+        let engine = self.config.engine_of(&members);
+        let step_tokens = engine.max_num_batched_tokens;
+        self.replicas.change(id, |replica| replica.set_step_tokens(step_tokens));
         for (rank, worker) in (0u32..).zip(ranks) {
             let message = ToWorker::Form(Form {
                 epoch,
@@ -179,7 +182,7 @@ impl Cluster {
                 quantization: self.config.quantization,
                 lora: self.adapters.lora(),
                 draft_model: self.config.draft_model.clone(),
-                engine: self.config.engine.clone(),
+                engine: engine.clone(),
             });
             effects.push(Effect::Send { worker, epoch, message });
         }

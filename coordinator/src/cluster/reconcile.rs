@@ -24,6 +24,7 @@ impl Cluster {
         self.release_held();
         self.quarantine.forgive();
         self.failed_formations.forget_all();
+        self.hung_steps.forget_all();
         effects.push(Effect::StoreDesired(self.desired.clone()));
         self.reconcile(now, effects);
     }
@@ -115,6 +116,8 @@ impl Cluster {
     pub(super) fn reconcile(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         self.seen = self.replicas.revision();
         self.quarantine.advance(now);
+        self.failed_formations.advance(now);
+        self.hung_steps.advance(now);
         self.give_up_formations(now, effects);
         self.remove_surplus(now, effects);
         self.fill_vacancies();
@@ -152,13 +155,15 @@ impl Cluster {
             .chain(joining.map(|since| since.saturating_add(grace)))
             .chain(self.pending_answers.deadlines(patience))
             .chain(self.quarantine.ends())
+            .chain(self.failed_formations.ends())
+            .chain(self.hung_steps.ends())
             .chain(self.loads_due())
             .filter(|due| *due > now)
             .min()
     }
 
     /// Members that hold no rank and may take one.
-    fn free(&self) -> Vec<&Member> {
+    pub(super) fn free(&self) -> Vec<&Member> {
         let able = |member: &Member| self.config.placement.lacks(member).is_none();
         let holds = |member: &Member| self.replicas.of(member.worker).is_some();
         let rests = |member: &Member| self.quarantine.is_resting(member.device());
@@ -170,11 +175,12 @@ impl Cluster {
     }
 
     /// Whether others are taken before this worker: it is slow, did not answer when it was formed,
-    /// or its formations come to nothing.
-    fn is_doubtful(&self, worker: WorkerId) -> bool {
+    /// its formations come to nothing, or its steps hang.
+    pub(super) fn is_doubtful(&self, worker: WorkerId) -> bool {
         self.slow.contains(&worker)
             || self.pending_answers.has_strikes(worker)
             || self.failed_formations.failed_often(worker)
+            || self.hung_steps.failed_often(worker)
     }
 
     /// Whether a free worker that is not doubtful may join a replica.
@@ -184,7 +190,7 @@ impl Cluster {
     }
 
     /// Returns those of a replica's ranks that are present.
-    fn members_of(&self, id: ReplicaId) -> Vec<Member> {
+    pub(super) fn members_of(&self, id: ReplicaId) -> Vec<Member> {
         let ranks = self.replicas.get(id).map(Replica::ranks).unwrap_or_default();
         ranks.iter().filter_map(|worker| self.members.get(worker).cloned()).collect()
     }
@@ -239,32 +245,6 @@ impl Cluster {
                 self.dismiss_worker(now, worker, &reason, true, effects);
             }
         }
-    }
-
-    /// A replica's formations come to nothing: one of its ranks gives way to the spare that failed
-    /// least often, if there is one that failed less often than it and answers.
-    pub(super) fn replace_failing_rank(
-        &mut self,
-        now: Duration,
-        id: ReplicaId,
-        effects: &mut Vec<Effect>,
-    ) {
-        let ranks = self.replicas.get(id).map(Replica::ranks).unwrap_or_default();
-        let Some(worker) = self.failed_formations.to_replace(&ranks) else { return };
-        let failures = |worker| self.failed_formations.failures(worker);
-        let mut group = self.members_of(id);
-        group.retain(|member| member.worker != worker);
-        let answers = |it: &Member| !self.pending_answers.has_strikes(it.worker);
-        let fewer = |it: &Member| failures(it.worker) < failures(worker);
-        let better = |it: &&Member| answers(it) && fewer(it) && joins(it, &group);
-        let best = self.free().into_iter().filter(better).min_by_key(|it| failures(it.worker));
-        let Some(best) = best.cloned() else { return };
-        let rules = &self.config.placement;
-        self.replicas.change(id, |replica| {
-            replica.dismiss(now, worker);
-            replica.fill(&mut vec![&best], &group, rules);
-        });
-        effects.push(Effect::RankReplaced { worker, to: best.worker });
     }
 
     /// Replaces slow ranks with spares that are not known to be slow, if there are any.
@@ -375,7 +355,7 @@ impl Cluster {
         if ids.is_empty() {
             return;
         }
-        let mut free: Vec<Member> = self.free().into_iter().cloned().collect();
+        let mut free = self.free_to_grow();
         for id in ids {
             let Some(replica) = self.replicas.get(id) else { continue };
             let (degree, present) = (replica.degree(), replica.ranks().len());
@@ -398,8 +378,13 @@ impl Cluster {
                 replica.form_at_once();
             });
             self.fill_vacancies();
-            free = self.free().into_iter().cloned().collect();
+            free = self.free_to_grow();
         }
+    }
+
+    /// Free workers with which groups have not failed again and again of late.
+    fn free_to_grow(&self) -> Vec<Member> {
+        self.free().into_iter().filter(|it| !self.rests(it.worker)).cloned().collect()
     }
 
     fn add_replicas(&mut self, now: Duration) {

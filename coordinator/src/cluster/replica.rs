@@ -18,6 +18,8 @@ const BACKOFF_MAX: Duration = Duration::from_secs(10);
 const HOLD_MIN: Duration = Duration::from_secs(60);
 /// Longest such wait.
 const HOLD_MAX: Duration = Duration::from_secs(600);
+/// The same for one that ended because a step hung, which takes time by itself.
+const STABLE_WITHOUT_HANG: Duration = Duration::from_secs(600);
 /// A replica that served this long counts failures anew: the backoff is against repeating a failure
 /// over and over, and clients wait as long.
 const STABLE_AFTER: Duration = Duration::from_secs(5);
@@ -102,6 +104,10 @@ pub(super) struct Replica {
     held_until: Option<Duration>,
     /// Failures for good in a row.
     holds: u32,
+    /// Maximum number of tokens in one step of this epoch.
+    step_tokens: u32,
+    /// Whether a step of this epoch hung.
+    hung: bool,
     /// Whether rank 0's NCCL id was relayed to the other ranks in this epoch.
     relayed: bool,
     /// Numbers of the adapters that every rank has.
@@ -128,6 +134,8 @@ impl Replica {
             last_failure: None,
             held_until: None,
             holds: 0,
+            step_tokens: 0,
+            hung: false,
             relayed: false,
             adapters: BTreeSet::new(),
             owed: BTreeSet::new(),
@@ -360,6 +368,7 @@ impl Replica {
         self.held_until = None;
         self.phase = ReplicaPhase::Forming;
         self.left_on_purpose = false;
+        self.hung = false;
         self.relayed = false;
         for slot in &mut self.slots {
             slot.room = None;
@@ -369,6 +378,16 @@ impl Replica {
             slot.bytes_done = 0;
             slot.bytes_total = 0;
         }
+    }
+
+    /// Ranks of the present epoch were told this maximum number of tokens in one step.
+    pub(super) fn set_step_tokens(&mut self, tokens: u32) {
+        self.step_tokens = tokens;
+    }
+
+    /// Maximum number of tokens in one step of the present epoch.
+    pub(super) fn step_tokens(&self) -> u32 {
+        self.step_tokens
     }
 
     pub(super) fn progress(&mut self, worker: WorkerId, bytes_done: u64, bytes_total: u64) {
@@ -490,9 +509,25 @@ impl Replica {
         if self.is_live() && (had || was_asked) { self.ranks() } else { Vec::new() }
     }
 
+    /// Since when it serves, or served last.
+    pub(super) fn served_since(&self) -> Duration {
+        self.served_since
+    }
+
+    /// A step of the present epoch hangs.
+    pub(super) fn step_hung(&mut self) {
+        self.hung = true;
+    }
+
+    /// Whether a step of the present or last epoch hung.
+    pub(super) fn has_hung(&self) -> bool {
+        self.hung
+    }
+
     pub(super) fn broke(&mut self, now: Duration, reason: &str) {
         self.owed.clear();
-        if self.is_serving() && now.saturating_sub(self.served_since) >= STABLE_AFTER {
+        let stable = if self.hung { STABLE_WITHOUT_HANG } else { STABLE_AFTER };
+        if self.is_serving() && now.saturating_sub(self.served_since) >= stable {
             self.failures = 0;
         }
         let backoff = BACKOFF_MIN.saturating_mul(1 << self.failures.min(10)).min(BACKOFF_MAX);

@@ -76,8 +76,9 @@ pub struct Node {
     pub pid: u32,
     /// Identifies its host.
     pub host: String,
-    /// `alive` (holds a rank), `spare`, `set aside` (its device failed again and again),
-    /// `draining`; of a coordinator `leading` or `standby`.
+    /// `alive` (holds a rank), `spare`, `doubtful` (a spare that is taken last: its actor says
+    /// why), `set aside` (its device failed again and again), `draining`; of a coordinator
+    /// `leading` or `standby`.
     pub state: String,
     /// The replica it is a rank of.
     pub replica: Option<u32>,

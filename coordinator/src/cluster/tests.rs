@@ -5,9 +5,10 @@
 //! - `slow`: slow ranks
 //! - `passes`: passes over members and replicas
 //! - `operators`: scaling and draining
-//! - `silent`: ranks that do not answer; `apart`: ranks that do not reach each other
+//! - `silent`: ranks that do not answer; `apart`: ranks that do not reach each other; `hung`: ranks
+//!   whose every step hangs
 //! - `alike`: ranks of one model and build
-//! - `devices`: devices set aside
+//! - `devices`: devices set aside, and how large a step suits them
 //! - `adapters`: LoRA adapters that come and go
 mod adapters;
 mod alike;
@@ -15,6 +16,7 @@ mod apart;
 mod degrees;
 mod devices;
 mod failures;
+mod hung;
 mod life;
 mod operators;
 mod passes;
@@ -54,6 +56,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
             swap_bytes: 0,
             kv_cache_dtype: KvCacheDtype::Auto,
         },
+        cpu_step_tokens: 64,
         collective_timeout: Duration::from_secs(5),
         form_timeout: Duration::from_secs(60),
         lora: Lora::default(),

@@ -54,8 +54,8 @@ pub struct CoordinatorOptions {
     pub max_model_len: Option<u32>,
     /// Maximum number of sequences in one step.
     pub max_num_seqs: u32,
-    /// Maximum number of tokens in one step.
-    pub max_num_batched_tokens: u32,
+    /// Maximum number of tokens in one step; absent: as suits the replica's devices.
+    pub max_num_batched_tokens: Option<u32>,
     /// Tokens per KV block.
     pub block_size: u32,
     /// Data type of the KV cache.

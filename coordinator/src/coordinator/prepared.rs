@@ -22,13 +22,22 @@ pub(crate) struct BoundListener {
     pub(crate) address: SocketAddr,
 }
 
+/// Maximum number of tokens in one step where none is given: a CPU computes a prompt hardly faster
+/// in larger chunks, and running sequences wait for each of them.
+const STEP_TOKENS_ON_CPUS: u32 = 512;
+/// The same for GPUs, which need more rows to be busy.
+const STEP_TOKENS_ON_GPUS: u32 = 2048;
+
 /// A coordinator that could serve at once: its options are checked, its tokenizer and templates are
 /// loaded, its addresses are bound.
 #[derive(Debug)]
 pub struct PreparedCoordinator {
     pub(super) options: CoordinatorOptions,
     pub(super) text: Arc<TextModel>,
+    /// For replicas on GPUs, if they differ.
     pub(super) engine: EngineConfig,
+    /// Maximum number of tokens in one step of a replica on CPUs.
+    pub(super) cpu_step_tokens: u32,
     pub(super) scheduling: SchedulerConfig,
     pub(super) hub: Arc<Hub>,
     pub(crate) http: BoundListener,
@@ -77,11 +86,15 @@ impl PreparedCoordinator {
                  slightly less accurate"
             );
         }
+        // Where there is a choice, every sequence gets its token.
+        let usual = |tokens: u32| tokens.max(options.max_num_seqs);
+        let step_tokens = |tokens| options.max_num_batched_tokens.unwrap_or(usual(tokens));
+        let cpu_step_tokens = step_tokens(STEP_TOKENS_ON_CPUS);
         let engine = EngineConfig {
             block_size: options.block_size,
             max_model_len,
             max_num_seqs: options.max_num_seqs,
-            max_num_batched_tokens: options.max_num_batched_tokens,
+            max_num_batched_tokens: step_tokens(STEP_TOKENS_ON_GPUS),
             kv_cache_bytes: options.kv_cache_bytes,
             swap_bytes: options.swap_bytes,
             kv_cache_dtype: options.kv_cache_dtype,
@@ -104,7 +117,8 @@ impl PreparedCoordinator {
         let alone = alone.map(|address| listen(address, "--metrics-listen")).transpose()?;
         let make_hub = if options.metrics { Hub::new } else { Hub::disabled };
         let hub = Arc::new(make_hub(Incarnation(options.run), metrics::Limits::default()));
-        Ok(Self { options, text, engine, scheduling, hub, http, cluster, metrics: alone })
+        let metrics = alone;
+        Ok(Self { options, text, engine, cpu_step_tokens, scheduling, hub, http, cluster, metrics })
     }
 
     /// The hub that counts everything; nothing is counted yet.

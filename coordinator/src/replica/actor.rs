@@ -83,6 +83,8 @@ pub struct EpochFormed {
     pub num_blocks: u32,
     /// Blocks in host memory, likewise.
     pub host_blocks: u32,
+    /// Maximum number of tokens in one step.
+    pub step_tokens: u32,
     /// Links to the ranks, in rank order.
     pub ranks: Vec<WorkerLink>,
     /// The ranks' workers.
@@ -251,7 +253,8 @@ impl Handler<EpochFormed> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, ready: EpochFormed, _ctx: &mut Self::Context) {
-        let EpochFormed { epoch, num_blocks, host_blocks, ranks, workers } = ready;
+        let EpochFormed { epoch, num_blocks, host_blocks, step_tokens, ranks, workers } = ready;
+        self.core.limit_steps(step_tokens);
         self.outbound.ranks = workers.iter().copied().zip(ranks).collect();
         let now = self.clock.now();
         let outbound = &mut self.outbound;

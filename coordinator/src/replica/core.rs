@@ -41,6 +41,13 @@ pub struct ReplicaLoad {
 const FRESH: Duration = Duration::from_secs(5);
 
 impl ReplicaLoad {
+    /// When all ranks last finished a step of this epoch.
+    #[must_use]
+    pub fn last_step(&self) -> Option<Duration> {
+        let last = self.last_step_ms.load(Ordering::Relaxed);
+        (last > 0).then(|| Duration::from_millis(last))
+    }
+
     /// Whether all ranks finished a step recently, or have finished one and the next is within its
     /// time limit (prompts take long on slow processors) while no rank is silent.
     #[must_use]
@@ -184,6 +191,12 @@ impl ReplicaCore {
         self.drive(now, outbound);
         self.tick(now, outbound);
         too_large
+    }
+
+    /// Bounds the tokens of each step of the next epoch; call it before
+    /// [`ReplicaCore::epoch_formed`].
+    pub fn limit_steps(&mut self, tokens: u32) {
+        self.driver.limit_steps(tokens);
     }
 
     /// An epoch is over. Returns whether it was this replica's present one.

@@ -253,6 +253,11 @@ impl ReplicaDriver {
         self.deliver(now);
     }
 
+    /// Bounds the tokens of each step, see [`Scheduler::limit_steps`].
+    pub fn limit_steps(&mut self, tokens: u32) {
+        self.scheduler.limit_steps(tokens);
+    }
+
     /// The ranks are formed: steps can run. Returns requests that their KV cache can never hold;
     /// another replica's may.
     pub fn ready(

@@ -157,7 +157,7 @@ impl Scheduler {
         let running = self.running.len() as u32;
         let mut rows = self.config.max_num_seqs.saturating_sub(running);
         let wanted = self.running().map(|seq| seq.num_wanted(self.config.max_model_len));
-        let mut tokens = wanted.fold(self.config.max_num_batched_tokens, u32::saturating_sub);
+        let mut tokens = wanted.fold(self.step_tokens, u32::saturating_sub);
         let mut free = self.blocks.num_free();
         for slot in &self.waiting {
             let Some(seq) = &self.sequences[*slot] else { continue };

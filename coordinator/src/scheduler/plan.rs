@@ -107,7 +107,7 @@ impl Scheduler {
         }
         clear(plan);
         let step = self.spare.pop().unwrap_or_default().cleared();
-        let budget = self.config.max_num_batched_tokens;
+        let budget = self.step_tokens;
         let mut builder = PlanBuilder { plan, step, budget, effects };
         // Sequences that need one token go first, most urgent first; the rest of the budget goes to
         // prompts under way, then to the queue.

@@ -9,10 +9,12 @@
 //! - `links`: linked processes and their frames
 //! - `effects`: carries out what the pure cores decided
 //! - `placing`: created actors: who starts them, and those that this process was told to start
+//! - `leaving`: a process that is about to leave lets its actors finish
 //! - `deadlines`: the thread that enforces the deadlines of asks and watches
 //! - `waiting`: handles for those who wait for an outcome or a death
 mod deadlines;
 mod effects;
+mod leaving;
 mod links;
 mod placing;
 mod state;
@@ -29,6 +31,7 @@ pub(super) use self::waiting::Dispatched;
 pub use self::waiting::{DeathWatch, NotWatched};
 use super::exchange::{Origin, Outgoing};
 use super::named::Envelope;
+use super::placement::is_reserved;
 use super::registry::{Home, Known, RegistryError, WATCHES_MAX, Watcher, Watching, truncate};
 use super::remote::{ActorMessage, RemoteAddr};
 use crate::clock::Clock;
@@ -251,6 +254,9 @@ impl ActorRuntime {
         let name = report.name.clone();
         self.tell_of(&mut state, report)?;
         let instance = Instance { generation, incarnation: 0 };
+        if !is_reserved(&name) {
+            state.spawned.insert(generation, name.clone());
+        }
         state.mailboxes.insert(name, Mailbox { instance, sender, kill: Some(kill) });
         Ok(generation)
     }
@@ -262,6 +268,7 @@ impl ActorRuntime {
         }
         let mut state = self.state();
         if report.life == ActorLife::Dead {
+            state.spawned.remove(&report.generation);
             let same = |mailbox: &Mailbox| {
                 mailbox.instance == Instance { generation: report.generation, incarnation: 0 }
             };

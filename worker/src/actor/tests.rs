@@ -93,6 +93,7 @@ fn a_worker_whose_executor_panicked_ends() {
             log: SharedLog::default(),
             actors: ActorRuntime::spoke("w", 1 << 40, clock),
             hub: Err("none".to_owned()),
+            drain_timeout: Duration::from_secs(1),
         };
         let (end, ended) = oneshot::channel();
         let _worker = WorkerActor::new(config, executor, Uplink::default(), end).start();

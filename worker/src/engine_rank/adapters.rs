@@ -9,7 +9,7 @@ use crate::model::ModelError;
 use crate::model::config::ModelConfig;
 use crate::model::lora::{Adapters, Piece};
 use crate::model::shard::Shard;
-use crate::rank::AdapterReading;
+use crate::rank::{AdapterReading, AdapterSink};
 
 /// What changes and what it depends on.
 type Adapting<'a, B> = (&'a mut B, &'a mut Adapters<B>, &'a ModelConfig, &'a Shard);
@@ -33,7 +33,10 @@ pub(super) fn open<D: Device>(
         return Err(NOTHING_LOADED.to_owned());
     };
     let reading = adapters.reserve(adapter, config, shard)?;
-    Ok(Box::new(move |take| reading.run(take).map_err(|error| error.to_string())))
+    let run = move |sink: &mut dyn AdapterSink| {
+        reading.run(|piece| sink.take(piece)).map_err(|error| error.to_string())
+    };
+    Ok(Box::new(run))
 }
 
 /// Puts a piece into its place.

@@ -3,14 +3,17 @@
 //! piece: the matrices of one site (such as q, k and v) of one layer.
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
 use shared::ids::Epoch;
-use shared::protocol::{Adapter, AdapterChange, AdapterDone, ChangeAdapter, FromWorker};
+use shared::protocol::{
+    Adapter, AdapterChange, AdapterDone, ChangeAdapter, FromWorker, LoadProgress,
+};
 
 use super::queue::{Aside, Receiver};
 use super::{ExecutorCommand, Loop, Outbox};
 use crate::model::lora::Piece;
-use crate::rank::{AdapterReading, Rank};
+use crate::rank::{AbortSlot, AdapterReading, AdapterSink, Rank};
 
 /// A piece of an adapter, on its way to the rank.
 #[derive(Debug)]
@@ -22,9 +25,13 @@ pub struct AdapterPiece {
     taken: mpsc::SyncSender<Result<(), String>>,
 }
 
+/// Minimum interval between reports of how far fetching an adapter's files is.
+const FETCH_INTERVAL: Duration = Duration::from_secs(1);
+
 /// The thread that reads one adapter.
 struct Reader {
     queue: Aside,
+    abort: AbortSlot,
     link: u64,
     epoch: Epoch,
     number: u32,
@@ -33,20 +40,12 @@ struct Reader {
 impl Reader {
     /// Reads, and queues pieces and the outcome. Ends early when its epoch does.
     fn run(&self, reading: AdapterReading) {
-        let mut refused = None;
-        let mut take = |piece| match self.hand_over(piece) {
-            Some(Ok(())) => true,
-            Some(Err(reason)) => {
-                refused = Some(reason);
-                false
-            }
-            None => false,
-        };
+        let mut sink = Sink { reader: self, refused: None, reported: None };
         // The coordinator waits for an outcome, whatever is in the files.
-        let caught = catch_unwind(AssertUnwindSafe(|| reading(&mut take)));
+        let caught = catch_unwind(AssertUnwindSafe(|| reading(&mut sink)));
         let panicked = "reading it panicked: this is a bug, see the worker's log";
         let read = caught.unwrap_or_else(|_| Err(panicked.to_owned()));
-        let outcome = match refused {
+        let outcome = match sink.refused {
             Some(reason) => Err(reason),
             None => read,
         };
@@ -62,6 +61,40 @@ impl Reader {
         let piece = AdapterPiece { epoch, number, piece, taken };
         self.queue.push(self.link, ExecutorCommand::Piece(piece)).ok()?;
         answer.recv().ok()
+    }
+}
+
+/// Takes what a reader reads.
+struct Sink<'a> {
+    reader: &'a Reader,
+    /// Why the rank did not take a piece.
+    refused: Option<String>,
+    /// When it was last reported how far fetching is.
+    reported: Option<Instant>,
+}
+
+impl AdapterSink for Sink<'_> {
+    fn take(&mut self, piece: Piece) -> bool {
+        match self.reader.hand_over(piece) {
+            Some(Ok(())) => true,
+            Some(Err(reason)) => {
+                self.refused = Some(reason);
+                false
+            }
+            None => false,
+        }
+    }
+
+    fn fetches(&mut self, news: Option<(u64, u64)>) -> bool {
+        let Reader { queue, abort, link, epoch, .. } = self.reader;
+        let due = self.reported.is_none_or(|last| last.elapsed() >= FETCH_INTERVAL);
+        if let Some((bytes_done, bytes_total)) = news.filter(|_| due) {
+            self.reported = Some(Instant::now());
+            let progress = LoadProgress { epoch: *epoch, bytes_done, bytes_total };
+            // If one is still queued, that says enough.
+            let _ = queue.push(*link, ExecutorCommand::Fetched(progress));
+        }
+        !abort.is_over(*link, *epoch)
     }
 }
 
@@ -95,10 +128,18 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
     ) -> Result<(), String> {
         let reading = self.rank.open_adapter(adapter)?;
         let (queue, link, number) = (commands.aside(), self.entered, adapter.number);
-        let reader = Reader { queue, link, epoch, number };
+        let abort = self.abort.clone();
+        let reader = Reader { queue, abort, link, epoch, number };
         let thread = std::thread::Builder::new().name("adapter".to_owned());
         let spawned = thread.spawn(move || reader.run(reading));
         spawned.map(drop).map_err(|error| format!("no thread to read the adapter with: {error}"))
+    }
+
+    /// More of an adapter's files is there: tells the coordinator.
+    pub(super) fn adapter_fetched(&mut self, progress: LoadProgress) {
+        if self.is_in(progress.epoch) {
+            self.outbox.send(self.entered, FromWorker::Progress(progress));
+        }
     }
 
     /// Hands a piece to the rank.

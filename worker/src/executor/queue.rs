@@ -74,6 +74,7 @@ fn term(link: u64, command: &ExecutorCommand) -> Option<(u64, Epoch)> {
         ExecutorCommand::Release(epoch) => *epoch,
         ExecutorCommand::Adapter(command) => command.epoch,
         ExecutorCommand::Piece(piece) => piece.epoch,
+        ExecutorCommand::Fetched(progress) => progress.epoch,
         ExecutorCommand::Read(done) => done.epoch,
         ExecutorCommand::Report => return None,
     };
@@ -86,6 +87,8 @@ enum Kind {
     Usual,
     /// Drops an adapter.
     Drop,
+    /// How far a reader's files are; the newest is enough.
+    Fetched,
     /// The outcome of a reader: there is one for each adapter that a queued command told to load,
     /// and without it the adapter would keep its place.
     Read,
@@ -97,6 +100,7 @@ impl Kind {
             ExecutorCommand::Adapter(ChangeAdapter { change: AdapterChange::Drop(_), .. }) => {
                 Self::Drop
             }
+            ExecutorCommand::Fetched(_) => Self::Fetched,
             ExecutorCommand::Read(_) => Self::Read,
             _ => Self::Usual,
         }
@@ -107,6 +111,7 @@ impl Kind {
         match self {
             Self::Usual => COMMANDS_MAX,
             Self::Drop => DROPS_MAX,
+            Self::Fetched => 1,
             Self::Read => usize::MAX,
         }
     }

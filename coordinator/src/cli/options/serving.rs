@@ -39,6 +39,22 @@ pub(super) fn log_fields() -> clap::builder::PossibleValuesParser {
     clap::builder::PossibleValuesParser::new(Field::ALL.map(|(name, _)| name))
 }
 
+/// Maximum number of tokens in one step; absent: as suits the devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StepTokens(pub(crate) Option<u32>);
+
+/// Parses `auto` or a number.
+fn parse_step_tokens(text: &str) -> Result<StepTokens, String> {
+    const MOST: u32 = 131_072;
+    if text == "auto" {
+        return Ok(StepTokens(None));
+    }
+    let number = text.parse().ok().filter(|number| (1..=MOST).contains(number));
+    number
+        .map(|number| StepTokens(Some(number)))
+        .ok_or_else(|| format!("expected a number from 1 to {MOST}, or auto"))
+}
+
 /// Options of the roles that serve HTTP.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ServingArgs {
@@ -95,10 +111,10 @@ pub(crate) struct ServingArgs {
     /// Maximum number of sequences in one engine step
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) max_num_seqs: u32,
-    /// Maximum number of tokens in one engine step (longer prompts are prefilled in chunks)
-    /// [default: 512; for `up` on GPUs 2048]
-    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=131_072))]
-    pub(crate) max_num_batched_tokens: Option<u32>,
+    /// Maximum number of tokens in one engine step (longer prompts are prefilled in chunks): a
+    /// number, or auto: 2048 for replicas on GPUs, 512 on CPUs, or --max-num-seqs if that is more
+    #[arg(long, value_name = "TOKENS", default_value = "auto", value_parser = parse_step_tokens)]
+    pub(crate) max_num_batched_tokens: StepTokens,
     /// Tokens per KV cache block
     #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) block_size: u32,

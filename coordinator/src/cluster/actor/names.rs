@@ -62,6 +62,10 @@ impl AffectedActors {
                 | Effect::AnswerTimedOut { worker, .. }
                 | Effect::RankReplaced { worker, .. }
                 | Effect::Quarantined { worker, .. } => drop(affected.workers.insert(*worker)),
+                Effect::FewerRanks { replica, workers, .. } => {
+                    affected.workers.extend(workers);
+                    affected.replicas.insert(*replica);
+                }
                 Effect::ReplicaReady { replica, .. }
                 | Effect::ReplicaBroken { replica, .. }
                 | Effect::ReplicaRemoved { replica }
@@ -99,7 +103,8 @@ impl ClusterActor {
         // The created actors there move with it.
         self.actors.drains(&member.node, member.draining);
         let life = if member.draining { ActorLife::Draining } else { ActorLife::Alive };
-        self.report_worker(member.worker, &member.node, life, None);
+        let doubt = self.core.doubt(member.worker);
+        self.report_worker(member.worker, &member.node, life, doubt.as_deref());
     }
 
     fn report_worker(&self, worker: WorkerId, node: &str, life: ActorLife, reason: Option<&str>) {

@@ -59,6 +59,7 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
         dtype: Dtype::Float32,
         quantization: Quantization::None,
         engine,
+        cpu_step_tokens: 64,
         collective_timeout: Duration::from_secs(5),
         form_timeout: Duration::from_secs(60),
         lora: Lora::default(),

@@ -172,7 +172,10 @@ impl ClusterActor {
                 if let Some(replica) = self.replica_of(worker) {
                     let reason =
                         format!("{}, {}: {}", self.node_of(worker), failed.step, failed.message);
-                    self.core.epoch_failed(now, replica, failed.epoch, &reason, &mut effects);
+                    let load = self.replicas.get(&replica).map(|running| &running.load);
+                    let last_step = load.and_then(|load| load.last_step());
+                    let epoch = failed.epoch;
+                    self.core.step_failed(now, replica, epoch, last_step, &reason, &mut effects);
                 }
             }
             FromWorker::Logs(lines) => return self.records.logged(worker, &lines),

@@ -332,6 +332,21 @@ fn a_load_that_waits_for_its_turn_gives_the_first_no_more_time() {
 }
 
 #[test]
+fn a_load_whose_files_are_still_on_their_way_is_waited_for() {
+    let mut cluster = serving(1, 1);
+    let number = number_of(&load(&mut cluster, 1, "b", false), "b");
+    let mut effects = Vec::new();
+    for at in (10..300).step_by(50) {
+        let progress = LoadProgress { epoch: Epoch(1), bytes_done: at, bytes_total: 300 };
+        cluster.load_progressed(secs(at), WorkerId(0), progress);
+        cluster.tick(secs(at + 49), &mut effects);
+    }
+    assert!(outcomes(&effects).is_empty(), "{effects:?}");
+    assert_eq!(cluster.load_progress(), (0, 0), "no weights are loaded");
+    assert_eq!(outcomes(&answer(&mut cluster, 0, 1, number, Ok(1))), [(1, Ok(()))]);
+}
+
+#[test]
 fn a_load_of_which_nothing_is_heard_is_given_up() {
     let mut cluster = serving(1, 2);
     let number = number_of(&load(&mut cluster, 1, "b", false), "b");

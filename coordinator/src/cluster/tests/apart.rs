@@ -90,3 +90,121 @@ fn what_failed_is_forgotten_when_it_serves() {
         assert_eq!(groups(&cluster), [[Some(0), Some(1)]]);
     }
 }
+
+/// A cluster of so many workers on hosts of their own, in time.
+struct Apart {
+    cluster: Cluster,
+    now: Duration,
+    /// Whether these cannot be one group.
+    apart: fn(&[u32]) -> bool,
+    /// Who was formed each time, and whether it served.
+    tried: Vec<(Vec<u32>, bool)>,
+}
+
+impl Apart {
+    fn new(config: ClusterConfig, workers: u32, apart: fn(&[u32]) -> bool) -> Self {
+        let mut all =
+            Self { cluster: Cluster::new(config), now: secs(0), apart, tried: Vec::new() };
+        for worker in 0..workers {
+            all.joins(worker);
+        }
+        all
+    }
+
+    fn joins(&mut self, worker: u32) {
+        let member = member(worker, 1, &format!("h{worker}"));
+        let mut effects = Vec::new();
+        self.cluster.worker_joined(self.now, member, &mut effects);
+        self.goes_on(effects);
+    }
+
+    /// Answers what is formed: 30 s later, that the others cannot be reached, or at once.
+    fn goes_on(&mut self, mut effects: Vec<Effect>) {
+        loop {
+            let told = forms(&std::mem::take(&mut effects));
+            let Some(epoch) = told.last().map(|form| form.2) else { return };
+            let of = told.iter().filter(|it| it.2 == epoch).map(|form| form.0);
+            let group: Vec<u32> = of.collect();
+            let works = !(self.apart)(&group);
+            self.tried.push((group.clone(), works));
+            assert!(self.tried.len() < 50, "it never ends: {:?}", self.tried);
+            if works {
+                effects = bring_up(&mut self.cluster, self.now, epoch, &group);
+                continue;
+            }
+            self.now += secs(30);
+            let message = "cannot reach the others".to_owned();
+            let failure = FormFailed { epoch: Epoch(epoch), message, permanent: false };
+            for worker in group {
+                self.cluster.form_failed(self.now, WorkerId(worker), &failure, &mut effects);
+            }
+            self.now += secs(11);
+            self.cluster.tick(self.now, &mut effects);
+        }
+    }
+
+    /// Lets time pass, ten seconds at a time; returns who was formed meanwhile.
+    fn wait(&mut self, seconds: u64) -> Vec<(Vec<u32>, bool)> {
+        let (until, before) = (self.now + secs(seconds), self.tried.len());
+        while self.now < until {
+            self.now += secs(10);
+            let mut effects = Vec::new();
+            self.cluster.tick(self.now, &mut effects);
+            self.goes_on(effects);
+        }
+        self.tried.split_off(before)
+    }
+}
+
+fn shrinking(degrees: &[u32]) -> ClusterConfig {
+    let mut config = config(degrees[0]);
+    (config.degrees, config.max_replicas) = (degrees.to_vec(), Some(1));
+    config
+}
+
+#[test]
+fn ranks_that_do_not_reach_each_other_go_on_with_fewer_where_there_is_no_spare() {
+    let mut all = Apart::new(shrinking(&[2, 1]), 2, |group| group.len() > 1);
+    assert_eq!(all.tried.pop(), Some((vec![0], true)));
+    assert_eq!(all.tried, vec![(vec![0, 1], false); 3], "twice may be an accident");
+    assert!(all.cluster.doubt(WorkerId(1)).unwrap().contains("formations"));
+    all.tried.clear();
+    // It is tried again, but rarely, and one failure is enough then.
+    assert_eq!(all.wait(580), []);
+    assert_eq!(all.wait(40), [(vec![0, 1], false), (vec![0], true)]);
+    assert_eq!(all.wait(1100), []);
+    assert_eq!(all.wait(200), [(vec![0, 1], false), (vec![0], true)], "after twice as long");
+    // Until an operator says that it is mended.
+    all.apart = |_| false;
+    let mut effects = Vec::new();
+    all.cluster.scale(all.now, None, &mut effects);
+    all.goes_on(effects);
+    assert_eq!(all.tried.pop(), Some((vec![0, 1], true)));
+    assert_eq!(all.cluster.doubt(WorkerId(1)), None);
+}
+
+#[test]
+fn the_largest_smaller_degree_that_works_is_found() {
+    // Who reaches whom, and how many then serve.
+    type Case = (u32, &'static [u32], fn(&[u32]) -> bool, usize);
+    let cases: [Case; 4] = [
+        (4, &[4, 2, 1], |group| group.len() > 2 && group.contains(&3), 2),
+        (4, &[4, 2, 1], |group| group.len() > 1 && group.contains(&0), 2),
+        (4, &[4, 2, 1], |group| group.len() > 1 && *group != [2, 3] && *group != [3, 2], 2),
+        (4, &[4, 2, 1], |group| group.len() > 1, 1),
+    ];
+    for (index, (workers, degrees, apart, serve)) in cases.into_iter().enumerate() {
+        let all = Apart::new(shrinking(degrees), workers, apart);
+        let (last, works) = all.tried.last().unwrap();
+        assert!(*works && last.len() == serve, "case {index}: {:?}", all.tried);
+        assert!(all.tried.len() <= 16, "case {index}: {:?}", all.tried);
+    }
+}
+
+#[test]
+fn who_comes_makes_a_small_replica_grow_at_once() {
+    let mut all = Apart::new(shrinking(&[2, 1]), 2, |group| group.contains(&1) && group.len() > 1);
+    assert_eq!(all.tried.last(), Some(&(vec![0], true)));
+    all.joins(2);
+    assert_eq!(all.tried.last(), Some(&(vec![0, 2], true)));
+}

@@ -1,4 +1,4 @@
-//! Devices that fail again and again.
+//! Devices that fail again and again; how large a step suits them.
 use super::*;
 
 #[test]
@@ -46,4 +46,29 @@ fn a_gpu_that_fails_again_and_again_rests_and_operators_may_have_it_tried() {
     effects.clear();
     cluster.scale(now + secs(1199), Some(2), &mut effects);
     assert!(!cluster.is_aside(WorkerId(0)) && forms(&effects).len() == 1, "{effects:?}");
+}
+
+#[test]
+fn a_step_is_as_large_as_suits_all_devices_of_its_replica() {
+    let with_gpu = |worker: u32| Member { gpu: format!("GPU-{worker}"), ..member(worker, 1, "a") };
+    let mut config = config(2);
+    (config.engine.max_num_batched_tokens, config.cpu_step_tokens) = (2048, 512);
+    let (mut cluster, mut effects) = (Cluster::new(config), Vec::new());
+    for member in [with_gpu(0), with_gpu(1), member(2, 1, "b"), with_gpu(3)] {
+        cluster.worker_joined(secs(0), member, &mut effects);
+    }
+    let told = effects.iter().filter_map(|effect| match effect {
+        Effect::Send { worker, message: ToWorker::Form(form), .. } => {
+            Some((worker.0, form.engine.max_num_batched_tokens))
+        }
+        _ => None,
+    });
+    assert_eq!(told.collect::<Vec<_>>(), [(0, 2048), (1, 2048), (3, 512), (2, 512)]);
+    effects.extend(bring_up(&mut cluster, secs(1), 1, &[0, 1]));
+    effects.extend(bring_up(&mut cluster, secs(1), 2, &[2, 3]));
+    let steps = effects.iter().filter_map(|effect| match effect {
+        Effect::ReplicaReady { step_tokens, .. } => Some(*step_tokens),
+        _ => None,
+    });
+    assert_eq!(steps.collect::<Vec<_>>(), [2048, 512], "the replicas' schedulers know it, too");
 }

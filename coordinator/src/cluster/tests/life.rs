@@ -40,6 +40,7 @@ fn a_group_forms_when_complete_and_serves_with_the_smallest_cache() {
         ranks: vec![WorkerId(0), WorkerId(1)],
         num_blocks: 100,
         host_blocks: 0,
+        step_tokens: 64,
     };
     assert_eq!(effects.last(), Some(&ready));
 }

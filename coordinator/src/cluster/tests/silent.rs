@@ -108,7 +108,7 @@ fn a_rank_whose_step_hung_makes_room_for_a_spare_sooner() {
     bring_up(&mut cluster, secs(1), forms(&effects)[0].2, &[0, 1]);
     let hung = [WorkerId(0), WorkerId(1)];
     let mut effects = Vec::new();
-    cluster.ranks_hang(ReplicaId(0), Epoch(1), &hung);
+    cluster.ranks_hang(secs(10), ReplicaId(0), Epoch(1), &hung);
     cluster.epoch_failed(secs(10), ReplicaId(0), Epoch(1), "a step took over 5 s", &mut effects);
     effects.extend(wait(&mut cluster, 10, 11));
     let ranks: Vec<u32> = forms(&effects).iter().map(|form| form.0).collect();
@@ -135,7 +135,7 @@ fn a_step_of_an_epoch_that_is_over_says_nothing_of_the_ranks_of_the_next() {
     cluster.epoch_failed(secs(10), ReplicaId(0), Epoch(1), "a link is gone", &mut effects);
     effects.extend(wait(&mut cluster, 10, 11));
     assert_eq!(forms(&effects).len(), 2, "the next epoch");
-    cluster.ranks_hang(ReplicaId(0), Epoch(1), &[WorkerId(0), WorkerId(1)]);
+    cluster.ranks_hang(secs(10), ReplicaId(0), Epoch(1), &[WorkerId(0), WorkerId(1)]);
     effects.extend(wait(&mut cluster, 11, 65));
     assert!(silent(&effects).is_empty(), "they have the time that any rank has: {effects:?}");
     effects.extend(wait(&mut cluster, 65, 72));

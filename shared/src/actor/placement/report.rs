@@ -118,7 +118,12 @@ impl Placement {
         match actor.phase {
             // Its end was counted when it was told to end, or when its link was lost.
             Phase::Pending { .. } => {}
-            Phase::Moving(_) if actor.creation.at.node.is_some() && !actor.creation.at.soft => {
+            // A process that leaves without that may be back.
+            Phase::Moving(_)
+                if actor.creation.at.node.is_some()
+                    && !actor.creation.at.soft
+                    && self.drained.contains(&actor.node) =>
+            {
                 self.bury(name, "its node drains, and it may be on no other", effects);
             }
             Phase::Moving(_) => {

@@ -358,6 +358,31 @@ fn a_drained_node_s_actors_move_without_counting_as_failures() {
 }
 
 #[test]
+fn a_process_that_leaves_by_itself_moves_its_actors_and_may_be_back() {
+    let mut placement = nodes(&[4, 4]);
+    let moving = alive(&mut placement, Creation { max_restarts: Some(0), ..creation("a") });
+    let fixed = Creation { at: Where::node("n1"), ..creation("b") };
+    let fixed = begun(&create(&mut placement, wanted(2, fixed)))[0].1.instance;
+    says(&mut placement, NOW, 1, "b", fixed, ActorLife::Alive);
+    let mut effects = Vec::new();
+    let none = Hosting { classes: Vec::new(), offer: NodeResources::default() };
+    placement.hosting(NOW, home(1), "n1", none, &mut effects);
+    let effects = says(&mut placement, NOW, 1, "a", moving, ActorLife::Draining);
+    assert!(begun(&effects).is_empty() && ended(&effects).is_empty());
+    assert_eq!(life(&effects).unwrap().life, ActorLife::Draining);
+    says(&mut placement, NOW, 1, "b", fixed, ActorLife::Draining);
+    let (at, begin) = begun(&says(&mut placement, NOW, 1, "a", moving, ActorLife::Dead)).remove(0);
+    assert_eq!((at, begin.restarted.total), (home(2), 0));
+    let report = life(&says(&mut placement, NOW, 1, "b", fixed, ActorLife::Dead)).unwrap();
+    assert_eq!(report.life, ActorLife::Restarting, "it waits for its node");
+    let mut effects = Vec::new();
+    placement.lost(NOW, home(1), "it left", &mut effects);
+    assert!(begun(&effects).is_empty());
+    let effects = offer(&mut placement, 1, 4);
+    assert_eq!(begun(&effects)[0].0, home(1));
+}
+
+#[test]
 fn the_next_coordinator_adopts_what_runs_and_creates_nothing_twice() {
     let mut first = nodes(&[4, 4]);
     let instance = alive(&mut first, creation("a"));

@@ -89,11 +89,12 @@ impl ActorRuntime {
         }
     }
 
-    fn tell_hosting(&self, state: &mut State) {
+    pub(super) fn tell_hosting(&self, state: &mut State) {
         if state.classes.is_empty() {
             return;
         }
-        let classes = state.classes.keys().cloned().collect();
+        let hosts = |_: &&String| !state.leaving;
+        let classes = state.classes.keys().filter(hosts).cloned().collect();
         let hosting = Hosting { classes, offer: state.offer.clone().unwrap_or_default() };
         match self.inner.role {
             Role::Hub => {
@@ -293,7 +294,7 @@ impl ActorRuntime {
         }
     }
 
-    fn placed_here(&self, state: &mut State, placed: Placed, effects: &mut Vec<Effect>) {
+    pub(super) fn placed_here(&self, state: &mut State, placed: Placed, effects: &mut Vec<Effect>) {
         let (node, now) = (state.node.clone(), self.inner.clock.now());
         let taken = state.is_taken(&placed.name);
         state.placement.placed(now, Home::Here, &node, placed, taken, effects);
@@ -319,6 +320,9 @@ impl ActorRuntime {
         let Creation { name, class, mailbox, .. } = creation;
         let unknown = || not_taken(format!("this process does not host the class `{class}`"));
         let factory = state.classes.get(class).cloned().ok_or_else(unknown)?;
+        if state.leaving {
+            return Err(not_taken("its process leaves".to_owned()));
+        }
         let own = |mailbox: &Mailbox| mailbox.instance.generation != instance.generation;
         if state.mailboxes.get(name).is_some_and(own) {
             let reason = "another actor of its process has its name";

@@ -47,6 +47,10 @@ pub(super) struct State {
     pub(super) controller: Option<Controller>,
     pub(super) peers: BTreeMap<PeerId, Peer>,
     pub(super) mailboxes: BTreeMap<String, Mailbox>,
+    /// Actors that the program spawned and that are not dead, by generation; not the cluster's own.
+    pub(super) spawned: BTreeMap<u64, String>,
+    /// Whether this process is about to leave: its actors end, and it takes no more.
+    pub(super) leaving: bool,
     pub(super) waiters: BTreeMap<u64, oneshot::Sender<Outcome>>,
     pub(super) watches: BTreeMap<u64, Watch>,
     /// The last number assigned to a waiter, watch, link or generation.
@@ -106,6 +110,8 @@ impl State {
             controller: None,
             peers: BTreeMap::new(),
             mailboxes: BTreeMap::new(),
+            spawned: BTreeMap::new(),
+            leaving: false,
             waiters: BTreeMap::new(),
             watches: BTreeMap::new(),
             // Generations from two runs of a process must differ.

@@ -297,3 +297,57 @@ async fn a_drained_node_s_actor_finishes_and_moves() {
     assert_eq!(moved, Ok((0, "b".to_owned())));
     assert_eq!(hub.list()[0].restarts, 0);
 }
+
+#[tokio::test]
+async fn a_process_that_leaves_finishes_what_it_has_and_its_actors_move() {
+    let (hub, a, b) = (hub(), spoke("a", 2), spoke("b", 3));
+    hosts(&a, 1);
+    let (_a_link, _b_link) = (pair(&hub, &a, "a").await, pair(&hub, &b, "b").await);
+    let at = CreateOptions { at: Where::rather("a"), ..one_cpu("counter") };
+    let created = b.create::<Counter>(&Some(0), at).await.unwrap();
+    let only_here = CreateOptions {
+        needs: Needs::nothing(),
+        at: Where::node("a"),
+        within: PATIENCE,
+        ..CreateOptions::named("only-a")
+    };
+    b.create::<Counter>(&Some(0), only_here).await.unwrap();
+    hosts(&b, 1);
+    let own = ActorSpec::new("own", "counter");
+    a.spawn(own, || Counter { total: 7, node: "a".to_owned() }).unwrap();
+    a.spawn(ActorSpec::new("log:a", "log"), || Counter { total: 1, node: String::new() }).unwrap();
+    until("it is known", || hub.list().iter().any(|known| known.report.name == "own")).await;
+    let spawned = b.addr::<Do>("own");
+    let busy = [created.clone(), spawned.clone()].map(|addr| {
+        let blocks = Do::Block(if addr.name() == "own" { 100 } else { 600 });
+        tokio::spawn(async move { addr.ask(&blocks, PATIENCE).await })
+    });
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert!(!a.finish(Duration::from_millis(100)).await, "it is still at work");
+    let late = b.create::<Counter>(&Some(0), CreateOptions { within: SOON, ..one_cpu("late") });
+    let reported = |name: &str, life| {
+        hub.list().iter().any(|it| it.report.name == name && it.report.life == life)
+    };
+    assert!(reported("counter", ActorLife::Draining), "{:?}", hub.list());
+    assert!(late.await.is_ok(), "there is room on b until the other one moves");
+    b.kill("late", false, PATIENCE).await.unwrap();
+    assert!(a.finish(PATIENCE).await);
+    for (asked, total) in busy.into_iter().zip([0, 7]) {
+        // The link is still there, and so is the reply.
+        assert_eq!(asked.await.unwrap(), Ok((total, "a".to_owned())));
+    }
+    let moved = created.ask_again(&Do::WhereAreYou, PATIENCE, 0).await;
+    assert_eq!(moved, Ok((0, "b".to_owned())));
+    let known = hub.list();
+    let life = |name: &str| {
+        let report = &known.iter().find(|it| it.report.name == name).unwrap().report;
+        (report.life, report.restarts)
+    };
+    assert_eq!(life("counter"), (ActorLife::Alive, 0), "that is no restart");
+    assert_eq!(life("only-a"), (ActorLife::Restarting, 0), "its node may be back");
+    assert_eq!(life("own").0, ActorLife::Dead);
+    assert!(matches!(spawned.ask(&Do::Add(1), SOON).await, Err(AskError::NoSuchActor(_))));
+    let log = b.addr::<Do>("log:a").ask(&Do::Add(1), PATIENCE).await;
+    assert_eq!(log.unwrap().0, 2, "the cluster's own goes on to the end");
+    assert!(a.state().hosted.is_empty());
+}

@@ -1,0 +1,224 @@
+//! PURE: how often workers were ranks of groups that failed in one way: formations that came to
+//! nothing, or steps that hung.
+//!
+//! Ranks that do not reach each other are of no use to one another, though the coordinator reaches
+//! each of them; and where one rank hangs in a step, the others hang waiting for it. Whose fault it
+//! is nobody can tell: a cable, a firewall, one host or two. So one gives way to a spare that has
+//! failed less often; if that was not it, another does. Where no spare is better, the group goes on
+//! with fewer ranks, if it may, and those that it goes on without rest: for a while they are no
+//! reason for it to grow again.
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use shared::ids::{ReplicaId, WorkerId};
+
+use super::placement::joins;
+use super::replica::Replica;
+use super::{Cluster, Effect, Failing, Member};
+
+/// First rest of a rank; doubles each time, until it has served.
+const REST_MIN: Duration = Duration::from_secs(600);
+/// Longest rest.
+const REST_MAX: Duration = Duration::from_secs(6 * 3600);
+
+/// When failures count.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Patience {
+    /// A rank gives way to a spare after so many failures: fewer may be an accident.
+    pub(super) replaced_after: u32,
+    /// Its group goes on with fewer ranks after so many.
+    pub(super) smaller_after: u32,
+    /// Failures that are further apart than this are not in a row.
+    pub(super) within: Duration,
+}
+
+/// Formations fail in seconds, but weights may load for hours before; whether a rank has served in
+/// between is all that counts.
+pub(super) const FORMATIONS: Patience =
+    Patience { replaced_after: 2, smaller_after: 3, within: Duration::MAX };
+/// A rank serves before each step that hangs.
+pub(super) const STEPS: Patience =
+    Patience { replaced_after: 3, smaller_after: 3, within: Duration::from_secs(600) };
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct FailingRanks {
+    patience: Patience,
+    ranks: BTreeMap<WorkerId, Record>,
+}
+
+#[derive(Debug, Default)]
+struct Record {
+    /// In a row.
+    failures: u32,
+    last: Duration,
+    rests: u32,
+    until: Option<Duration>,
+}
+
+impl FailingRanks {
+    pub(super) fn new(patience: Patience) -> Self {
+        Self { patience, ranks: BTreeMap::new() }
+    }
+
+    /// A group of these ranks has failed.
+    pub(super) fn failed(&mut self, now: Duration, ranks: &[WorkerId]) {
+        for rank in ranks {
+            let record = self.ranks.entry(*rank).or_default();
+            // One that a group once had to go on without has no such grace.
+            let apart = now.saturating_sub(record.last) > self.patience.within;
+            if apart && record.rests == 0 {
+                record.failures = 0;
+            }
+            record.failures = record.failures.saturating_add(1);
+            record.last = now;
+        }
+    }
+
+    /// How often it failed, in a row.
+    pub(super) fn failures(&self, worker: WorkerId) -> u32 {
+        self.ranks.get(&worker).map_or(0, |record| record.failures)
+    }
+
+    /// Whether it failed too often to be taken where there are others.
+    pub(super) fn failed_often(&self, worker: WorkerId) -> bool {
+        self.failures(worker) >= self.patience.replaced_after
+    }
+
+    /// Which of these ranks gives way to a spare: the one that failed most often, of equals the
+    /// last, for rank 0's process has more to begin with.
+    pub(super) fn to_replace(&self, ranks: &[WorkerId]) -> Option<WorkerId> {
+        let worst = ranks.iter().copied().max_by_key(|worker| self.failures(*worker));
+        worst.filter(|worker| self.failed_often(*worker))
+    }
+
+    /// Which `degree` of these ranks go on without the others: those that failed least often, of
+    /// equals the first. `None` if they have not failed often enough for that.
+    pub(super) fn to_keep(&self, ranks: &[WorkerId], degree: usize) -> Option<Vec<WorkerId>> {
+        let most = ranks.iter().map(|worker| self.failures(*worker)).max()?;
+        if most < self.patience.smaller_after {
+            return None;
+        }
+        let mut kept = ranks.to_vec();
+        kept.sort_by_key(|worker| self.failures(*worker));
+        kept.truncate(degree);
+        Some(kept)
+    }
+
+    /// A group goes on without these, or with others in their place, from now on.
+    pub(super) fn rest(&mut self, now: Duration, dropped: &[WorkerId]) {
+        let of = |worker| self.ranks.get(worker).map_or(0, |record: &Record| record.rests);
+        let rests = dropped.iter().map(of).max().unwrap_or(0);
+        let rest = REST_MIN.saturating_mul(1 << rests.min(10)).min(REST_MAX);
+        for worker in dropped {
+            let record = self.ranks.entry(*worker).or_default();
+            record.rests = rests.saturating_add(1);
+            record.until = Some(now.saturating_add(rest));
+        }
+    }
+
+    /// Whether no group grows because of it.
+    pub(super) fn is_resting(&self, worker: WorkerId) -> bool {
+        self.ranks.get(&worker).is_some_and(|record| record.until.is_some())
+    }
+
+    /// Time passes.
+    pub(super) fn advance(&mut self, now: Duration) {
+        for record in self.ranks.values_mut() {
+            record.until = record.until.filter(|until| now < *until);
+        }
+    }
+
+    /// Returns when rests end.
+    pub(super) fn ends(&self) -> impl Iterator<Item = Duration> {
+        self.ranks.values().filter_map(|record| record.until)
+    }
+
+    /// It serves, or its process is gone: what was is forgotten.
+    pub(super) fn forget(&mut self, worker: WorkerId) {
+        self.ranks.remove(&worker);
+    }
+
+    /// What was is forgotten.
+    pub(super) fn forget_all(&mut self) {
+        self.ranks.clear();
+    }
+}
+
+impl Cluster {
+    fn failing(&self, failing: Failing) -> &FailingRanks {
+        match failing {
+            Failing::Formations => &self.failed_formations,
+            Failing::Steps => &self.hung_steps,
+        }
+    }
+
+    fn failing_mut(&mut self, failing: Failing) -> &mut FailingRanks {
+        match failing {
+            Failing::Formations => &mut self.failed_formations,
+            Failing::Steps => &mut self.hung_steps,
+        }
+    }
+
+    /// A replica's groups fail in this way: one of its ranks gives way to the spare that failed
+    /// least often, if there is one that failed less often than it and answers. Otherwise the
+    /// replica goes on with fewer ranks, if it may.
+    pub(super) fn gives_way(
+        &mut self,
+        now: Duration,
+        id: ReplicaId,
+        failing: Failing,
+        effects: &mut Vec<Effect>,
+    ) {
+        let ranks = self.replicas.get(id).map(Replica::ranks).unwrap_or_default();
+        let Some(worker) = self.failing(failing).to_replace(&ranks) else { return };
+        let failures = |worker| self.failing(failing).failures(worker);
+        let mut group = self.members_of(id);
+        group.retain(|member| member.worker != worker);
+        let answers = |it: &Member| !self.pending_answers.has_strikes(it.worker);
+        let fewer = |it: &Member| failures(it.worker) < failures(worker);
+        let better = |it: &&Member| answers(it) && fewer(it) && joins(it, &group);
+        let best = self.free().into_iter().filter(better).min_by_key(|it| failures(it.worker));
+        let Some(best) = best.cloned() else {
+            return self.goes_on_with_fewer(now, id, failing, effects);
+        };
+        let rules = &self.config.placement;
+        self.replicas.change(id, |replica| {
+            replica.dismiss(now, worker);
+            replica.fill(&mut vec![&best], &group, rules);
+        });
+        self.failing_mut(failing).rest(now, &[worker]);
+        effects.push(Effect::RankReplaced { worker, to: best.worker, failing });
+    }
+
+    /// Replaces a complete group that fails by those of its ranks that failed least often: as many
+    /// as the next smaller degree takes.
+    fn goes_on_with_fewer(
+        &mut self,
+        now: Duration,
+        id: ReplicaId,
+        failing: Failing,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(replica) = self.replicas.get(id).filter(|replica| !replica.has_gap()) else {
+            return;
+        };
+        let (ranks, present) = (replica.ranks(), replica.degree());
+        let degrees = self.config.degrees.iter().map(|degree| *degree as usize);
+        let smaller = degrees.filter(|degree| *degree < present).max();
+        let of = self.failing(failing);
+        let Some(kept) = smaller.and_then(|degree| of.to_keep(&ranks, degree)) else { return };
+        let left = kept.len();
+        let workers: Vec<WorkerId> =
+            ranks.into_iter().filter(|worker| !kept.contains(worker)).collect();
+        // Neither with them nor with those that have been tried before would it do better soon.
+        let tried = self.free().into_iter().map(|it| it.worker).filter(|it| of.failed_often(*it));
+        let resting: Vec<WorkerId> = tried.chain(workers.iter().copied()).collect();
+        self.failing_mut(failing).rest(now, &resting);
+        self.replicas.change(id, |replica| {
+            workers.iter().for_each(|worker| replica.dismiss(now, *worker));
+            replica.resize(now, left);
+        });
+        effects.push(Effect::FewerRanks { replica: id, workers, left, failing });
+    }
+}

@@ -1,0 +1,109 @@
+//! A process that is about to leave lets its own actors finish what they have.
+use std::time::Duration;
+
+use super::placing::ends;
+use super::state::State;
+use super::{ActorRuntime, Role};
+use crate::actor::placement::is_reserved;
+use crate::protocol::actors::creation::{EndHow, Instance, Placed};
+use crate::protocol::actors::{ActorFrame, ActorLife};
+
+/// Interval between looks at whether all have finished.
+const LOOK: Duration = Duration::from_millis(10);
+
+impl ActorRuntime {
+    /// Ends this process's actors in order, because it is about to leave. They take no new
+    /// messages, handle those that they have, and their replies are sent. Created actors are then
+    /// placed in another process, which is no restart of them; this one is given no more.
+    ///
+    /// Resolves when that is done, or after `patience`, to whether it is done.
+    pub async fn finish(&self, patience: Duration) -> bool {
+        self.leave();
+        // The hub's links are never quiet for others' sake.
+        if self.inner.role == Role::Hub && self.unfinished().is_empty() {
+            return true;
+        }
+        let looked = async {
+            while !self.has_finished() {
+                tokio::time::sleep(LOOK).await;
+            }
+        };
+        let finished = tokio::time::timeout(patience, looked).await.is_ok();
+        if !finished {
+            let busy = self.unfinished();
+            tracing::warn!(
+                ?busy,
+                ?patience,
+                "actors that are still at work end with their process"
+            );
+        }
+        finished
+    }
+
+    /// Closes the actors' mailboxes, and says so to the hub.
+    fn leave(&self) {
+        let mut state = self.state();
+        let state = &mut *state;
+        if std::mem::replace(&mut state.leaving, true) {
+            return;
+        }
+        // First, so that nothing that ends is placed here again.
+        self.tell_hosting(state);
+        let own = |name: &String| state.is_spawned(name) && !is_reserved(name);
+        let spawned: Vec<String> =
+            state.mailboxes.keys().filter(|name| own(name)).cloned().collect();
+        for name in spawned {
+            state.mailboxes.remove(&name);
+        }
+        let lives = |life| !matches!(life, ActorLife::Dead | ActorLife::Draining);
+        let created = state.hosted.iter().filter(|(_, hosted)| lives(hosted.life));
+        let created: Vec<(Instance, String)> =
+            created.map(|(instance, it)| (*instance, it.begin.creation.name.clone())).collect();
+        for (instance, name) in created {
+            let reason = "its process leaves".to_owned();
+            let _ = ends(state, name.clone(), instance, EndHow::Finish, reason.clone());
+            let (life, reason) = (ActorLife::Draining, Some(reason));
+            self.tell_of_placed(state, Placed { name, instance, life, reason, known: None });
+        }
+    }
+
+    /// Tells the hub what became of a created actor here.
+    fn tell_of_placed(&self, state: &mut State, placed: Placed) {
+        match (self.inner.role, state.hub()) {
+            (Role::Hub, _) => {
+                let mut effects = Vec::new();
+                self.placed_here(state, placed, &mut effects);
+                self.decided(state, effects);
+            }
+            (Role::Spoke, Some(peer)) => {
+                let _ = state.send(peer, &ActorFrame::Placed(Box::new(placed)));
+            }
+            // The next hub is told what is here.
+            (Role::Spoke, None) => {}
+        }
+    }
+
+    /// Whether no actor of this process is at work, and all that they said is on its way.
+    fn has_finished(&self) -> bool {
+        let state = self.state();
+        let sent = state.peers.values().all(|peer| peer.link.queued_of_actors().frames == 0);
+        sent && state.unfinished().next().is_none()
+    }
+
+    fn unfinished(&self) -> Vec<String> {
+        self.state().unfinished().map(str::to_owned).collect()
+    }
+}
+
+impl State {
+    fn is_spawned(&self, name: &str) -> bool {
+        self.mailboxes.get(name).is_some_and(|mailbox| mailbox.kill.is_some())
+    }
+
+    /// The actors of this process that are not dead, except the cluster's own.
+    fn unfinished(&self) -> impl Iterator<Item = &str> {
+        let lives = self.hosted.values().filter(|hosted| hosted.life != ActorLife::Dead);
+        let created = lives.map(|hosted| hosted.begin.creation.name.as_str());
+        created.chain(self.spawned.values().map(String::as_str))
+    }
+}
