@@ -13,7 +13,8 @@ use testkit::adapters::AdapterSpec;
 use testkit::models::{goldens, variant};
 use worker::device::{CpuDevice, CudaDevice, Device};
 use worker::engine_rank::EngineRank;
-use worker::rank::{AbortSlot, EmptyStepSource, FormObserver, Rank as _};
+use worker::model::lora::Piece;
+use worker::rank::{AbortSlot, AdapterSink, EmptyStepSource, FormObserver, Rank as _};
 
 use crate::adapters::Scratch;
 use crate::rig::fake_nccl_options;
@@ -134,11 +135,9 @@ impl<D: Device> Serving<D> {
     /// Loads an adapter as the executor does: its pieces come between the steps of `beside`.
     fn load(&mut self, adapter: &Adapter, beside: &mut Running) -> Result<(), String> {
         let reading = self.rank.open_adapter(adapter)?;
-        let mut pieces = Vec::new();
-        let identity = reading(&mut |piece| {
-            pieces.push(piece);
-            true
-        });
+        let mut kept = Kept(Vec::new());
+        let identity = reading(&mut kept);
+        let Kept(pieces) = kept;
         let identity = identity.inspect_err(|_| self.rank.drop_adapter(adapter.number))?;
         for (index, piece) in pieces.iter().enumerate() {
             self.rank.put_adapter(adapter.number, piece)?;
@@ -152,6 +151,20 @@ impl<D: Device> Serving<D> {
         }
         self.rank.complete_adapter(adapter.number, identity);
         Ok(())
+    }
+}
+
+/// Takes every piece.
+struct Kept(Vec<Piece>);
+
+impl AdapterSink for Kept {
+    fn take(&mut self, piece: Piece) -> bool {
+        self.0.push(piece);
+        true
+    }
+
+    fn fetches(&mut self, _: Option<(u64, u64)>) -> bool {
+        true
     }
 }
 
