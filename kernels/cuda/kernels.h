@@ -533,8 +533,7 @@ __global__ void tutti_route(const float* logits, const float* bias, uint32_t* ex
  * slots that the tiles refer to, to slots[c * chunk_rows * top_k ..]. experts u32 [rows, top_k];
  * slots u32 [rows * top_k]; tiles_stride is at least the smaller of a chunk's slots and its slots /
  * tile_slots + num_experts. grid (ceil(rows / chunk_rows)), block 1024; `live` counts rows. */
-__global__ void tutti_group_experts(const uint32_t* experts,
-                                    uint32_t* slots, TuttiExpertTile* tiles,
+__global__ void tutti_group_experts(const uint32_t* experts, uint32_t* slots, TuttiExpertTile* tiles,
                                     uint32_t* num_tiles, uint32_t rows, uint32_t top_k,
                                     uint32_t num_experts, uint32_t chunk_rows, uint32_t tile_slots,
                                     uint32_t tiles_stride, const uint32_t* live);

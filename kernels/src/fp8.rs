@@ -7,7 +7,7 @@
 use crate::weights;
 use crate::weights::DType;
 
-/// Bits of the largest finite value.
+/// The largest finite value.
 const LARGEST: f32 = 448.0;
 /// Numbers below this are multiples of 2^-9.
 const SMALLEST_NORMAL: f32 = 1.0 / 64.0;

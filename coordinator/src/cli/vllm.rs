@@ -66,6 +66,7 @@ pub(crate) const OPTIONS: &[(&str, Handling)] = &[
     ("runner", Reject("completions and embeddings are both served")),
     ("max-cpu-loras", Reject("`--max-loras N`: all adapters may be in one step")),
     ("cpu-offload-gb", Reject("weights stay in the memory of the device that computes")),
+    ("calculate-kv-scales", Reject("KV caches in FP8 have no scales")),
     ("num-gpu-blocks-override", Reject("`--kv-cache-memory BYTES`")),
     ("api-server-count", Reject("`tutti frontend`, any number of them")),
     ("guided-decoding-backend", Reject("llguidance is the only backend")),

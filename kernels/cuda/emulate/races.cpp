@@ -1,10 +1,10 @@
 // Which accesses nothing orders. See races.h.
 //
 // Of every two bytes (of every single one where kernels write those): who wrote them last, and who
-// has read them since. Two accesses by different threads, one of them a write, are ordered by a barrier of the
-// block between them, within a warp also by __syncwarp; not by shuffles and the like, which promise
-// nothing of memory, and between blocks of a grid by nothing. Atomic operations are not in each
-// other's way.
+// has read them since. Two accesses by different threads, one of them a write, are ordered by a
+// barrier of the block between them, within a warp also by __syncwarp; not by shuffles and the like,
+// which promise nothing of memory, and between blocks of a grid by nothing. Atomic operations are not
+// in each other's way.
 #include "races.h"
 
 #if defined(TUTTI_RACES)

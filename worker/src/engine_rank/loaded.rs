@@ -86,11 +86,16 @@ pub(super) fn load<D: Device>(
     let adapters = LoraFiles::open(&form.lora, &config)?;
     let draft = draft_model(form).map(|folder| DraftFiles::open(Path::new(folder), &config));
     let draft = draft.transpose()?;
-    if form.engine.kv_cache_dtype == KvCacheDtype::Fp8 && files.has_kv_scales() {
-        tracing::warn!(
-            "the checkpoint has scales for a KV cache in FP8 (k_scale, v_scale); they are not \
-             used: keys and values beyond 448 become 448"
-        );
+    if files.has_kv_scales() {
+        match form.engine.kv_cache_dtype {
+            KvCacheDtype::Fp8 => tracing::warn!(
+                "the checkpoint has scales for a KV cache in FP8; they are not used: keys and \
+                 values beyond 448 become 448"
+            ),
+            KvCacheDtype::Auto => tracing::info!(
+                "the checkpoint was made for a KV cache in FP8, which --kv-cache-dtype fp8 asks for"
+            ),
+        }
     }
     let precision = device.precision(form.dtype, &config)?;
     let mut backend = device.backend(precision, collective)?;

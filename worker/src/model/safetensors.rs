@@ -177,9 +177,11 @@ impl WeightFiles {
         Err(wrong(&self.files[other.file].path, &other.name, message))
     }
 
-    /// Whether the checkpoint has scales for a KV cache.
+    /// Whether the checkpoint has scales for a KV cache, under any of the names that vLLM knows.
     pub(crate) fn has_kv_scales(&self) -> bool {
-        self.names().any(|name| name.ends_with(".k_scale") || name.ends_with(".v_scale"))
+        let names =
+            [".k_scale", ".v_scale", ".kv_scale", "k_proj.output_scale", "v_proj.output_scale"];
+        self.names().any(|name| names.iter().any(|end| name.ends_with(end)))
     }
 
     /// The names of all tensors, sorted.

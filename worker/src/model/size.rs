@@ -1,5 +1,5 @@
 //! PURE: memory of one rank's share of a model on a device that keeps weights (except quantised
-//! ones), KV and the inputs of products in bf16, and everything else in f32.
+//! ones), KV (unless it is in FP8) and the inputs of products in bf16, and everything else in f32.
 use kernels::backend::EXPERT_SLOTS;
 use kernels::weights::Int4Groups;
 use shared::protocol::{EngineConfig, KvCacheDtype, Quantization};
