@@ -9,7 +9,7 @@
 //! int8 scales are computed from whole rows, so when quantising to int8, every rank reads
 //! row-parallel matrices completely.
 use half::{bf16, f16};
-use kernels::backend::{Backend, DType, QkvWeights, RopeTable, Scales, Tensors as Types};
+use kernels::backend::{Backend, DType, QkvWeights, RopeTable, Tensors as Types};
 use kernels::error::KernelError;
 use shared::protocol::Quantization;
 
@@ -151,15 +151,8 @@ pub fn load<B: Backend>(
 ) -> Result<BackendWeights<B>, ModelError> {
     let Source { config, shard, .. } = *source;
     let part = Part(*source);
-    let padding = vec![0; (shard.vocab_width - shard.vocab.len()) * config.hidden_size * 4];
-    let embedding = part.vocabulary("model.embed_tokens.weight", &padding)?;
-    if embedding.iter().any(|it| matches!(it.scales, Some(Scales::Packed(_)))) {
-        return Err(ModelError::Tensor {
-            file: source.files.folder().to_owned(),
-            tensor: "model.embed_tokens".to_owned(),
-            message: "is packed: 4-bit embeddings are not supported".to_owned(),
-        });
-    }
+    let padding = padding(config, shard);
+    let embedding = part.embedding(&padding)?;
     let lm_head = match (config.tied, quantization) {
         (true, Quantization::None) => None,
         (true, Quantization::Int8) => Some(embedding.clone()),
@@ -199,6 +192,29 @@ pub fn load<B: Backend>(
             .collect::<Result<_, KernelError>>()?,
         bytes: loader.held,
     })
+}
+
+/// Checks the tensors of the first and the last layer, and those outside layers, in the same way
+/// as [`load`].
+///
+/// # Errors
+/// [`ModelError`].
+pub(crate) fn check(source: &Source<'_>) -> Result<(), ModelError> {
+    let Source { config, shard, .. } = *source;
+    let (part, padding) = (Part(*source), padding(config, shard));
+    part.embedding(&padding)?;
+    if !config.tied {
+        part.vocabulary("lm_head.weight", &padding)?;
+    }
+    for layer in [0, config.num_layers.saturating_sub(1)] {
+        part.layer(layer)?;
+    }
+    part.stream_norm("model.norm").map(drop)
+}
+
+/// Zeros for the rows of the vocabulary that no token has.
+fn padding(config: &ModelConfig, shard: &Shard) -> Vec<u8> {
+    vec![0; (shard.vocab_width - shard.vocab.len()) * config.hidden_size * 4]
 }
 
 /// Says which layers' experts become larger than in the files: all matrices of a stack have one

@@ -104,6 +104,22 @@ impl<'a> Part<'a> {
         Layer { part: self, index }.read()
     }
 
+    /// Returns this rank's rows of the embedding, which must not be packed.
+    pub(super) fn embedding<'b>(&self, padding: &'b [u8]) -> Result<Vec<HostMatrix<'b>>, ModelError>
+    where
+        'a: 'b,
+    {
+        let embedding = self.vocabulary("model.embed_tokens.weight", padding)?;
+        if embedding.iter().any(|it| matches!(it.scales, Some(Scales::Packed(_)))) {
+            return Err(ModelError::Tensor {
+                file: self.0.files.folder().to_owned(),
+                tensor: "model.embed_tokens".to_owned(),
+                message: "is packed: 4-bit embeddings are not supported".to_owned(),
+            });
+        }
+        Ok(embedding)
+    }
+
     /// Returns this rank's rows of a `[vocab, hidden]` tensor, zero-padded to `vocab_width`.
     pub(super) fn vocabulary<'b>(
         &self,
