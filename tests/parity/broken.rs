@@ -169,6 +169,18 @@ fn norms_that_lack_a_part() {
     }
 }
 
+/// Ignoring them would make other tokens, and no error.
+#[test]
+fn activations_with_scales() {
+    let folder = Folder::copy_of("starcoder2");
+    let scales = "model.layers.1.mlp.act.scales";
+    folder.edit(|tensors| {
+        let (name, dtype) = (scales.to_owned(), "F16".to_owned());
+        tensors.push(Tensor { name, dtype, shape: vec![128], data: vec![0; 256] });
+    });
+    names(&refusal(&folder), &[scales, "AutoAWQ", "not supported"]);
+}
+
 #[test]
 fn quantised_tensors_need_their_scales() {
     let folder = |change: &dyn Fn(&mut Vec<Tensor>)| {

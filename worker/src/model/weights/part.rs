@@ -228,6 +228,7 @@ impl<'a> Layer<'a> {
             let found = ExpertParts::find(tensors, experts, &layer, config.hidden_size, shard);
             return Ok(MlpPart::Experts(found?));
         }
+        self.refuse_scaled_activation()?;
         let inner = &shard.intermediate;
         let gate_up: Vec<Outputs> = [Module::Gate, Module::Up]
             .into_iter()
@@ -240,6 +241,18 @@ impl<'a> Layer<'a> {
             down: self.cols(Module::Down, inner)?,
             down_bias: self.row_parallel_bias(config.mlp_bias, Module::Down)?,
         })
+    }
+
+    /// AutoAWQ moves factors of the down projection into the activation of MLPs without a gate,
+    /// which becomes `activation(x) / scales`. Without them the results would be wrong.
+    fn refuse_scaled_activation(&self) -> Result<(), ModelError> {
+        let files = self.part.0.files;
+        let names = ["mlp.act.scales", "mlp.act_fn.scales"].map(|name| self.name(name));
+        let Some(tensor) = names.into_iter().find(|name| files.has(name)) else { return Ok(()) };
+        let message = "scales the MLP's activation, as AutoAWQ does for models whose MLP has no \
+                       gate: this is not supported, use a checkpoint in bf16 or one made by GPTQ";
+        let (file, message) = (files.folder().to_owned(), message.to_owned());
+        Err(ModelError::Tensor { file, tensor, message })
     }
 
     fn name(&self, suffix: &str) -> String {
