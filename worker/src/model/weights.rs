@@ -11,6 +11,7 @@
 use half::{bf16, f16};
 use kernels::backend::{Backend, DType, QkvWeights, RopeTable, Tensors as Types};
 use kernels::error::KernelError;
+use kernels::weights::Int4Groups;
 use shared::protocol::Quantization;
 
 use self::loader::{Loader, bytes};
@@ -163,7 +164,9 @@ pub fn load<B: Backend>(
     final_norm.divide(config.logits_scaling);
     let dtype = embedding.first().map_or(DType::F32, |matrix| matrix.dtype);
 
-    warn_of_mixed_experts(&layers);
+    if quantization == Quantization::None {
+        warn_of_mixed_experts(&layers, &|groups| backend.keeps_int4(groups, true));
+    }
     let matrices = layers.iter().flat_map(part::LayerPart::matrices);
     let total = embedding.iter().chain(lm_head.iter().flatten()).chain(matrices).map(bytes).sum();
     progress(0, total);
@@ -217,16 +220,18 @@ fn padding(config: &ModelConfig, shard: &Shard) -> Vec<u8> {
     vec![0; (shard.vocab_width - shard.vocab.len()) * config.hidden_size * 4]
 }
 
-/// Says which layers' experts become larger than in the files: all matrices of a stack have one
-/// form, so packed ones are unpacked if some of a layer's experts (often a shared one) are not.
-fn warn_of_mixed_experts(layers: &[part::LayerPart<'_>]) {
-    let is_mixed = |layer: &&part::LayerPart<'_>| layer.mlp.has_mixed_experts();
+/// Says in how many layers experts become larger than in the files: all matrices of a stack have
+/// one form, so packed ones, which `keeps` would leave packed, are unpacked if others of the stack
+/// (often a shared expert's) are not packed.
+fn warn_of_mixed_experts(layers: &[part::LayerPart<'_>], keeps: &dyn Fn(&Int4Groups) -> bool) {
+    let is_mixed = |layer: &&part::LayerPart<'_>| layer.mlp.has_mixed_experts(keeps);
     let count = layers.iter().filter(is_mixed).count();
     if count > 0 {
         tracing::warn!(
             layers = count,
             "in some layers the checkpoint has 4-bit experts beside experts that are not \
-             quantised: all experts of these layers become bf16, about four times as large"
+             quantised: the experts' projections of that kind (gate and up, or down) become \
+             bf16 in these layers, about four times as large"
         );
     }
 }

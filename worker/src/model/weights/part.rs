@@ -2,6 +2,7 @@
 use std::ops::Range;
 
 use kernels::backend::{HostMatrix, Scales};
+use kernels::weights::{Int4Groups, int4_groups};
 
 use super::{Source, kinds};
 use crate::model::ModelError;
@@ -65,12 +66,17 @@ impl<'a> MlpPart<'a> {
 }
 
 impl MlpPart<'_> {
-    /// Whether some of its experts are packed, and others are not.
-    pub(super) fn has_mixed_experts(&self) -> bool {
+    /// Whether it has a stack of experts in which some are packed, would stay so according to
+    /// `keeps` if all were, and others are not packed.
+    pub(super) fn has_mixed_experts(&self, keeps: &dyn Fn(&Int4Groups) -> bool) -> bool {
         let Self::Experts(parts) = self else { return false };
         let is_packed = |matrix: &HostMatrix<'_>| matches!(matrix.scales, Some(Scales::Packed(_)));
-        let is_mixed =
-            |stack: &[HostMatrix<'_>]| stack.iter().any(is_packed) && !stack.iter().all(is_packed);
+        let is_mixed = |stack: &[HostMatrix<'_>]| {
+            let packed: Vec<_> = stack.iter().copied().filter(is_packed).collect();
+            !packed.is_empty()
+                && packed.len() < stack.len()
+                && int4_groups(&packed).is_some_and(|groups| keeps(&groups))
+        };
         is_mixed(&parts.gate_up) || parts.down.iter().any(|stack| is_mixed(stack))
     }
 }
@@ -364,4 +370,41 @@ fn rows_of<'a>(tensor: &TensorView<'a>, rows: &Range<usize>) -> HostMatrix<'a> {
 
 fn cols_of<'a>(tensor: &TensorView<'a>, cols: &Range<usize>) -> HostMatrix<'a> {
     tensor.cut(0..tensor.size().0, cols.clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::model::config::ModelConfig;
+    use crate::model::safetensors::WeightFiles;
+    use crate::model::shard::Shard;
+
+    #[test]
+    fn experts_are_mixed_if_some_of_a_stack_would_have_stayed_packed() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/models/qwen3-moe-w4a16");
+        let (files, config) =
+            (WeightFiles::open(&folder).unwrap(), ModelConfig::load(&folder).unwrap());
+        let shard = Shard::new(&config, 0, 1).unwrap();
+        let part = Part(Source { files: &files, config: &config, shard: &shard });
+        let layers = || (0..config.num_layers).map(|i| part.layer(i).unwrap().mlp);
+        assert!(layers().all(|mlp| !mlp.has_mixed_experts(&|_| true)), "all are packed");
+        let unpack = |matrices: &mut [HostMatrix<'_>]| {
+            matrices.iter_mut().for_each(|matrix| matrix.scales = None);
+        };
+        let edited = |edit: &dyn Fn(&mut ExpertParts<'_>), keeps: bool| {
+            let mut found = layers().find(|mlp| matches!(mlp, MlpPart::Experts(_))).unwrap();
+            if let MlpPart::Experts(parts) = &mut found {
+                edit(parts);
+            }
+            found.has_mixed_experts(&|_| keeps)
+        };
+        assert!(edited(&|parts| unpack(&mut parts.gate_up[4..6]), true), "one expert's");
+        assert!(edited(&|parts| unpack(&mut parts.down[0][..1]), true));
+        // Two stacks, each of one form.
+        assert!(!edited(&|parts| unpack(&mut parts.gate_up), true));
+        // The packed ones would become bf16 in any case.
+        assert!(!edited(&|parts| unpack(&mut parts.gate_up[4..6]), false));
+    }
 }
