@@ -108,7 +108,7 @@ pub fn positions(config: &Value) -> Result<Positions, String> {
     let said = said.ok_or("key max_position_embeddings must be a positive integer")?;
     // Command R was trained on longer sequences than its files say under the usual key.
     let longer = match config["architectures"][0].as_str() {
-        Some("CohereForCausalLM") => config["model_max_length"].as_u64(),
+        Some("CohereForCausalLM" | "Cohere2ForCausalLM") => config["model_max_length"].as_u64(),
         _ => None,
     };
     let longer = longer.and_then(|n| u32::try_from(n).ok()).unwrap_or(0);
@@ -238,7 +238,10 @@ mod tests {
 
         let command_r = json!({"architectures": ["CohereForCausalLM"],
             "max_position_embeddings": 8192, "model_max_length": 131_072});
-        assert_eq!(bounds(command_r), Ok((131_072, 8192)));
+        assert_eq!(bounds(command_r.clone()), Ok((131_072, 8192)));
+        let mut command_r7b = command_r;
+        command_r7b["architectures"] = json!(["Cohere2ForCausalLM"]);
+        assert_eq!(bounds(command_r7b), Ok((131_072, 8192)));
 
         let error = bounds(json!({"max_position_embeddings": 0})).unwrap_err();
         assert!(error.contains("max_position_embeddings must be a positive integer"), "{error}");

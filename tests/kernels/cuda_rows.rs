@@ -248,7 +248,8 @@ fn activated_is_its_definition() {
     let mut random = Random(6);
     for (inner, squared_relu) in [(4, 0), (7, 1), (1026, 0), (2052, 1)] {
         let (rows, stride) = (2, inner + inner % 2);
-        let values: Vec<f32> = random.vec(rows * inner).iter().map(|x| x * 8.0).collect();
+        let mut values: Vec<f32> = random.vec(rows * inner).iter().map(|x| x * 8.0).collect();
+        values[inner / 2] = f32::NAN;
         let args = [
             f32s(&values),
             poison_bf16(rows * stride),
@@ -261,6 +262,10 @@ fn activated_is_its_definition() {
         let out = read_bf16(&results[1]);
         for i in 0..inner {
             let x = f64::from(values[i]);
+            if x.is_nan() {
+                assert!(out[i].is_nan(), "NaN stays NaN");
+                continue;
+            }
             let want = match squared_relu {
                 0 => activated(ACTIVATIONS[1], x),
                 _ => x.max(0.0).powi(2),

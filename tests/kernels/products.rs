@@ -1,9 +1,10 @@
 //! linear, gate_up, lm_head and embed against naive products.
-use kernels::KernelError;
 use kernels::backend::prelude::*;
-use kernels::backend::{Activation, Buffer};
-
-use kernels::cpu::{Isa, Precision};
+use kernels::backend::{Activation, Buffer, DType, HostMatrix, Inspect, PlainActivation};
+use kernels::collective::single_rank;
+use kernels::cpu::{CpuBuffer, Isa, Precision};
+use kernels::reference::ReferenceBuffer;
+use kernels::{Backend, KernelError, ReferenceBackend};
 
 use crate::support::{
     ACTIVATIONS, Random, Weight, activated, as_taken, assert_close, backend, backend_in, bits,
@@ -101,6 +102,40 @@ fn bfloat16_rounds_activations_to_the_nearest_ties_to_even() {
             assert_eq!(bits(out.values()), bits(&want.repeat(rows)), "{isa} {rows}");
         }
     }
+}
+
+/// Squared ReLUs of three rows of one number.
+fn squared<B: Backend + Inspect>(
+    backend: &mut B,
+    values: [f32; 3],
+    fill: impl Fn(&mut B::Buffer, &[f32]),
+) -> Vec<f32> {
+    let (data, dtype) = (&1f32.to_le_bytes(), DType::F32);
+    let one =
+        HostMatrix { data, dtype, rows: 1, cols: 1, col_start: 0, row_stride: 1, scales: None };
+    let one = backend.load_matrix(&[one]).unwrap();
+    let [mut x, mut out] = [0, 1].map(|_| backend.new_input_buffer(3, 1).unwrap());
+    x.set_rows(3).unwrap();
+    fill(&mut x, &values);
+    let activation = PlainActivation::SquaredRelu;
+    backend.activated(&x, &one, None, None, activation, &mut out).unwrap();
+    backend.read_buffer(&out).unwrap()
+}
+
+#[test]
+fn a_nan_stays_one_in_an_mlp_without_a_gate() {
+    let values = [f32::NAN, -2.0, 3.0];
+    let check = |made: &[f32]| assert!(made[0].is_nan() && made[1..] == [0.0, 9.0], "{made:?}");
+    for (isa, precision) in variants() {
+        let fill = |buffer: &mut CpuBuffer, values: &[f32]| {
+            buffer.values_mut().copy_from_slice(values);
+        };
+        check(&squared(&mut backend_in(isa, precision, 1), values, fill));
+    }
+    let fill = |buffer: &mut ReferenceBuffer, values: &[f32]| {
+        buffer.values_mut().copy_from_slice(values);
+    };
+    check(&squared(&mut ReferenceBackend::new(single_rank()), values, fill));
 }
 
 #[test]

@@ -134,10 +134,10 @@ VARIANTS = {
         num_key_value_heads=2, head_dim=32, norm_eps=1e-5, max_position_embeddings=512,
         tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5})),
-    # LayerNorms with biases and gated MLPs, a quarter of each head rotated; attention beside the MLP.
+    # LayerNorms with biases and gated MLPs, a quarter of each head rotated.
     "stablelm": (StableLmForCausalLM, lambda: StableLmConfig(
         **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, layer_norm_eps=1e-5,
-        max_position_embeddings=512, use_qkv_bias=True, use_parallel_residual=True,
+        max_position_embeddings=512, use_qkv_bias=True, use_parallel_residual=False,
         tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25})),
     # A text model beside a (tiny) vision tower.

@@ -142,6 +142,45 @@ fn experts_that_are_not_there() {
     names(&error, &["degree 16", "experts of 40", "possible degrees: 1, 2, 4"]);
 }
 
+/// The error of a model's engine, which is also `tutti doctor`'s.
+fn refusal(folder: &Folder) -> String {
+    let error = engine(folder.path(), 0, 1, single_rank()).map(|_| ()).unwrap_err().to_string();
+    let said = worker::check::model(folder.path(), 1, Quantization::None).unwrap_err();
+    assert_eq!(said.to_string(), error, "what doctor says");
+    error
+}
+
+#[test]
+fn norms_that_lack_a_part() {
+    for (model, lacking) in [
+        ("starcoder2", "model.layers.1.input_layernorm.bias"),
+        ("starcoder2", "model.norm.bias"),
+        ("olmo2", "model.layers.0.self_attn.k_norm.weight"),
+        ("olmo2", "model.layers.1.post_feedforward_layernorm.weight"),
+        ("gemma3", "model.layers.0.pre_feedforward_layernorm.weight"),
+    ] {
+        let folder = Folder::copy_of(model);
+        folder.edit(|tensors| {
+            let count = tensors.len();
+            tensors.retain(|tensor| tensor.name != lacking);
+            assert_eq!(tensors.len(), count - 1, "{lacking}");
+        });
+        names(&refusal(&folder), &[lacking, "missing"]);
+    }
+}
+
+/// Ignoring them would make other tokens, and no error.
+#[test]
+fn activations_with_scales() {
+    let folder = Folder::copy_of("starcoder2");
+    let scales = "model.layers.1.mlp.act.scales";
+    folder.edit(|tensors| {
+        let (name, dtype) = (scales.to_owned(), "F16".to_owned());
+        tensors.push(Tensor { name, dtype, shape: vec![128], data: vec![0; 256] });
+    });
+    names(&refusal(&folder), &[scales, "AutoAWQ", "not supported"]);
+}
+
 #[test]
 fn quantised_tensors_need_their_scales() {
     let folder = |change: &dyn Fn(&mut Vec<Tensor>)| {

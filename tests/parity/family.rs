@@ -1,5 +1,5 @@
 //! Differences between models of the Llama family: scaled rotary embeddings, fused projections,
-//! text models within multimodal ones.
+//! experts as transformers 5 names them, text models within multimodal ones.
 use std::path::Path;
 
 use kernels::backend::DType;
@@ -152,6 +152,53 @@ fn fused(name: &str) -> Folder {
         }
     });
     folder
+}
+
+/// A copy of MiniMax-M2 as transformers 5 holds it: its own names, all experts in two tensors.
+fn minimax_of_transformers_5() -> Folder {
+    let folder = Folder::copy_of("minimax-m2");
+    folder.edit(|tensors| {
+        for layer in 0..2 {
+            let block = format!("model.layers.{layer}.block_sparse_moe");
+            let mut stacked =
+                [("gate_up_proj", 64, 64), ("down_proj", 64, 32)].map(|(name, rows, columns)| {
+                    Tensor {
+                        name: format!("model.layers.{layer}.mlp.experts.{name}"),
+                        dtype: "BF16".to_owned(),
+                        shape: vec![7, rows, columns],
+                        data: Vec::new(),
+                    }
+                });
+            for expert in 0..7 {
+                for (part, to) in [("w1", 0), ("w3", 0), ("w2", 1)] {
+                    let name = format!("{block}.experts.{expert}.{part}.weight");
+                    let at = tensors.iter().position(|tensor| tensor.name == name).unwrap();
+                    stacked[to].data.extend(tensors.remove(at).data);
+                }
+            }
+            tensors.extend(stacked);
+        }
+        for tensor in tensors {
+            tensor.name = tensor.name.replace("block_sparse_moe", "mlp");
+        }
+    });
+    folder
+}
+
+#[test]
+fn experts_have_the_names_of_the_authors_or_of_transformers_5() {
+    let (published, own) = (variant("minimax-m2"), minimax_of_transformers_5());
+    let prompt = &goldens(&published)[2].prompt_ids;
+    for degree in [1, 2] {
+        let expected = run(&mut Rig::on(On::Cpu, &published, degree), prompt, 8);
+        let found = run(&mut Rig::on(On::Cpu, own.path(), degree), prompt, 8);
+        assert_eq!(bits(&found), bits(&expected), "tp {degree}");
+    }
+    // The bias changes choices: without it, nothing is served.
+    let bias = "model.layers.1.mlp.e_score_correction_bias";
+    own.edit(|tensors| tensors.retain(|tensor| tensor.name != bias));
+    let error = worker::check::model(own.path(), 1, Quantization::None).unwrap_err().to_string();
+    assert!(error.contains("e_score_correction_bias") && error.contains("missing"), "{error}");
 }
 
 #[test]

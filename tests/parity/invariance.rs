@@ -160,6 +160,7 @@ fn every_degree_gives_the_bits_of_the_wanted_one() {
         variant("smollm3"),
         variant("mixtral"),
         variant("qwen3-moe"),
+        variant("minimax-m2"),
         variant("qwen3-fp8-blocks"),
         variant("llama-int8"),
         variant("llama-gptq"),

@@ -1,4 +1,4 @@
-//! What a model folder needs of a host, read from its headers: nothing is loaded.
+//! What a model folder needs of a host, read from its headers and norms: no matrix is loaded.
 use std::path::Path;
 
 use shared::protocol::{Lora, Quantization};
@@ -6,13 +6,11 @@ use shared::protocol::{Lora, Quantization};
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
 use crate::model::draft::DraftFiles;
-use crate::model::experts::ExpertParts;
 use crate::model::lora::LoraFiles;
-use crate::model::modules::{Module, Place};
-use crate::model::quantization::Tensors;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
 use crate::model::size;
+use crate::model::weights::{self, Source};
 
 /// What a model needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,27 +56,9 @@ pub fn model(
     let config = ModelConfig::load(folder)?;
     Shard::new(&config, 0, degree)?;
     let whole = Shard::new(&config, 0, 1)?;
-    let weights = WeightFiles::open(folder)?;
-    let tensors = Tensors { files: &weights, quantised: config.quantised };
-    tensors.weight("model.embed_tokens.weight", &[config.vocab_size, config.hidden_size])?;
-    for layer in [0, config.num_layers.saturating_sub(1)] {
-        for name in [config.norms.input, config.norms.output].into_iter().flatten() {
-            let norm = format!("model.layers.{layer}.{name}.weight");
-            weights.tensor(&norm, &[config.hidden_size])?;
-        }
-        if let Some(experts) = config.experts.as_ref().filter(|experts| experts.layers[layer]) {
-            let name = format!("model.layers.{layer}");
-            ExpertParts::find(tensors, experts, &name, config.hidden_size, &whole)?;
-        }
-        for Place { name, shape, .. } in Module::places(&config, layer) {
-            tensors.weight(&format!("model.layers.{layer}.{name}.weight"), &shape)?;
-        }
-    }
-    if !config.tied {
-        tensors.weight("lm_head.weight", &[config.vocab_size, config.hidden_size])?;
-    }
-    weights.tensor("model.norm.weight", &[config.hidden_size])?;
-    let (files, stored_bytes) = weights.size();
+    let files = WeightFiles::open(folder)?;
+    weights::check(&Source { files: &files, config: &config, shard: &whole })?;
+    let (files, stored_bytes) = files.size();
     // Otherwise ranks keep what the files have, or less.
     let weight_bytes = match (quantization, config.quantised) {
         (Quantization::None, None) => stored_bytes,

@@ -118,6 +118,13 @@ fn activated(activation: Activation, x: f32) -> f32 {
 fn plainly_activated(activation: PlainActivation, x: f32) -> f32 {
     match activation {
         PlainActivation::GeluTanh => activated(Activation::GeluTanh, x),
-        PlainActivation::SquaredRelu => x.max(0.0).powi(2),
+        // NaN stays NaN, which `max` would not do.
+        PlainActivation::SquaredRelu => {
+            if x < 0.0 {
+                0.0
+            } else {
+                x * x
+            }
+        }
     }
 }

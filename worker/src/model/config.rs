@@ -207,7 +207,10 @@ impl ModelConfig {
         let Heads { num_heads, num_kv_heads, head_dim } =
             Heads::read(&raw, architecture, hidden_size)?;
         let key = architecture.eps_key();
-        let norm_eps = config[key].as_f64().ok_or_else(|| format!("key {key} is missing"))?;
+        let norm_eps = match &config[key] {
+            Value::Null => return Err(format!("key {key} is missing")),
+            said => said.as_f64().ok_or_else(|| format!("{key} is {said}, it must be a number"))?,
+        };
         if !(norm_eps > 0.0 && norm_eps < 1.0) {
             return Err(format!("{key} is {norm_eps}, it must be between 0 and 1"));
         }

@@ -178,8 +178,12 @@ impl<'a> ExpertParts<'a> {
         let bias = match config.routing.scores {
             Scores::Softmax => None,
             Scores::Sigmoid => {
-                let gate = if matches!(names, Names::Mixtral) { "" } else { "gate." };
-                let name = format!("{layer}.{block}.{gate}e_score_correction_bias");
+                // Of the router or, in MiniMax-M2, of the block. transformers 5 keeps this
+                // difference when it gives blocks and routers its own names.
+                let [of_router, of_block] =
+                    ["gate.", ""].map(|of| format!("{layer}.{block}.{of}e_score_correction_bias"));
+                let is_of_block = matches!(names, Names::Mixtral) || files.has(&of_block);
+                let name = if is_of_block { of_block } else { of_router };
                 Some(files.numbers(&name, &[count])?)
             }
         };

@@ -77,19 +77,6 @@ impl Module {
         first + outputs.start..first + outputs.end
     }
 
-    /// Returns the checkpoint's matrices of a layer, each once, without those of the MLP if the
-    /// layer has experts.
-    pub(crate) fn places(config: &ModelConfig, layer: usize) -> Vec<Place> {
-        let mut places: Vec<Place> = Vec::new();
-        for module in Self::ALL.into_iter().filter(|module| module.is_in(config, layer)) {
-            let place = module.place(config);
-            if place.first == 0 {
-                places.push(place);
-            }
-        }
-        places
-    }
-
     /// Whether layers of the model can have this module.
     pub(crate) fn is_known(self, config: &ModelConfig) -> bool {
         self != Self::Gate || config.is_gated()

@@ -9,8 +9,9 @@
 //! int8 scales are computed from whole rows, so when quantising to int8, every rank reads
 //! row-parallel matrices completely.
 use half::{bf16, f16};
-use kernels::backend::{Backend, DType, QkvWeights, RopeTable, Scales, Tensors as Types};
+use kernels::backend::{Backend, DType, QkvWeights, RopeTable, Tensors as Types};
 use kernels::error::KernelError;
+use kernels::weights::Int4Groups;
 use shared::protocol::Quantization;
 
 use self::loader::{Loader, bytes};
@@ -151,15 +152,8 @@ pub fn load<B: Backend>(
 ) -> Result<BackendWeights<B>, ModelError> {
     let Source { config, shard, .. } = *source;
     let part = Part(*source);
-    let padding = vec![0; (shard.vocab_width - shard.vocab.len()) * config.hidden_size * 4];
-    let embedding = part.vocabulary("model.embed_tokens.weight", &padding)?;
-    if embedding.iter().any(|it| matches!(it.scales, Some(Scales::Packed(_)))) {
-        return Err(ModelError::Tensor {
-            file: source.files.folder().to_owned(),
-            tensor: "model.embed_tokens".to_owned(),
-            message: "is packed: 4-bit embeddings are not supported".to_owned(),
-        });
-    }
+    let padding = padding(config, shard);
+    let embedding = part.embedding(&padding)?;
     let lm_head = match (config.tied, quantization) {
         (true, Quantization::None) => None,
         (true, Quantization::Int8) => Some(embedding.clone()),
@@ -170,7 +164,9 @@ pub fn load<B: Backend>(
     final_norm.divide(config.logits_scaling);
     let dtype = embedding.first().map_or(DType::F32, |matrix| matrix.dtype);
 
-    warn_of_mixed_experts(&layers);
+    if quantization == Quantization::None {
+        warn_of_mixed_experts(&layers, &|groups| backend.keeps_int4(groups, true));
+    }
     let matrices = layers.iter().flat_map(part::LayerPart::matrices);
     let total = embedding.iter().chain(lm_head.iter().flatten()).chain(matrices).map(bytes).sum();
     progress(0, total);
@@ -201,16 +197,41 @@ pub fn load<B: Backend>(
     })
 }
 
-/// Says which layers' experts become larger than in the files: all matrices of a stack have one
-/// form, so packed ones are unpacked if some of a layer's experts (often a shared one) are not.
-fn warn_of_mixed_experts(layers: &[part::LayerPart<'_>]) {
-    let is_mixed = |layer: &&part::LayerPart<'_>| layer.mlp.has_mixed_experts();
+/// Checks the tensors of the first and the last layer, and those outside layers, in the same way
+/// as [`load`].
+///
+/// # Errors
+/// [`ModelError`].
+pub(crate) fn check(source: &Source<'_>) -> Result<(), ModelError> {
+    let Source { config, shard, .. } = *source;
+    let (part, padding) = (Part(*source), padding(config, shard));
+    part.embedding(&padding)?;
+    if !config.tied {
+        part.vocabulary("lm_head.weight", &padding)?;
+    }
+    for layer in [0, config.num_layers.saturating_sub(1)] {
+        part.layer(layer)?;
+    }
+    part.stream_norm("model.norm").map(drop)
+}
+
+/// Zeros for the rows of the vocabulary that no token has.
+fn padding(config: &ModelConfig, shard: &Shard) -> Vec<u8> {
+    vec![0; (shard.vocab_width - shard.vocab.len()) * config.hidden_size * 4]
+}
+
+/// Says in how many layers experts become larger than in the files: all matrices of a stack have
+/// one form, so packed ones, which `keeps` would leave packed, are unpacked if others of the stack
+/// (often a shared expert's) are not packed.
+fn warn_of_mixed_experts(layers: &[part::LayerPart<'_>], keeps: &dyn Fn(&Int4Groups) -> bool) {
+    let is_mixed = |layer: &&part::LayerPart<'_>| layer.mlp.has_mixed_experts(keeps);
     let count = layers.iter().filter(is_mixed).count();
     if count > 0 {
         tracing::warn!(
             layers = count,
             "in some layers the checkpoint has 4-bit experts beside experts that are not \
-             quantised: all experts of these layers become bf16, about four times as large"
+             quantised: the experts' projections of that kind (gate and up, or down) become \
+             bf16 in these layers, about four times as large"
         );
     }
 }

@@ -189,6 +189,10 @@ fn stablelm_2() {
     assert_eq!(without(&published, &["partial_rotary_factor", "qk_layernorm"]), config);
     let parallel = with(&published, "use_parallel_residual", json!(true)).unwrap();
     assert!(parallel.is_parallel && parallel.norms.post.is_none());
+    let error = with(&published, "layer_norm_eps", json!("1e-5")).unwrap_err();
+    assert_eq!(error, "layer_norm_eps is \"1e-5\", it must be a number");
+    let error = with(&published, "layer_norm_eps", Value::Null).unwrap_err();
+    assert_eq!(error, "key layer_norm_eps is missing");
     // The 12B.
     let error = with(&published, "qk_layernorm", json!(true)).unwrap_err();
     assert!(error.contains("qk_layernorm is true, only false is supported"), "{error}");

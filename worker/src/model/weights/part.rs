@@ -2,6 +2,7 @@
 use std::ops::Range;
 
 use kernels::backend::{HostMatrix, Scales};
+use kernels::weights::{Int4Groups, int4_groups};
 
 use super::{Source, kinds};
 use crate::model::ModelError;
@@ -65,12 +66,17 @@ impl<'a> MlpPart<'a> {
 }
 
 impl MlpPart<'_> {
-    /// Whether some of its experts are packed, and others are not.
-    pub(super) fn has_mixed_experts(&self) -> bool {
+    /// Whether it has a stack of experts in which some are packed, would stay so according to
+    /// `keeps` if all were, and others are not packed.
+    pub(super) fn has_mixed_experts(&self, keeps: &dyn Fn(&Int4Groups) -> bool) -> bool {
         let Self::Experts(parts) = self else { return false };
         let is_packed = |matrix: &HostMatrix<'_>| matches!(matrix.scales, Some(Scales::Packed(_)));
-        let is_mixed =
-            |stack: &[HostMatrix<'_>]| stack.iter().any(is_packed) && !stack.iter().all(is_packed);
+        let is_mixed = |stack: &[HostMatrix<'_>]| {
+            let packed: Vec<_> = stack.iter().copied().filter(is_packed).collect();
+            !packed.is_empty()
+                && packed.len() < stack.len()
+                && int4_groups(&packed).is_some_and(|groups| keeps(&groups))
+        };
         is_mixed(&parts.gate_up) || parts.down.iter().any(|stack| is_mixed(stack))
     }
 }
@@ -102,6 +108,22 @@ pub(super) struct Part<'a>(pub(super) Source<'a>);
 impl<'a> Part<'a> {
     pub(super) fn layer(self, index: usize) -> Result<LayerPart<'a>, ModelError> {
         Layer { part: self, index }.read()
+    }
+
+    /// Returns this rank's rows of the embedding, which must not be packed.
+    pub(super) fn embedding<'b>(&self, padding: &'b [u8]) -> Result<Vec<HostMatrix<'b>>, ModelError>
+    where
+        'a: 'b,
+    {
+        let embedding = self.vocabulary("model.embed_tokens.weight", padding)?;
+        if embedding.iter().any(|it| matches!(it.scales, Some(Scales::Packed(_)))) {
+            return Err(ModelError::Tensor {
+                file: self.0.files.folder().to_owned(),
+                tensor: "model.embed_tokens".to_owned(),
+                message: "is packed: 4-bit embeddings are not supported".to_owned(),
+            });
+        }
+        Ok(embedding)
     }
 
     /// Returns this rank's rows of a `[vocab, hidden]` tensor, zero-padded to `vocab_width`.
@@ -212,6 +234,7 @@ impl<'a> Layer<'a> {
             let found = ExpertParts::find(tensors, experts, &layer, config.hidden_size, shard);
             return Ok(MlpPart::Experts(found?));
         }
+        self.refuse_scaled_activation()?;
         let inner = &shard.intermediate;
         let gate_up: Vec<Outputs> = [Module::Gate, Module::Up]
             .into_iter()
@@ -224,6 +247,18 @@ impl<'a> Layer<'a> {
             down: self.cols(Module::Down, inner)?,
             down_bias: self.row_parallel_bias(config.mlp_bias, Module::Down)?,
         })
+    }
+
+    /// AutoAWQ moves factors of the down projection into the activation of MLPs without a gate,
+    /// which becomes `activation(x) / scales`. Without them the results would be wrong.
+    fn refuse_scaled_activation(&self) -> Result<(), ModelError> {
+        let files = self.part.0.files;
+        let names = ["mlp.act.scales", "mlp.act_fn.scales"].map(|name| self.name(name));
+        let Some(tensor) = names.into_iter().find(|name| files.has(name)) else { return Ok(()) };
+        let message = "scales the MLP's activation, as AutoAWQ does for models whose MLP has no \
+                       gate: this is not supported, use a checkpoint in bf16 or one made by GPTQ";
+        let (file, message) = (files.folder().to_owned(), message.to_owned());
+        Err(ModelError::Tensor { file, tensor, message })
     }
 
     fn name(&self, suffix: &str) -> String {
@@ -335,4 +370,41 @@ fn rows_of<'a>(tensor: &TensorView<'a>, rows: &Range<usize>) -> HostMatrix<'a> {
 
 fn cols_of<'a>(tensor: &TensorView<'a>, cols: &Range<usize>) -> HostMatrix<'a> {
     tensor.cut(0..tensor.size().0, cols.clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::model::config::ModelConfig;
+    use crate::model::safetensors::WeightFiles;
+    use crate::model::shard::Shard;
+
+    #[test]
+    fn experts_are_mixed_if_some_of_a_stack_would_have_stayed_packed() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/models/qwen3-moe-w4a16");
+        let (files, config) =
+            (WeightFiles::open(&folder).unwrap(), ModelConfig::load(&folder).unwrap());
+        let shard = Shard::new(&config, 0, 1).unwrap();
+        let part = Part(Source { files: &files, config: &config, shard: &shard });
+        let layers = || (0..config.num_layers).map(|i| part.layer(i).unwrap().mlp);
+        assert!(layers().all(|mlp| !mlp.has_mixed_experts(&|_| true)), "all are packed");
+        let unpack = |matrices: &mut [HostMatrix<'_>]| {
+            matrices.iter_mut().for_each(|matrix| matrix.scales = None);
+        };
+        let edited = |edit: &dyn Fn(&mut ExpertParts<'_>), keeps: bool| {
+            let mut found = layers().find(|mlp| matches!(mlp, MlpPart::Experts(_))).unwrap();
+            if let MlpPart::Experts(parts) = &mut found {
+                edit(parts);
+            }
+            found.has_mixed_experts(&|_| keeps)
+        };
+        assert!(edited(&|parts| unpack(&mut parts.gate_up[4..6]), true), "one expert's");
+        assert!(edited(&|parts| unpack(&mut parts.down[0][..1]), true));
+        // Two stacks, each of one form.
+        assert!(!edited(&|parts| unpack(&mut parts.gate_up), true));
+        // The packed ones would become bf16 in any case.
+        assert!(!edited(&|parts| unpack(&mut parts.gate_up[4..6]), false));
+    }
 }
