@@ -407,8 +407,7 @@ fn on_an_emulated_gpu_by_one_rank_and_by_two() {
     assert_eq!(swapped.choices, undisturbed.choices);
 }
 
-/// In FP8 the small model's heads take a kernel that is slow in emulation: two short requests, of
-/// which one has to wait for the other.
+/// Two short requests, of which one has to wait for the other: blocks of FP8 have half the bytes.
 #[test]
 fn in_fp8_on_an_emulated_gpu() {
     let options = || CudaOptions { graphs: true, batch_invariant: true, ..CudaOptions::default() };
