@@ -116,7 +116,7 @@ pub(crate) fn nearest_fp8(x: f64) -> u8 {
     // Far beyond the largest, differences of distances would be lost.
     let away = |byte: u8| (fp8_value(byte) - x.abs().min(1e6)).abs();
     let nearer = |a: u8, b: u8| {
-        if away(a) < away(b) || away(a) == away(b) && a % 2 == 0 { a } else { b }
+        if away(a) < away(b) || away(a) == away(b) && a.is_multiple_of(2) { a } else { b }
     };
     (0..0x7f).fold(0, nearer) | if x.is_sign_negative() { 0x80 } else { 0 }
 }

@@ -214,6 +214,18 @@ fn serve<B: Backend>(
 /// memory.
 fn run<B: Backend>(
     degree: u32,
+    blocks: (u32, u32),
+    options: (bool, Option<Speculation>),
+    kv_cache_dtype: KvCacheDtype,
+    make: impl Fn(Box<dyn Collective>) -> B + Copy + Send,
+) -> Outcome {
+    run_load(load(), degree, blocks, options, kv_cache_dtype, make)
+}
+
+/// As [`run`], with a load of one's own.
+fn run_load<B: Backend>(
+    load: Vec<GenerateRequest>,
+    degree: u32,
     (blocks, host): (u32, u32),
     (prefix_caching, speculation): (bool, Option<Speculation>),
     kv_cache_dtype: KvCacheDtype,
@@ -264,7 +276,7 @@ fn run<B: Backend>(
         }
         let (mut effects, mut outcome) = (Vec::new(), Outcome::default());
         scheduler.replica_ready(Epoch(1), blocks, host, &mut effects);
-        load().into_iter().for_each(|request| {
+        load.into_iter().for_each(|request| {
             scheduler.submit(request).unwrap();
         });
         let (mut plan, mut masks) = (StepPlan::default(), StepMasks::default());
@@ -392,5 +404,21 @@ fn on_an_emulated_gpu_by_one_rank_and_by_two() {
     };
     let (undisturbed, swapped) = (two((100, 0)), two((FEW, 100)));
     assert!(undisturbed.preemptions == 0 && swapped.swapped.1 > 10);
+    assert_eq!(swapped.choices, undisturbed.choices);
+}
+
+/// Two short requests, of which one has to wait for the other: blocks of FP8 have half the bytes.
+#[test]
+fn in_fp8_on_an_emulated_gpu() {
+    let options = || CudaOptions { graphs: true, batch_invariant: true, ..CudaOptions::default() };
+    let run = |blocks| {
+        let load = load().into_iter().filter(|request| matches!(request.id.0, 4 | 6));
+        let load = load.map(|request| GenerateRequest { max_tokens: 12, ..request }).collect();
+        let make = |collective| fake_cuda_with(options(), collective);
+        run_load(load, 1, blocks, (false, None), KvCacheDtype::Fp8, make)
+    };
+    let (undisturbed, swapped) = (run((100, 0)), run((FEW, 100)));
+    assert_eq!((undisturbed.preemptions, undisturbed.choices.len()), (0, 2));
+    assert!(swapped.swapped.1 > 2 && swapped.recomputed == 0, "{:?}", swapped.swapped);
     assert_eq!(swapped.choices, undisturbed.choices);
 }

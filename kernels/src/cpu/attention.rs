@@ -220,13 +220,12 @@ fn run_tile(
     }
     #[cfg(target_arch = "x86_64")]
     if takes_vectors(attention.isa, view.cache) {
-        // SAFETY: the backend refuses an instruction set that this machine lacks.
-        return unsafe {
-            match view.cache.kind() {
-                Kind::Fp8Pairs => avx512bf16::run_tile::<u16>(attention, tile, view, scratch),
-                _ => avx512bf16::run_tile::<u32>(attention, tile, view, scratch),
-            }
+        let run = match view.cache.kind() {
+            Kind::Fp8Pairs => avx512bf16::run_tile::<u16>,
+            _ => avx512bf16::run_tile::<u32>,
         };
+        // SAFETY: the backend refuses an instruction set that this machine lacks.
+        return unsafe { run(attention, tile, view, scratch) };
     }
     match (attention.isa, view.cache.kind()) {
         #[cfg(target_arch = "x86_64")]

@@ -62,6 +62,10 @@ pub(super) fn decode_pair(bytes: u16) -> u32 {
 pub(super) mod x86 {
     //! Callers are compiled for, and dispatched to, an instruction set that was detected: that is
     //! their part of every SAFETY comment.
+    #![expect(
+        clippy::multiple_unsafe_ops_per_block,
+        reason = "one promise, the instruction set, is what all intrinsics of a function need"
+    )]
     use std::arch::x86_64::*;
 
     use super::{BASE, BF16, NAN};

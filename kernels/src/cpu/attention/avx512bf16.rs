@@ -55,13 +55,17 @@ impl Loaded for u16 {
     #[inline(always)]
     unsafe fn load_masked(mask: __mmask16, at: *const Self) -> __m512i {
         // SAFETY: the caller's promise.
-        unsafe { fp8::x86::pairs_512(_mm256_maskz_loadu_epi16(mask, at.cast())) }
+        let bytes = unsafe { _mm256_maskz_loadu_epi16(mask, at.cast()) };
+        // SAFETY: the same.
+        unsafe { fp8::x86::pairs_512(bytes) }
     }
 
     #[inline(always)]
     unsafe fn load_all(at: *const Self) -> __m512i {
         // SAFETY: the caller's promise.
-        unsafe { fp8::x86::pairs_512(_mm256_loadu_si256(at.cast())) }
+        let bytes = unsafe { _mm256_loadu_si256(at.cast()) };
+        // SAFETY: the same.
+        unsafe { fp8::x86::pairs_512(bytes) }
     }
 }
 
