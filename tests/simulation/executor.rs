@@ -560,7 +560,7 @@ impl World {
             }
             Some(Job::Meet(message)) => {
                 let ToWorker::Step(plan) = &*message else { return };
-                self.step_failed(slot, plan, "the collective failed");
+                self.step_failed(slot, plan, "all_reduce timed out waiting for rank 0");
             }
             _ => return,
         }
