@@ -54,6 +54,9 @@ mod world;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use coordinator::scheduler::SUSPICION_MAX;
+use kernels::CollectiveError;
+use shared::ids::{Epoch, StepId};
+use shared::protocol::StepFailed;
 
 use crate::events::Report;
 use crate::scenario::{Fault, S, Scenario};
@@ -260,6 +263,19 @@ fn stories(
         scenario.faults = vec![(4 * S, fault)];
         (seed, scenario)
     })
+}
+
+#[test]
+fn ranks_that_waited_for_each_other_in_vain_say_so() {
+    let waited = std::time::Duration::from_secs(30);
+    let says = |error: CollectiveError| {
+        let message = error.to_string();
+        StepFailed { epoch: Epoch(1), step: StepId(1), message }.waited_in_vain()
+    };
+    assert!(says(CollectiveError::TimedOut { op: "all_reduce", waited, rank: 1 }));
+    assert!(says(CollectiveError::Stalled { algorithm: "NCCL", waited }));
+    assert!(!says(CollectiveError::Aborted));
+    assert!(!says(CollectiveError::LinkLost { rank: 1, message: "reset".to_owned() }));
 }
 
 #[test]
