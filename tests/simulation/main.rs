@@ -53,7 +53,7 @@ mod world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use coordinator::scheduler::SUSPICION_MAX;
+use ::coordinator::scheduler::SUSPICION_MAX;
 use kernels::CollectiveError;
 use shared::ids::{Epoch, StepId};
 use shared::protocol::StepFailed;
