@@ -190,6 +190,8 @@ impl Cluster {
             self.worker_left(now, worker, incarnation, "it restarted", effects);
         }
         let (worker, incarnation) = (member.worker, member.incarnation);
+        self.failed_formations.joined(worker, incarnation);
+        self.hung_steps.joined(worker, incarnation);
         let told = self.dismissed.get(&worker).filter(|(told, ..)| *told == incarnation);
         let told = told.map(|(_, reason, again)| (reason.clone(), *again)).or_else(|| {
             // An earlier leader was told to drain it but did not inform the worker.
@@ -221,8 +223,8 @@ impl Cluster {
         }
         let node = self.members.remove(&worker).map(|member| member.node).unwrap_or_default();
         self.pending_answers.left(worker);
-        self.failed_formations.forget(worker);
-        self.hung_steps.forget(worker);
+        self.failed_formations.left(now, worker, incarnation);
+        self.hung_steps.left(now, worker, incarnation);
         self.release_held();
         if self.slow.remove(&worker) {
             effects.push(Effect::WorkerPace { worker, slow: false });
@@ -330,24 +332,25 @@ impl Cluster {
     }
 
     /// A rank reports that a step failed; the replica last finished one at `last_step`, if any in
-    /// this epoch. If that is long ago, the rank has waited for another one in vain, whose step
-    /// hangs.
+    /// this epoch. If that is long ago, and the rank says that it has waited for another one in
+    /// vain, that one's step hangs.
     pub fn step_failed(
         &mut self,
         now: Duration,
         id: ReplicaId,
         epoch: Epoch,
         last_step: Option<Duration>,
+        waited_in_vain: bool,
         reason: &str,
         effects: &mut Vec<Effect>,
     ) {
-        let in_vain = self.config.collective_timeout / 2;
-        if let Some(replica) = self.replicas.get(id)
+        let long = self.config.collective_timeout / 2;
+        if waited_in_vain
+            && let Some(replica) = self.replicas.get(id)
             && replica.epoch() == epoch
             && replica.is_serving()
             && !replica.has_hung()
-            && now.saturating_sub(replica.served_since().max(last_step.unwrap_or_default()))
-                >= in_vain
+            && now.saturating_sub(replica.served_since().max(last_step.unwrap_or_default())) >= long
         {
             let ranks = replica.ranks();
             self.hung_steps.failed(now, &ranks);
@@ -431,6 +434,7 @@ impl Cluster {
         self.breaks(id);
         self.replicas.change(id, |replica| replica.broke(now, reason));
         for worker in ranks {
+            self.hung_steps.ends_serving(now, worker);
             self.pending_answers.pause(now, worker);
             if self.members.contains_key(&worker) {
                 effects.push(Effect::Send { worker, epoch, message: ToWorker::Abort { epoch } });

@@ -136,3 +136,22 @@ fn bounds_of_which_a_plan_would_be_over_a_frame_are_refused() {
     let large = SchedulerConfig { max_model_len: 1 << 20, max_num_seqs: 4096, ..long() };
     assert!(Scheduler::new(large).is_ok());
 }
+
+#[test]
+fn the_replicas_devices_bound_its_steps() {
+    let mut rig = Rig::new(SchedulerConfig { max_num_batched_tokens: 64, ..sizes() });
+    rig.ready(64);
+    // Never fewer than one token for each sequence, nor more than it was made for.
+    for (limit, most) in [(64, 64), (16, 16), (1, 4), (1000, 64)] {
+        rig.scheduler.limit_steps(limit);
+        let prompt = (0..100).map(|i| 1000 * limit + i).collect();
+        rig.submit(ClientRequest { prompt, max_tokens: 1, ..ClientRequest::default() }).unwrap();
+        let mut largest = 0;
+        while rig.plan() {
+            largest = largest.max(rig.plan.sequences.iter().map(|entry| entry.count).sum());
+            let _ = rig.deliver();
+        }
+        assert_eq!(largest, most, "of {limit}");
+        rig.drain();
+    }
+}

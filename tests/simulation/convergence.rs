@@ -93,7 +93,9 @@ impl World {
                 }
                 continue;
             }
-            let resting = self.coordinator.connected.keys().filter(|it| core.rests(**it)).count();
+            let holds = |it: &WorkerId| core.replicas().any(|r| r.ranks.contains(&Some(*it)));
+            let resting = self.coordinator.connected.keys();
+            let resting = resting.filter(|it| core.rests(**it) && !holds(it)).count();
             if degrees.iter().any(|it| *it > degree && *it + resting <= degree + free) {
                 return Err(format!("{} could have more ranks: {:?}", replica.id, all()));
             }

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::rc::Rc;
 
+use kernels::CollectiveError;
 use shared::ids::Epoch;
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{
@@ -560,7 +561,9 @@ impl World {
             }
             Some(Job::Meet(message)) => {
                 let ToWorker::Step(plan) = &*message else { return };
-                self.step_failed(slot, plan, "the collective failed");
+                let waited = std::time::Duration::from_secs(30);
+                let error = CollectiveError::TimedOut { op: "all_reduce", waited, rank: 0 };
+                self.step_failed(slot, plan, &error.to_string());
             }
             _ => return,
         }

@@ -189,8 +189,8 @@ impl World {
                     let running = self.coordinator.replicas.get(&replica);
                     let last_step = running.and_then(|running| running.load.last_step());
                     let (epoch, why) = (failed.epoch, &failed.message);
-                    let core = &mut self.coordinator.core;
-                    core.step_failed(now, replica, epoch, last_step, why, &mut effects);
+                    let (core, in_vain) = (&mut self.coordinator.core, failed.waited_in_vain());
+                    core.step_failed(now, replica, epoch, last_step, in_vain, why, &mut effects);
                 }
             }
             FromWorker::Adapter(done) => core.adapter_done(now, worker, done, &mut effects),

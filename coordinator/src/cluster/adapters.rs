@@ -468,7 +468,8 @@ impl Cluster {
         let step_tokens = self.replicas.get(id).map_or(0, Replica::step_tokens);
         for rank in &ranks {
             self.pending_answers.serves(*rank);
-            self.failed_formations.forget(*rank);
+            self.failed_formations.serves(now, *rank);
+            self.hung_steps.serves(now, *rank);
         }
         effects.push(Effect::ReplicaReady {
             replica: id,

@@ -10,16 +10,19 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use shared::ids::{ReplicaId, WorkerId};
+use shared::ids::{Incarnation, ReplicaId, WorkerId};
 
 use super::placement::joins;
 use super::replica::Replica;
 use super::{Cluster, Effect, Failing, Member};
+use crate::scheduler::SUSPICION_MAX;
 
 /// First rest of a rank; doubles each time, until it has served.
 const REST_MIN: Duration = Duration::from_secs(600);
 /// Longest rest.
 const REST_MAX: Duration = Duration::from_secs(6 * 3600);
+/// Maximum number of workers remembered while they are gone.
+const GONE_MAX: usize = 256;
 
 /// When failures count.
 #[derive(Clone, Copy, Debug)]
@@ -30,15 +33,29 @@ pub(super) struct Patience {
     pub(super) smaller_after: u32,
     /// Failures that are further apart than this are not in a row.
     pub(super) within: Duration,
+    /// What was is forgotten after a rank has served for so long, and for as long as its last rest.
+    /// Zero: as soon as it serves.
+    pub(super) forgotten_after: Duration,
 }
 
 /// Formations fail in seconds, but weights may load for hours before; whether a rank has served in
 /// between is all that counts.
-pub(super) const FORMATIONS: Patience =
-    Patience { replaced_after: 2, smaller_after: 3, within: Duration::MAX };
+pub(super) const FORMATIONS: Patience = Patience {
+    replaced_after: 2,
+    smaller_after: 3,
+    within: Duration::MAX,
+    forgotten_after: Duration::ZERO,
+};
+/// More steps must hang than a request with which every step hangs can bring about before it is
+/// failed for that, even if its client sends it once more.
+pub(super) const HUNG_MAX: u32 = 2 * SUSPICION_MAX + 1;
 /// A rank serves before each step that hangs.
-pub(super) const STEPS: Patience =
-    Patience { replaced_after: 3, smaller_after: 3, within: Duration::from_secs(600) };
+pub(super) const STEPS: Patience = Patience {
+    replaced_after: HUNG_MAX,
+    smaller_after: HUNG_MAX,
+    within: Duration::from_secs(600),
+    forgotten_after: Duration::from_secs(3600),
+};
 
 /// See the module's documentation.
 #[derive(Debug)]
@@ -53,7 +70,23 @@ struct Record {
     failures: u32,
     last: Duration,
     rests: u32,
+    /// How long the last rest was.
+    rest: Duration,
     until: Option<Duration>,
+    /// How long it has served since the last failure, up to the present epoch.
+    served: Duration,
+    /// Since when it serves.
+    serves_since: Option<Duration>,
+    /// The process that it was, and when its link ended.
+    gone: Option<(Incarnation, Duration)>,
+}
+
+impl Record {
+    /// When it is forgotten if it serves until then.
+    fn forgotten_at(&self, patience: Patience) -> Option<Duration> {
+        let long = patience.forgotten_after.max(self.rest);
+        Some(self.serves_since?.saturating_add(long.saturating_sub(self.served)))
+    }
 }
 
 impl FailingRanks {
@@ -63,6 +96,7 @@ impl FailingRanks {
 
     /// A group of these ranks has failed.
     pub(super) fn failed(&mut self, now: Duration, ranks: &[WorkerId]) {
+        self.advance(now);
         for rank in ranks {
             let record = self.ranks.entry(*rank).or_default();
             // One that a group once had to go on without has no such grace.
@@ -72,6 +106,46 @@ impl FailingRanks {
             }
             record.failures = record.failures.saturating_add(1);
             record.last = now;
+            record.served = Duration::ZERO;
+            record.serves_since = record.serves_since.map(|_| now);
+        }
+    }
+
+    /// It serves from now on.
+    pub(super) fn serves(&mut self, now: Duration, worker: WorkerId) {
+        if self.patience.forgotten_after.is_zero() {
+            self.ranks.remove(&worker);
+        } else if let Some(record) = self.ranks.get_mut(&worker) {
+            record.serves_since.get_or_insert(now);
+        }
+    }
+
+    /// It no longer serves.
+    pub(super) fn ends_serving(&mut self, now: Duration, worker: WorkerId) {
+        if let Some(record) = self.ranks.get_mut(&worker)
+            && let Some(since) = record.serves_since.take()
+        {
+            record.served = record.served.saturating_add(now.saturating_sub(since));
+        }
+    }
+
+    /// Its link ended; its process may be back over another one, with what is the matter with it.
+    pub(super) fn left(&mut self, now: Duration, worker: WorkerId, incarnation: Incarnation) {
+        let Some(record) = self.ranks.get_mut(&worker) else { return };
+        record.gone = Some((incarnation, now));
+        let gone = self.ranks.iter().filter_map(|(id, record)| Some((record.gone?.1, *id)));
+        if gone.clone().count() > GONE_MAX
+            && let Some((_, longest)) = gone.min()
+        {
+            self.ranks.remove(&longest);
+        }
+    }
+
+    /// It is here: of another process nothing is known.
+    pub(super) fn joined(&mut self, worker: WorkerId, incarnation: Incarnation) {
+        let Some(record) = self.ranks.get_mut(&worker) else { return };
+        if record.gone.take().is_some_and(|(of, _)| of != incarnation) {
+            self.ranks.remove(&worker);
         }
     }
 
@@ -113,6 +187,7 @@ impl FailingRanks {
         for worker in dropped {
             let record = self.ranks.entry(*worker).or_default();
             record.rests = rests.saturating_add(1);
+            record.rest = rest;
             record.until = Some(now.saturating_add(rest));
         }
     }
@@ -124,19 +199,17 @@ impl FailingRanks {
 
     /// Time passes.
     pub(super) fn advance(&mut self, now: Duration) {
+        let patience = self.patience;
+        self.ranks.retain(|_, record| record.forgotten_at(patience).is_none_or(|end| now < end));
         for record in self.ranks.values_mut() {
             record.until = record.until.filter(|until| now < *until);
         }
     }
 
-    /// Returns when rests end.
+    /// Returns when rests end, and when what was is forgotten.
     pub(super) fn ends(&self) -> impl Iterator<Item = Duration> {
-        self.ranks.values().filter_map(|record| record.until)
-    }
-
-    /// It serves, or its process is gone: what was is forgotten.
-    pub(super) fn forget(&mut self, worker: WorkerId) {
-        self.ranks.remove(&worker);
+        let ends = |record: &Record| [record.until, record.forgotten_at(self.patience)];
+        self.ranks.values().flat_map(ends).flatten()
     }
 
     /// What was is forgotten.
@@ -162,7 +235,9 @@ impl Cluster {
 
     /// A replica's groups fail in this way: one of its ranks gives way to the spare that failed
     /// least often, if there is one that failed less often than it and answers. Otherwise the
-    /// replica goes on with fewer ranks, if it may.
+    /// replica goes on with fewer ranks, if it may. One that fails in the other way is no better;
+    /// but where there is no smaller degree, a rank with which the group forms, though steps hang,
+    /// is better than one with which it does not.
     pub(super) fn gives_way(
         &mut self,
         now: Duration,
@@ -178,7 +253,15 @@ impl Cluster {
         let answers = |it: &Member| !self.pending_answers.has_strikes(it.worker);
         let fewer = |it: &Member| failures(it.worker) < failures(worker);
         let better = |it: &&Member| answers(it) && fewer(it) && joins(it, &group);
-        let best = self.free().into_iter().filter(better).min_by_key(|it| failures(it.worker));
+        let other = match failing {
+            Failing::Formations => &self.hung_steps,
+            Failing::Steps => &self.failed_formations,
+        };
+        let fails = |it: &Member| other.is_resting(it.worker) || other.failed_often(it.worker);
+        let any = matches!(failing, Failing::Formations) && self.smaller_degree(id).is_none();
+        let free = self.free().into_iter().filter(better);
+        let free = free.filter(|it| any || !fails(it));
+        let best = free.min_by_key(|it| (fails(it), failures(it.worker)));
         let Some(best) = best.cloned() else {
             return self.goes_on_with_fewer(now, id, failing, effects);
         };
@@ -189,6 +272,13 @@ impl Cluster {
         });
         self.failing_mut(failing).rest(now, &[worker]);
         effects.push(Effect::RankReplaced { worker, to: best.worker, failing });
+    }
+
+    /// The next smaller degree than a replica's.
+    fn smaller_degree(&self, id: ReplicaId) -> Option<usize> {
+        let present = self.replicas.get(id)?.degree();
+        let degrees = self.config.degrees.iter().map(|degree| *degree as usize);
+        degrees.filter(|degree| *degree < present).max()
     }
 
     /// Replaces a complete group that fails by those of its ranks that failed least often: as many
@@ -203,11 +293,12 @@ impl Cluster {
         let Some(replica) = self.replicas.get(id).filter(|replica| !replica.has_gap()) else {
             return;
         };
-        let (ranks, present) = (replica.ranks(), replica.degree());
-        let degrees = self.config.degrees.iter().map(|degree| *degree as usize);
-        let smaller = degrees.filter(|degree| *degree < present).max();
+        let ranks = replica.ranks();
         let of = self.failing(failing);
-        let Some(kept) = smaller.and_then(|degree| of.to_keep(&ranks, degree)) else { return };
+        let Some(kept) = self.smaller_degree(id).and_then(|degree| of.to_keep(&ranks, degree))
+        else {
+            return;
+        };
         let left = kept.len();
         let workers: Vec<WorkerId> =
             ranks.into_iter().filter(|worker| !kept.contains(worker)).collect();

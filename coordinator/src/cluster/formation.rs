@@ -119,11 +119,12 @@ impl Cluster {
         let ranks = self.replicas.get(id).map(Replica::ranks).unwrap_or_default();
         // One that says nothing is waited for, and replaced, for that.
         let all_answer = !ranks.iter().any(|rank| self.pending_answers.is_unanswered(*rank));
+        let fetches = self.replicas.get(id).is_some_and(|it| it.waited_for_files(worker));
         self.break_replica(now, id, EpochEnd::Failed, &why, effects);
         if failure.permanent {
             self.replicas.change(id, |replica| replica.hold(now));
             effects.push(Effect::Unservable { replica: id, reason });
-        } else if all_answer {
+        } else if all_answer && !fetches {
             self.failed_formations.failed(now, &ranks);
             self.gives_way(now, id, Failing::Formations, effects);
         }

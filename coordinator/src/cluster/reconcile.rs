@@ -293,11 +293,16 @@ impl Cluster {
             return;
         }
         let free: Vec<Member> = self.free().into_iter().cloned().collect();
+        self.fill(&gaps, &free);
+    }
+
+    /// Moves some of these workers into the vacant ranks of some replicas.
+    fn fill(&mut self, gaps: &[ReplicaId], free: &[Member]) {
         // Doubtful ones only if no other is left, however near they are.
         for doubtful in [false, true] {
             let mut free: Vec<&Member> =
                 free.iter().filter(|it| self.is_doubtful(it.worker) == doubtful).collect();
-            for id in &gaps {
+            for id in gaps {
                 if self.replicas.get(*id).is_none_or(|it| !it.has_gap()) {
                     continue;
                 }
@@ -363,13 +368,14 @@ impl Cluster {
                 return;
             }
             let group = self.members_of(id);
-            let free_alike = free.iter().filter(|it| joins(it, &group)).count();
+            let alike = free.iter().filter(|it| joins(it, &group)).cloned();
+            let alike: Vec<Member> = alike.collect();
             let larger = self
                 .config
                 .degrees
                 .iter()
                 .map(|degree| *degree as usize)
-                .find(|larger| *larger > degree && *larger <= present + free_alike);
+                .find(|larger| *larger > degree && *larger <= present + alike.len());
             let Some(larger) = larger else { continue };
             let reason = format!("it grows to {larger} ranks");
             self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
@@ -377,7 +383,8 @@ impl Cluster {
                 replica.resize(now, larger);
                 replica.form_at_once();
             });
-            self.fill_vacancies();
+            // With no one else: the ranks that it went on without are free, too.
+            self.fill(&[id], &alike);
             free = self.free_to_grow();
         }
     }

@@ -79,6 +79,8 @@ struct Slot {
     /// Those of its adapters' folders, likewise.
     adapters: Option<u64>,
     started: bool,
+    /// It has reported progress in this epoch.
+    progressed: bool,
     bytes_done: u64,
     bytes_total: u64,
 }
@@ -375,6 +377,7 @@ impl Replica {
             slot.identity = None;
             slot.adapters = None;
             slot.started = false;
+            slot.progressed = false;
             slot.bytes_done = 0;
             slot.bytes_total = 0;
         }
@@ -392,9 +395,17 @@ impl Replica {
 
     pub(super) fn progress(&mut self, worker: WorkerId, bytes_done: u64, bytes_total: u64) {
         if let Some(slot) = self.slot(worker) {
+            slot.progressed = true;
             slot.bytes_done = bytes_done;
             slot.bytes_total = bytes_total;
         }
+    }
+
+    /// Whether a rank other than this one was at work when the formation ended: others may have
+    /// waited for it in vain, for before it meets them it fetches what it lacks.
+    pub(super) fn waited_for_files(&self, other_than: WorkerId) -> bool {
+        let mut others = self.slots.iter().filter(|slot| slot.worker != Some(other_than));
+        others.any(|slot| slot.progressed && slot.room.is_none())
     }
 
     pub(super) fn load_progress(&self) -> (u64, u64) {

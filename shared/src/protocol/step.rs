@@ -279,3 +279,15 @@ pub struct StepFailed {
     /// One sentence.
     pub message: String,
 }
+
+impl StepFailed {
+    /// Words for a rank, or a rank's device, that did not take part in an exchange in time.
+    pub const IN_VAIN: [&str; 2] =
+        ["waiting for rank", "the ranks' devices did not finish an exchange in"];
+
+    /// Whether the rank says that it has waited for another one in vain.
+    #[must_use]
+    pub fn waited_in_vain(&self) -> bool {
+        Self::IN_VAIN.iter().any(|words| self.message.contains(words))
+    }
+}

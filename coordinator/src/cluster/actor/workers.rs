@@ -174,8 +174,9 @@ impl ClusterActor {
                         format!("{}, {}: {}", self.node_of(worker), failed.step, failed.message);
                     let load = self.replicas.get(&replica).map(|running| &running.load);
                     let last_step = load.and_then(|load| load.last_step());
-                    let epoch = failed.epoch;
-                    self.core.step_failed(now, replica, epoch, last_step, &reason, &mut effects);
+                    let (epoch, in_vain) = (failed.epoch, failed.waited_in_vain());
+                    let (core, to) = (&mut self.core, &mut effects);
+                    core.step_failed(now, replica, epoch, last_step, in_vain, &reason, to);
                 }
             }
             FromWorker::Logs(lines) => return self.records.logged(worker, &lines),

@@ -208,3 +208,93 @@ fn who_comes_makes_a_small_replica_grow_at_once() {
     all.joins(2);
     assert_eq!(all.tried.last(), Some(&(vec![0, 2], true)));
 }
+
+#[test]
+fn a_replica_grows_with_those_that_came_only() {
+    // A spare that once did not answer, and is no better than the rank that it went on without.
+    let mut all = Apart::new(shrinking(&[2, 1]), 0, |group| group.contains(&1) && group.len() > 1);
+    all.cluster.pending_answers.strike(WorkerId(2));
+    for worker in [0, 1] {
+        let member = member(worker, 1, "near");
+        all.cluster.worker_joined(all.now, member, &mut Vec::new());
+    }
+    let mut effects = Vec::new();
+    all.cluster.worker_joined(all.now, member(2, 1, "far"), &mut effects);
+    all.cluster.epoch_failed(all.now, ReplicaId(0), Epoch(1), "again", &mut effects);
+    all.now += secs(11);
+    all.cluster.tick(all.now, &mut effects);
+    all.goes_on(effects);
+    assert_eq!(all.tried.last(), Some(&(vec![0, 2], true)));
+    assert!(all.tried.iter().filter(|(group, _)| *group == [0, 1]).count() <= 3);
+}
+
+#[test]
+fn spares_that_fail_in_another_way_do_not_take_turns() {
+    // 1 has hung again and again, and 2 reaches nobody.
+    let mut all = Apart::new(shrinking(&[2, 1]), 3, |group| group.len() > 1 && group.contains(&2));
+    assert_eq!(all.tried.last(), Some(&(vec![0, 1], true)));
+    for _ in 0..20 {
+        let serves = all.tried.last().unwrap().0.clone();
+        if serves.len() == 1 {
+            break;
+        }
+        all.now += secs(20);
+        let ranks: Vec<WorkerId> = serves.into_iter().map(WorkerId).collect();
+        let epoch = all.cluster.replicas().next().unwrap().epoch;
+        let mut effects = Vec::new();
+        all.cluster.ranks_hang(all.now, ReplicaId(0), epoch, &ranks);
+        all.cluster.epoch_failed(all.now, ReplicaId(0), epoch, "it hangs", &mut effects);
+        ranks.iter().for_each(|rank| all.cluster.executor_heard(all.now, *rank));
+        all.now += secs(11);
+        all.cluster.tick(all.now, &mut effects);
+        all.goes_on(effects);
+    }
+    let (last, works) = all.tried.pop().unwrap();
+    assert!(works && last == [0], "{last:?} after {:?}", all.tried);
+}
+
+#[test]
+fn a_rank_that_fetches_what_it_lacks_is_no_reason_to_replace_one() {
+    for fetches in [true, false] {
+        let (mut cluster, mut effects) = cluster_of(config(2), 3);
+        let mut now = secs(0);
+        for _ in 0..3 {
+            let epoch = Epoch(forms(&effects).last().unwrap().2);
+            now += secs(30);
+            if fetches {
+                let progress = LoadProgress { epoch, bytes_done: 1, bytes_total: 100 };
+                cluster.load_progressed(now, WorkerId(1), progress);
+            }
+            cluster.executor_heard(now, WorkerId(1));
+            let message = "rank 1 did not come".to_owned();
+            let failure = FormFailed { epoch, message, permanent: false };
+            effects.clear();
+            cluster.form_failed(now, WorkerId(0), &failure, &mut effects);
+            now += secs(11);
+            cluster.tick(now, &mut effects);
+        }
+        assert_eq!(groups(&cluster) == [[Some(0), Some(1)]], fetches);
+    }
+}
+
+#[test]
+fn a_link_that_drops_is_no_reason_to_grow() {
+    let mut all = Apart::new(shrinking(&[2, 1]), 2, |group| group.len() > 1);
+    all.tried.clear();
+    let (worker, mut effects) = (WorkerId(1), Vec::new());
+    let leaves = |all: &mut Apart, incarnation: u64| {
+        let (incarnation, mut effects) = (Incarnation(incarnation), Vec::new());
+        all.cluster.worker_left(all.now, worker, incarnation, "no link", &mut effects);
+        all.goes_on(effects);
+        all.now += secs(3);
+    };
+    leaves(&mut all, 1);
+    all.joins(1);
+    assert_eq!(all.tried, []);
+    assert!(all.cluster.doubt(worker).is_some());
+    // Another process may do better.
+    leaves(&mut all, 1);
+    all.cluster.worker_joined(all.now, member(1, 2, "h1"), &mut effects);
+    all.goes_on(effects);
+    assert_eq!(all.tried[0], (vec![0, 1], false));
+}

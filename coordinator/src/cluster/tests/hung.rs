@@ -1,4 +1,5 @@
 //! Ranks whose every step hangs, although they answer when they are formed.
+use super::super::failing_ranks::HUNG_MAX;
 use super::*;
 
 /// Forms `effects`' replica, lets it serve for a while, and has a step hang in which all of its
@@ -26,20 +27,68 @@ fn hangs(cluster: &mut Cluster, now: &mut Duration, effects: &[Effect]) -> (Vec<
 #[test]
 fn a_rank_that_has_waited_for_another_in_vain_says_that_a_step_hangs() {
     // Ranks wait for each other for 5 s here; the last step was finished 4 s before, or just now.
-    for (last, hung) in [(secs(6), true), (secs(10), false)] {
-        let (mut cluster, mut effects) = of_one_replica(3, &[2]);
-        for _ in 0..3 {
-            let epoch = forms(&effects)[0].2;
-            bring_up(&mut cluster, secs(1), epoch, &[0, 1]);
+    let of = |ranks, last, in_vain| {
+        let (mut cluster, mut effects) = of_one_replica(3, &[ranks]);
+        let mut now = secs(0);
+        for _ in 0..HUNG_MAX {
+            let told = forms(&effects);
+            let (epoch, group) = (told[0].2, told.iter().map(|form| form.0).collect::<Vec<_>>());
+            bring_up(&mut cluster, now + secs(1), epoch, &group);
             effects.clear();
-            let (id, epoch, why) = (ReplicaId(0), Epoch(epoch), "the exchange timed out");
-            cluster.step_failed(secs(10), id, epoch, Some(last), why, &mut effects);
+            let (id, epoch, why) = (ReplicaId(0), Epoch(epoch), "it failed");
+            let (last, at) = (Some(now + last), now + secs(10));
+            cluster.step_failed(at, id, epoch, last, in_vain, why, &mut effects);
             // The other one says so, too.
-            cluster.step_failed(secs(10), id, epoch, Some(last), why, &mut effects);
-            cluster.tick(secs(100), &mut effects);
+            cluster.step_failed(at, id, epoch, last, in_vain, why, &mut effects);
+            now += secs(100);
+            cluster.tick(now, &mut effects);
         }
-        assert_eq!(cluster.doubt(WorkerId(1)).is_some(), hung, "{last:?}");
+        cluster.doubt(WorkerId(0)).is_some()
+    };
+    assert!(of(2, secs(6), true));
+    assert!(!of(2, secs(10), true), "it did not wait for long");
+    assert!(!of(2, secs(6), false), "it waited for masks, or computed for as long itself");
+    assert!(!of(1, secs(6), false));
+}
+
+#[test]
+fn a_request_that_hangs_every_step_is_failed_before_ranks_are_blamed() {
+    let (mut cluster, mut effects) = of_one_replica(2, &[2, 1]);
+    let mut now = secs(1);
+    // Its client sends it once more.
+    for _ in 0..2 * crate::scheduler::SUSPICION_MAX {
+        let (group, next) = hangs(&mut cluster, &mut now, &effects);
+        assert_eq!(group, [0, 1]);
+        effects = next;
     }
+    assert_eq!(world_sizes(&effects).len(), 2);
+    assert_eq!(cluster.doubt(WorkerId(0)).or(cluster.doubt(WorkerId(1))), None);
+}
+
+#[test]
+fn what_hung_is_forgotten_after_an_hour_of_serving() {
+    let (mut cluster, mut effects) = of_one_replica(2, &[2]);
+    let mut now = secs(1);
+    for _ in 0..HUNG_MAX {
+        effects = hangs(&mut cluster, &mut now, &effects).1;
+    }
+    // Half an hour without serving does not count; nor does an end that is no hang start anew.
+    now += secs(1800);
+    for _ in 0..2 {
+        assert!(cluster.doubt(WorkerId(0)).is_some());
+        let epoch = forms(&effects)[0].2;
+        bring_up(&mut cluster, now, epoch, &[0, 1]);
+        now += secs(1799);
+        effects.clear();
+        cluster.tick(now, &mut effects);
+        cluster.epoch_failed(now, ReplicaId(0), Epoch(epoch), "a device", &mut effects);
+        cluster.tick(now + secs(10), &mut effects);
+        now += secs(20);
+    }
+    assert!(cluster.doubt(WorkerId(0)).is_some());
+    bring_up(&mut cluster, now, forms(&effects)[0].2, &[0, 1]);
+    cluster.tick(now + secs(3), &mut effects);
+    assert_eq!(cluster.doubt(WorkerId(0)), None);
 }
 
 fn of_one_replica(workers: u32, degrees: &[u32]) -> (Cluster, Vec<Effect>) {
@@ -70,8 +119,9 @@ fn a_rank_whose_every_step_hangs_gives_way_to_a_spare_whoever_it_is() {
     for bad in 0..2 {
         let tried = until_without(bad, 3);
         assert!(!tried.last().unwrap().contains(&bad), "{bad}: {tried:?}");
-        assert_eq!(tried[..3], vec![vec![0, 1]; 3], "twice may be an accident");
-        assert!(tried.len() <= 5, "{bad}: {tried:?}");
+        let most = HUNG_MAX as usize;
+        assert_eq!(tried[..most], vec![vec![0, 1]; most], "fewer may be an accident");
+        assert!(tried.len() <= most + 2, "{bad}: {tried:?}");
     }
 }
 
@@ -79,7 +129,7 @@ fn a_rank_whose_every_step_hangs_gives_way_to_a_spare_whoever_it_is() {
 fn operators_see_who_is_doubted_and_why() {
     let (mut cluster, mut effects) = of_one_replica(3, &[2]);
     let mut now = secs(1);
-    for _ in 0..2 {
+    for _ in 1..HUNG_MAX {
         effects = hangs(&mut cluster, &mut now, &effects).1;
         assert_eq!(cluster.doubt(WorkerId(1)), None);
     }
@@ -88,7 +138,7 @@ fn operators_see_who_is_doubted_and_why() {
     let replaced = Effect::RankReplaced { worker: WorkerId(1), to, failing: Failing::Steps };
     assert!(effects.contains(&replaced), "{effects:?}");
     let doubt = cluster.doubt(WorkerId(1)).unwrap();
-    assert_eq!(doubt, "steps hung 3 times in a row while it was a rank");
+    assert_eq!(doubt, "steps hung 7 times in a row while it was a rank");
     assert_eq!(cluster.doubt(to), None);
     // Another process of it is not known to hang, nor is one that an operator has tried again.
     cluster.worker_left(now, WorkerId(1), Incarnation(1), "killed", &mut effects);
@@ -103,7 +153,7 @@ fn operators_see_who_is_doubted_and_why() {
 fn steps_that_hang_now_and_then_are_no_reason() {
     let (mut cluster, mut effects) = of_one_replica(3, &[2]);
     let mut now = secs(1);
-    for _ in 0..6 {
+    for _ in 0..2 * HUNG_MAX {
         let (group, next) = hangs(&mut cluster, &mut now, &effects);
         assert_eq!(group, [0, 1]);
         effects = next;
@@ -115,7 +165,7 @@ fn steps_that_hang_now_and_then_are_no_reason() {
 fn without_a_spare_it_goes_on_with_fewer_ranks_if_it_may() {
     let (mut cluster, mut effects) = of_one_replica(2, &[2, 1]);
     let mut now = secs(1);
-    for _ in 0..3 {
+    for _ in 0..HUNG_MAX {
         let (group, next) = hangs(&mut cluster, &mut now, &effects);
         assert_eq!(group, [0, 1]);
         effects = next;
@@ -148,7 +198,7 @@ fn without_a_spare_it_goes_on_with_fewer_ranks_if_it_may() {
 fn without_permission_and_a_spare_the_same_ranks_are_formed_with_a_growing_wait() {
     let (mut cluster, mut effects) = of_one_replica(2, &[2]);
     let mut now = secs(1);
-    for _ in 0..10 {
+    for _ in 0..HUNG_MAX + 3 {
         let (group, next) = hangs(&mut cluster, &mut now, &effects);
         assert_eq!(group, [0, 1]);
         effects = next;
