@@ -210,10 +210,14 @@ impl Scheduler {
         self.waker = waker;
     }
 
-    /// Forgets what KV blocks hold: no later sequence finds anything of earlier ones. Those that
-    /// run keep theirs, and may make them findable again as they fill more blocks.
+    /// Forgets what KV blocks hold: no later sequence finds anything that was computed before. The
+    /// sequences that run or are in host memory keep their blocks; others find none of them, nor of
+    /// those that follow, unless they are computed again.
     pub fn forget_prefixes(&mut self) {
         self.blocks.forget_all();
+        for seq in self.sequences.iter_mut().flatten() {
+            seq.publishes &= seq.admission.is_none();
+        }
     }
 
     /// Bounds the tokens of each step from now on, within the bounds that it was made with: that
@@ -292,7 +296,7 @@ impl Scheduler {
 
 /// Makes a sequence's full blocks findable by others, as far as their tokens are known.
 fn keep_full(blocks: &mut BlockPool, seq: &mut Sequence, config: &SchedulerConfig) {
-    if !config.prefix_caching {
+    if !config.prefix_caching || !seq.publishes {
         return;
     }
     let known = seq.computed.min(seq.tokens.len() as u32);

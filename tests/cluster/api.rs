@@ -157,7 +157,7 @@ async fn who_is_no_operator_is_told_so_before_a_word_is_read() {
         LocalCluster::spawn(&[&alone[..], &["--cluster-secret-file", secret]].concat()).unwrap();
     coordinator.wait_url().await.unwrap();
     let address = coordinator.base().trim_start_matches("http://").to_owned();
-    for path in ["/admin/scale", "/admin/drain"] {
+    for path in ["/admin/scale", "/admin/drain", "/reset_prefix_cache"] {
         let head = format!(
             "POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer no\r\n\
              content-type: application/json\r\ncontent-length: 20\r\n\r\n"

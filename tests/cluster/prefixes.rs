@@ -93,14 +93,16 @@ async fn a_prompt_known_in_part_is_computed_in_part_and_answered_alike() {
 
     // An operator empties the cache.
     let contract = Contract::of(&client).await.unwrap();
+    // As vLLM's clients write it.
     for (query, status) in
-        [("", 200), ("?reset_external=false", 200), ("?reset_external=true", 400)]
+        [("", 200), ("?reset_running_requests=False", 200), ("?reset_external=true", 400)]
     {
         let path = format!("/reset_prefix_cache{query}");
         let reply = client.post(&path, &json!(null)).await.unwrap();
         contract.check("post", &path, None, &reply);
         assert_eq!(reply.status, status, "{}", reply.body);
     }
+    assert_eq!(client.get("/reset_prefix_cache").await.unwrap().status, 405);
     ask(false).await;
     ask(true).await;
     let (ok, said) = operate(with.base(), &["reset-prefix-cache"]);

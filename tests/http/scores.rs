@@ -218,10 +218,14 @@ async fn failures_are_errors_and_too_many_numbers_are_refused() {
     let mut text = TextModel::load(&demo()).unwrap();
     text.hidden_size = 8192;
     let rig = Rig::of(Script::default(), text);
-    let body = json!({"query": "a", "documents": vec!["b"; 1024]});
-    let reply = rig.client.post("/rerank", &body).await.unwrap();
+    let body = json!({"queries": vec!["a"; 1025], "documents": vec!["b"; 1025]});
+    let reply = rig.client.post("/score", &body).await.unwrap();
     let error = &reply.body["error"];
-    assert_eq!((reply.status, error["param"].as_str()), (400, Some("documents")), "{error}");
-    assert!(error["message"].as_str().unwrap().contains("1024 entries"), "{error}");
+    assert_eq!((reply.status, error["param"].as_str()), (400, Some("queries")), "{error}");
+    assert!(error["message"].as_str().unwrap().contains("1025 entries"), "{error}");
     assert!(rig.seen.lock().unwrap().requests.is_empty(), "nothing runs of a bad request");
+    // Of documents only the scores are kept, so their vectors may have any size.
+    let body = json!({"query": "a", "documents": vec!["b"; 2048], "return_documents": false});
+    let answer = rig.ask("/rerank", &body).await;
+    assert_eq!(answer["results"].as_array().unwrap().len(), 2048);
 }

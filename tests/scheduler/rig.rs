@@ -485,6 +485,7 @@ impl Rig {
             }
             Effect::StepDone(step) => {
                 self.totals.prompt += step.prompt;
+                self.totals.found += step.found;
                 self.totals.generated += step.generated;
                 self.totals.recomputed += step.recomputed;
                 self.totals.wasted += step.wasted;

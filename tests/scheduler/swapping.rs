@@ -63,6 +63,44 @@ fn until_swapped(rig: &mut Rig) {
     panic!("nobody is swapped: {:?}", rig.scheduler.gauges());
 }
 
+/// The tokens that a request finds in the KV cache.
+fn found(rig: &mut Rig, client: ClientRequest) -> u32 {
+    let before = rig.totals.found;
+    rig.submit(client).unwrap();
+    rig.drain();
+    rig.totals.found - before
+}
+
+#[test]
+fn nothing_computed_before_a_reset_is_found_after_it() {
+    let block = config().block_size;
+    // One in host memory: it comes back with its old blocks.
+    let mut rig = Rig::new(config());
+    rig.host_blocks = 20;
+    rig.ready(5);
+    for seed in 0..2 {
+        rig.submit(ClientRequest { max_tokens: 40, ..prompt(30, seed) }).unwrap();
+    }
+    until_swapped(&mut rig);
+    rig.scheduler.forget_prefixes();
+    rig.drain();
+    assert!(rig.swaps > 0);
+    for seed in 0..2 {
+        assert_eq!(found(&mut rig, prompt(30, seed)), 0);
+        assert!(found(&mut rig, prompt(30, seed)) >= block, "it was computed again");
+    }
+    // One in the middle of its prompt: of the rest, too, others find nothing.
+    let mut rig = Rig::new(config());
+    rig.ready(64);
+    rig.submit(prompt(70, 1)).unwrap();
+    rig.plan();
+    rig.deliver();
+    rig.scheduler.forget_prefixes();
+    rig.drain();
+    assert_eq!(found(&mut rig, prompt(70, 1)), 0);
+    assert!(found(&mut rig, prompt(70, 1)) >= 64 / block * block, "it was computed again");
+}
+
 #[test]
 fn the_swapped_one_is_back_before_anything_that_waits() {
     let mut rig = rig(5, 20);

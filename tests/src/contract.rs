@@ -79,9 +79,15 @@ impl Contract {
 
     /// Checks an answer, and the request if it was accepted.
     pub fn check(&self, method: &str, path: &str, asked: Option<&Value>, reply: &Reply) {
-        // What is not served, or not with this method, is not described.
-        let Some(operation) = self.operation(method, path) else { return };
         let (status, answer) = (reply.status, &reply.body);
+        let Some(operation) = self.operation(method, path) else {
+            // What is not served, or not with this method, is not described.
+            assert!(
+                [401, 404, 405].contains(&status),
+                "{method} {path} answers {status}: {answer}"
+            );
+            return;
+        };
         let response = &operation["responses"][status.to_string()];
         assert!(!response.is_null(), "{method} {path} answers {status}: {answer}");
         let schema = &response["content"]["application/json"]["schema"];

@@ -3,6 +3,10 @@
 //!
 //! With a cluster secret, a request carries a token that only holders of the secret can make.
 //! Without one, only this host is answered, but no proxy or browser on it that speaks for others.
+//!
+//! - `reset`: empties the prefix cache
+pub(super) mod reset;
+
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +30,7 @@ use super::intake::BODY_DEADLINE_S;
 use super::routes::{get, resource};
 use super::state::AppState;
 use crate::adapters::AdapterUse;
-use crate::cluster::actor::{ClusterActor, Drain, GetLogs, GetStatus, ResetPrefixCache, Scale};
+use crate::cluster::actor::{ClusterActor, Drain, GetLogs, GetStatus, Scale};
 use crate::cluster::records::WhichProcess;
 use crate::cluster::status::{Node, NodeLogs};
 use crate::frontends::Frontends;
@@ -117,15 +121,15 @@ const LOG_LINES_MAX: usize = 1000;
 /// Where the prefix cache is emptied, as in vLLM.
 pub const RESET: &str = "/reset_prefix_cache";
 
-/// The query of `POST /reset_prefix_cache`: what vLLM can do besides, and this server cannot.
-#[derive(Clone, Copy, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ResetQuery {
-    #[serde(default)]
-    reset_running_requests: bool,
-    #[serde(default)]
-    reset_external: bool,
-}
+/// Every path of operators and its methods.
+pub(super) const PATHS: [(&str, &str); 6] = [
+    ("/admin/status", "GET, HEAD"),
+    ("/admin/logs", "GET, HEAD"),
+    ("/admin/scale", "POST"),
+    ("/admin/drain", "POST"),
+    ("/admin/actors/kill", "POST"),
+    (RESET, "POST"),
+];
 
 /// The query of `GET /admin/logs`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -150,14 +154,18 @@ pub(super) fn routes(config: &mut ServiceConfig) {
         JsonPayloadError::ContentType => ApiError::content_type("another").into(),
         error => ApiError::body(format!("The body cannot be read: {error}")).into(),
     };
-    config
-        .app_data(JsonConfig::default().limit(BODY_MAX).error_handler(wrong))
-        .service(resource("/admin/status", "GET, HEAD", get().to(status)))
-        .service(resource("/admin/logs", "GET, HEAD", get().to(logs)))
-        .service(resource("/admin/scale", "POST", web::post().to(scale)))
-        .service(resource("/admin/drain", "POST", web::post().to(drain)))
-        .service(resource("/admin/actors/kill", "POST", web::post().to(kill)))
-        .service(resource(RESET, "POST", web::post().to(reset)));
+    config.app_data(JsonConfig::default().limit(BODY_MAX).error_handler(wrong));
+    for (path, allow) in PATHS {
+        let route = match path {
+            "/admin/status" => get().to(status),
+            "/admin/logs" => get().to(logs),
+            "/admin/scale" => web::post().to(scale),
+            "/admin/drain" => web::post().to(drain),
+            "/admin/actors/kill" => web::post().to(kill),
+            _ => web::post().to(reset::reset),
+        };
+        config.service(resource(path, allow, route));
+    }
 }
 
 /// Whether a path is one of these, which the operator's token is for and not an API key.
@@ -402,21 +410,6 @@ async fn kill(
         error => ApiError::overloaded(error.to_string()),
     })?;
     Ok(HttpResponse::Ok().json(json!({"killed": body.actor})))
-}
-
-async fn reset(state: Data<AppState>, request: HttpRequest) -> Result<HttpResponse, ApiError> {
-    let admin = allowed(&state, &request)?;
-    let query = query::<ResetQuery>(&request)?;
-    for (name, asked) in [
-        ("reset_running_requests", query.reset_running_requests),
-        ("reset_external", query.reset_external),
-    ] {
-        if asked {
-            return Err(ApiError::field(name, format!("`{name}` is not supported")));
-        }
-    }
-    admin.cluster.send(ResetPrefixCache).await.map_err(gone)?;
-    Ok(HttpResponse::Ok().json(json!({"success": true})))
 }
 
 /// Reads what stands behind the path.

@@ -1,12 +1,7 @@
 //! `POST /v1/embeddings`: a vector of length 1 for each text.
-use std::iter;
-
 use actix_web::HttpResponse;
-use actix_web::http::header::ContentType;
-use actix_web::web::Bytes;
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
-use futures_util::stream;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
@@ -16,7 +11,7 @@ use super::limits::Limits;
 use super::params::token_id;
 use super::refused::Endpoint;
 use super::state::AppState;
-use super::vectors::{Computed, Group, Input, Vectors};
+use super::vectors::{Group, Input, Vectors, list};
 use crate::text::model::TextModel;
 
 /// How a vector is written.
@@ -38,34 +33,27 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     asked.dimensions = dimensions(&fields, &state.text)?;
     let inputs = inputs(&fields, &state.limits, &state.text)?;
     let (id, model) = (asked.id.clone(), asked.model.clone());
-    let group = Group { field: "input", inputs, keep: None };
-    let Computed { vectors, tokens } = asked.compute(state, fields, vec![group]).await?;
+    let (group, mut vectors) = (Group { field: "input", inputs, keep: None }, Vec::new());
+    let take = |vector| {
+        vectors.push(vector);
+        Ok(())
+    };
+    let tokens = asked.compute(state, fields, vec![group], take).await?;
     let usage = Usage { prompt_tokens: tokens, total_tokens: tokens };
     let tail = Tail { model: &model, usage };
-    let (head, tail) = (serde_json::to_string(&*id), serde_json::to_string(&tail));
+    let (id, tail) = (serde_json::to_string(&*id), serde_json::to_string(&tail));
     let failed = |error: serde_json::Error| ApiError::internal(error.to_string());
-    let pieces = pieces(&head.map_err(failed)?, &tail.map_err(failed)?, vectors, format);
-    Ok(HttpResponse::Ok().content_type(ContentType::json()).streaming(stream::iter(pieces)))
-}
-
-/// Writes the answer one vector at a time, with the fields in the order of OpenAI's API.
-fn pieces(
-    id: &str,
-    tail: &str,
-    vectors: Vec<Vec<f32>>,
-    format: Format,
-) -> impl Iterator<Item = serde_json::Result<Bytes>> + use<> {
-    let head = format!("{{\"id\":{id},\"object\":\"list\",\"data\":[");
+    // The fields stand in the order of OpenAI's API.
+    let head = format!("{{\"id\":{},\"object\":\"list\",\"data\":[", id.map_err(failed)?);
     // The rest of an object, without its opening brace.
-    let tail = format!("],{}", tail.strip_prefix('{').unwrap_or(tail));
-    let entries = vectors.into_iter().enumerate().map(move |(index, values)| {
-        let mut text = if index > 0 { b",".to_vec() } else { Vec::new() };
-        let entry = Entry { object: "embedding", index, embedding: Vector { values, format } };
-        serde_json::to_writer(&mut text, &entry)?;
-        Ok(Bytes::from(text))
+    let tail = tail.map_err(failed)?;
+    let tail = format!("],{}", tail.strip_prefix('{').unwrap_or(&tail));
+    let entries = vectors.into_iter().enumerate().map(move |(index, values)| Entry {
+        object: "embedding",
+        index,
+        embedding: Vector { values, format },
     });
-    let one = |text: String| iter::once(Ok(Bytes::from(text)));
-    one(head).chain(entries).chain(one(tail))
+    Ok(list(head, entries, tail))
 }
 
 fn format(fields: &Fields) -> Result<Format, ApiError> {
@@ -97,7 +85,7 @@ fn inputs(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Inpu
         ApiError::field(name, message)
     };
     let one = |value: &Value| match value {
-        Value::String(text) if !text.is_empty() => Ok(Input::Text(text.clone())),
+        Value::String(text) if !text.is_empty() => Ok(Input::Text(text.as_str().into())),
         Value::Array(list) if !list.is_empty() => {
             let ids: Option<Vec<u32>> = list.iter().map(|id| token_id(id, text)).collect();
             ids.map(Input::Tokens).ok_or_else(wrong)

@@ -13,9 +13,10 @@ pub struct Limits {
     pub json_values: usize,
     /// Prompts of one completions request.
     pub prompts: usize,
-    /// Inputs of one embeddings request.
+    /// Inputs of one embeddings request; texts on each side of a rerank or score request.
     pub inputs: usize,
-    /// Numbers in one embeddings answer.
+    /// Numbers of the vectors that a request keeps: one for each input of an embeddings request,
+    /// and for each text on the left side of a rerank or score request.
     pub embedding_numbers: usize,
     /// Choices of one request, over all its prompts: each may have a whole sequence's tokens.
     pub choices: usize,

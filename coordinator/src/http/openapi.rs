@@ -31,15 +31,16 @@ use crate::text::reply::{CallFormat, Reasoning};
 #[must_use]
 pub fn document(state: &AppState) -> Value {
     let mut paths = Map::new();
-    for place in PLACES {
-        let methods = ROUTES.iter().find(|(path, _)| *path == place.path);
-        let methods = methods.map_or("", |(_, methods)| methods);
-        paths.insert(place.path.to_owned(), of_path(state, place, methods));
-    }
-    if state.admin.is_some() {
-        for (place, methods) in OPERATORS {
+    let mut add = |places: &[Place], routes: &[(&str, &str)]| {
+        for place in places {
+            let methods = routes.iter().find(|(path, _)| *path == place.path);
+            let methods = methods.map_or("", |(_, methods)| methods);
             paths.insert(place.path.to_owned(), of_path(state, place, methods));
         }
+    };
+    add(PLACES, &ROUTES);
+    if state.admin.is_some() {
+        add(OPERATORS, &admin::PATHS);
     }
     let mut components = json!({"schemas": schemas(state)});
     let mut ways = Map::new();
@@ -223,8 +224,7 @@ fn parameters(place: &Place) -> Vec<Value> {
     }
     if place.path == admin::RESET {
         let no = json!({"type": "boolean", "enum": [false]});
-        let names = ["reset_running_requests", "reset_external"];
-        return names.map(|name| query(name, false, no.clone())).into();
+        return admin::reset::NEVER.map(|name| query(name, false, no.clone())).into();
     }
     if !place.errors.contains(&504) {
         return Vec::new();

@@ -36,6 +36,12 @@ impl Room {
         Self { left: Arc::new(Semaphore::new(all)), body_max }
     }
 
+    /// Bytes of further bodies that there is room for.
+    #[cfg(test)]
+    pub(super) fn left(&self) -> usize {
+        self.left.available_permits()
+    }
+
     /// Starts an empty body.
     #[must_use]
     pub fn body(&self) -> Body<'_> {

@@ -1,5 +1,7 @@
 //! `POST /rerank` and `POST /score`: how much texts have in common, as the cosine of the angle
 //! between their vectors. Cohere's and Jina's form of the first, vLLM's of both.
+use std::sync::Arc;
+
 use actix_web::HttpResponse;
 use serde::Serialize;
 use serde_json::Value;
@@ -10,7 +12,7 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::refused::Endpoint;
 use super::state::AppState;
-use super::vectors::{Computed, Group, Input, Vectors};
+use super::vectors::{Group, Input, Vectors, list};
 
 /// The names that the two sides of `/score` have: one of these pairs.
 pub(super) const PAIRS: [(&str, &str); 4] =
@@ -29,26 +31,27 @@ pub(super) async fn rerank(state: &AppState, fields: Fields) -> Result<HttpRespo
     let documents = texts(state, &fields, "documents", "max_tokens_per_doc")?;
     let most = fields.count("top_n", 0, u32::MAX)?.filter(|most| *most > 0);
     let most = most.map_or(usize::MAX, |most| most as usize);
-    let kept = fields.boolean("return_documents", true)?;
-    let kept = kept.then(|| documents.inputs.clone());
+    let returns = fields.boolean("return_documents", true)?;
+    // The documents stay until the answer is sent, and so does the body's share of the room.
+    let kept = returns.then(|| (documents.inputs.clone(), fields.share()));
     let (id, model) = (asked.id.clone(), asked.model.clone());
-    let computed = asked.compute(state, fields, vec![query, documents]).await?;
-    let usage = computed.usage();
-    let Some((query, documents)) = computed.vectors.split_first() else {
-        return Err(ApiError::internal("the engine gave no embedding"));
-    };
-    let mut ranks = Vec::with_capacity(documents.len());
-    for (index, document) in documents.iter().enumerate() {
-        ranks.push((index, closeness(query, document)?));
-    }
+    let mut compared = Compared::with(1, documents.inputs.len());
+    let groups = vec![query, documents];
+    let tokens = asked.compute(state, fields, groups, |vector| compared.take(vector)).await?;
+    let mut ranks: Vec<(usize, f32)> = compared.scores.into_iter().enumerate().collect();
     // In the request's order where they are equally close.
     ranks.sort_by(|(_, one), (_, other)| other.total_cmp(one));
-    let results = ranks.into_iter().take(most).map(|(index, relevance_score)| {
-        let text = kept.as_ref().and_then(|kept| kept.get(index)).and_then(Input::text);
-        Rank { index, document: text.map(|text| Document { text }), relevance_score }
+    ranks.truncate(most);
+    let head = RankingHead { id: &id, model: &model, usage: usage(tokens) };
+    let head = serde_json::to_string(&head);
+    let head = head.map_err(|error| ApiError::internal(error.to_string()))?;
+    let head = format!("{},\"results\":[", head.strip_suffix('}').unwrap_or(&head));
+    let results = ranks.into_iter().map(move |(index, relevance_score)| {
+        let document = kept.as_ref().and_then(|(documents, _)| documents.get(index)?.text());
+        let document = document.cloned().map(|text| Document { text });
+        Rank { index, document, relevance_score }
     });
-    let results = results.collect();
-    Ok(HttpResponse::Ok().json(Ranking { id: &id, model: &model, usage, results }))
+    Ok(list(head, results, "]}".to_owned()))
 }
 
 /// Scores pairs of texts: one with each of several, or each with the one at its place.
@@ -69,27 +72,50 @@ pub(super) async fn score(state: &AppState, fields: Fields) -> Result<HttpRespon
         return Err(ApiError::field(left, message));
     }
     let (id, model) = (asked.id.clone(), asked.model.clone());
-    let computed = asked.compute(state, fields, vec![ones, others]).await?;
-    let usage = computed.usage();
-    let (ones, others) = computed.vectors.split_at(count.min(computed.vectors.len()));
-    let mut data = Vec::with_capacity(others.len());
-    for (index, (one, other)) in ones.iter().cycle().zip(others).enumerate() {
-        data.push(Score { index, object: "score", score: closeness(one, other)? });
-    }
-    let created = since_1970().as_secs();
+    let mut compared = Compared::with(count, of_others);
+    let groups = vec![ones, others];
+    let tokens = asked.compute(state, fields, groups, |vector| compared.take(vector)).await?;
+    let scores = compared.scores.into_iter().enumerate();
+    let data = scores.map(|(index, score)| Score { index, object: "score", score }).collect();
     Ok(HttpResponse::Ok().json(Scores {
         id: &id,
         object: "list",
-        created,
+        created: since_1970().as_secs(),
         model: &model,
         data,
-        usage,
+        usage: usage(tokens),
     }))
 }
 
-impl Computed {
-    fn usage(&self) -> Usage {
-        Usage { prompt_tokens: self.tokens, total_tokens: self.tokens }
+fn usage(tokens: usize) -> Usage {
+    Usage { prompt_tokens: tokens, total_tokens: tokens }
+}
+
+/// The scores so far. Only the vectors of the left side are kept: each of the right side is needed
+/// once.
+struct Compared {
+    /// Texts on the left side.
+    count: usize,
+    ones: Vec<Vec<f32>>,
+    scores: Vec<f32>,
+}
+
+impl Compared {
+    fn with(count: usize, of_others: usize) -> Self {
+        let (ones, scores) = (Vec::with_capacity(count), Vec::with_capacity(of_others));
+        Self { count, ones, scores }
+    }
+
+    /// Takes the next vector: those of the left side come first.
+    fn take(&mut self, vector: Vec<f32>) -> Result<(), ApiError> {
+        if self.ones.len() < self.count {
+            self.ones.push(vector);
+            return Ok(());
+        }
+        let one = self.ones.get(self.scores.len() % self.count.max(1));
+        let one = one.ok_or_else(|| ApiError::internal("a text has nothing to compare with"))?;
+        self.scores.push(closeness(one, &vector)?);
+        Ok(())
     }
 }
 
@@ -136,7 +162,7 @@ fn texts(
     let one = |value: &Value| -> Result<Input, ApiError> {
         let text = value.as_str().or_else(|| value.get("text")?.as_str());
         let text = text.filter(|text| !text.is_empty()).ok_or_else(wrong)?;
-        Ok(Input::Text(text.to_owned()))
+        Ok(Input::Text(text.into()))
     };
     let inputs = match fields.get(name) {
         None => return Err(ApiError::field(name, format!("`{name}` is required"))),
@@ -161,26 +187,25 @@ fn closeness(one: &[f32], other: &[f32]) -> Result<f32, ApiError> {
     }
 }
 
+/// The answer of `/rerank`, before its results.
 #[derive(Serialize)]
-struct Ranking<'a> {
+struct RankingHead<'a> {
     id: &'a str,
     model: &'a str,
     usage: Usage,
-    /// The closest first.
-    results: Vec<Rank<'a>>,
 }
 
 #[derive(Serialize)]
-struct Rank<'a> {
+struct Rank {
     index: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
-    document: Option<Document<'a>>,
+    document: Option<Document>,
     relevance_score: f32,
 }
 
 #[derive(Serialize)]
-struct Document<'a> {
-    text: &'a str,
+struct Document {
+    text: Arc<str>,
 }
 
 #[derive(Serialize)]
@@ -198,4 +223,49 @@ struct Score {
     index: usize,
     object: &'static str,
     score: f32,
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::super::room::Room;
+    use super::super::state::tests::state_of;
+    use super::*;
+    use crate::engine::{EngineCommand, EngineEvent, EngineHandle, FinishReason};
+
+    #[actix_rt::test]
+    async fn documents_that_are_returned_keep_their_share_of_the_room() {
+        let (engine, mut commands) = EngineHandle::channel();
+        let (state, _hub) = state_of(engine);
+        let room = Room::new(state.limits.body_bytes);
+        let empty = room.left();
+        for returns in [true, false] {
+            let body = json!({"query": "a", "documents": ["b ".repeat(1 << 16)],
+                "max_tokens_per_doc": 1, "return_documents": returns});
+            let mut received = room.body();
+            received.push(body.to_string().as_bytes()).unwrap();
+            let (bytes, share) = received.whole();
+            let fields = Fields::parse(&bytes, &state.limits).unwrap().in_room(share);
+            let asked = {
+                let state = state.clone();
+                actix_rt::spawn(async move { rerank(&state, fields).await })
+            };
+            for _ in 0..2 {
+                let Some(EngineCommand::Submit { events, .. }) = commands.recv().await else {
+                    panic!("a text is missing")
+                };
+                assert_eq!(room.left() < empty, returns, "while they are computed");
+                let (choice, reason, cached) = (0, FinishReason::Complete, 0);
+                events.send(EngineEvent::Embedding(vec![1.0])).unwrap();
+                events.send(EngineEvent::Finished { choice, reason, cached }).unwrap();
+            }
+            let answer = asked.await.unwrap().unwrap();
+            assert_eq!(room.left() < empty, returns, "until the answer is sent");
+            let text = actix_web::body::to_bytes(answer.into_body()).await.unwrap();
+            let answer: Value = serde_json::from_slice(&text).unwrap();
+            assert_eq!(answer["results"][0].get("document").is_some(), returns);
+            assert_eq!(room.left(), empty);
+        }
+    }
 }

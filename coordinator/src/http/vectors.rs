@@ -1,9 +1,15 @@
 //! A vector of length 1 for each of several texts, computed like prompts without output tokens: for
 //! `embeddings`, and for `scores`, which compares them.
+use std::iter;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use actix_web::HttpResponse;
+use actix_web::http::header::ContentType;
+use actix_web::web::Bytes;
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use serde::Serialize;
 use shared::metrics::labels::RejectReason;
 use tokio::time::Instant;
 
@@ -27,13 +33,13 @@ const QUEUE_PATIENCE: Duration = Duration::from_secs(600);
 /// A text as the client gave it.
 #[derive(Clone, Debug)]
 pub(super) enum Input {
-    Text(String),
+    Text(Arc<str>),
     Tokens(Vec<u32>),
 }
 
 impl Input {
     /// The text, if that is what was given.
-    pub(super) fn text(&self) -> Option<&str> {
+    pub(super) fn text(&self) -> Option<&Arc<str>> {
         match self {
             Self::Text(text) => Some(text),
             Self::Tokens(_) => None,
@@ -64,14 +70,6 @@ pub(super) struct Vectors {
     keep: Option<usize>,
     /// Numbers of each vector, if not all.
     pub(super) dimensions: Option<u32>,
-}
-
-/// The vectors, in the order of the texts.
-#[derive(Debug)]
-pub(super) struct Computed {
-    pub(super) vectors: Vec<Vec<f32>>,
-    /// Tokens of all texts.
-    pub(super) tokens: usize,
 }
 
 impl Vectors {
@@ -110,21 +108,25 @@ impl Vectors {
         })
     }
 
-    /// Computes the vectors of all groups, which are those of `fields`.
+    /// Computes the vectors of all groups, which are those of `fields`, and gives them to `take` in
+    /// the order of the texts. It keeps at most those of the first group. Returns the number of
+    /// tokens of all texts.
     ///
     /// # Errors
-    /// 400 naming the field, and the engine's refusals.
+    /// 400 naming the field, the engine's refusals, and the errors of `take`.
     pub(super) async fn compute(
         mut self,
         state: &AppState,
         fields: Fields,
         groups: Vec<Group>,
-    ) -> Result<Computed, ApiError> {
+        mut take: impl FnMut(Vec<f32>) -> Result<(), ApiError>,
+    ) -> Result<usize, ApiError> {
         let limits = &state.limits;
         let last = groups.last().map_or("", |group| group.field);
-        let count = groups.iter().map(|group| group.inputs.len()).sum();
         let width = self.dimensions.unwrap_or(state.text.hidden_size);
-        check_numbers(last, count, width, limits)?;
+        if let Some(first) = groups.first() {
+            check_numbers(first.field, first.inputs.len(), width, limits)?;
+        }
         let (bytes, share) = (fields.bytes(), fields.share());
         // The fields may be much larger than what is kept of them.
         drop(fields);
@@ -151,17 +153,23 @@ impl Vectors {
         let running = Running { state, asked: &self, again };
         let vectors = stream::iter(encoded.into_iter().enumerate())
             .map(|(index, tokens)| running.vector(index, tokens))
-            .buffered(AT_A_TIME)
-            .try_collect::<Vec<_>>();
-        let vectors = state
-            .in_time(deadline, vectors)
+            .buffered(AT_A_TIME);
+        let all = async {
+            let mut vectors = pin!(vectors);
+            while let Some(vector) = vectors.try_next().await? {
+                take(vector)?;
+            }
+            Ok(())
+        };
+        state
+            .in_time(deadline, all)
             .await
             // Counted once, however often it was retried and for however many texts.
             .map_err(|error| match error.is_queue_full() {
                 true => error.counted_as(RejectReason::QueueFull),
                 false => error,
             })?;
-        Ok(Computed { vectors, tokens })
+        Ok(tokens)
     }
 }
 
@@ -215,6 +223,23 @@ fn unit(mut vector: Vec<f32>, dimensions: Option<u32>) -> Vec<f32> {
         vector.iter_mut().for_each(|value| *value = (f64::from(*value) / length) as f32);
     }
     vector
+}
+
+/// Answers with a list, which is written one entry at a time: `head` ends with the list's first
+/// bracket, `tail` begins with its last.
+pub(super) fn list<T: Serialize>(
+    head: String,
+    entries: impl Iterator<Item = T> + 'static,
+    tail: String,
+) -> HttpResponse {
+    let entries = entries.enumerate().map(|(index, entry)| {
+        let mut text = if index > 0 { b",".to_vec() } else { Vec::new() };
+        serde_json::to_writer(&mut text, &entry)?;
+        Ok::<_, serde_json::Error>(Bytes::from(text))
+    });
+    let one = |text: String| iter::once(Ok(Bytes::from(text)));
+    let pieces = one(head).chain(entries).chain(one(tail));
+    HttpResponse::Ok().content_type(ContentType::json()).streaming(stream::iter(pieces))
 }
 
 /// Checks that so many vectors are not too large.

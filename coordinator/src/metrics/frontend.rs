@@ -17,8 +17,19 @@ use super::up_down_gauge::UpDownGauge;
 
 /// Routes of requests for the engine, and their usual statuses. These series exist from the start;
 /// otherwise `increase()` would miss the first event of each.
-const USUAL_ROUTES: [&str; 5] =
-    ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/responses"];
+pub(crate) const USUAL_ROUTES: [&str; 11] = [
+    "/invocations",
+    "/rerank",
+    "/score",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/messages",
+    "/v1/rerank",
+    "/v1/responses",
+    "/v1/score",
+    "/v2/rerank",
+];
 const USUAL_STATUSES: [u16; 7] = [200, 400, 413, 429, 499, 500, 503];
 
 /// A front end's cells. Clones share them.

@@ -45,6 +45,8 @@ pub(super) struct Sequence {
     /// How many of its blocks are full and offered to others, and the prefix of the next one.
     pub(super) kept: u32,
     pub(super) prefix: Prefix,
+    /// Whether others may find its blocks: not those computed before all prompts were forgotten.
+    pub(super) publishes: bool,
     /// Sequences with another salt share no blocks with it.
     pub(super) cache_salt: u64,
     /// The adapter it is computed with; 0 for none.
@@ -116,6 +118,7 @@ impl Sequence {
             swapped: None,
             kept: 0,
             prefix: Prefix::Start { salt: request.cache_salt, adapter: request.adapter.number() },
+            publishes: true,
             cache_salt: request.cache_salt,
             adapter: request.adapter.number(),
             looked_up: false,
@@ -215,6 +218,7 @@ impl Sequence {
     /// Forgets everything but the log: it waits again.
     pub(super) fn reset(&mut self) {
         self.forget_blocks();
+        self.publishes = true;
         self.known = false;
         self.swapped = None;
         self.computed = 0;

@@ -232,68 +232,50 @@ pub(super) const PLACES: &[Place] = &[
 /// Statuses of all of the operator's paths.
 const OPERATOR: &[u16] = &[400, 401, 403, 408, 415, 503];
 
-/// The operator's paths, and their methods.
-pub(super) const OPERATORS: &[(Place, &str)] = &[
-    (
-        Place {
-            path: "/admin/status",
-            summary: "Show the cluster",
-            body: None,
-            answer: Json("Status"),
-            errors: OPERATOR,
-        },
-        "GET, HEAD",
-    ),
-    (
-        Place {
-            path: "/admin/logs",
-            summary: "Show the last lines of a process's log",
-            body: None,
-            answer: Json("Log"),
-            errors: OPERATOR,
-        },
-        "GET, HEAD",
-    ),
-    (
-        Place {
-            path: "/admin/scale",
-            summary: "Bound the replicas, or set the number of local workers",
-            body: Some("ScaleRequest"),
-            answer: Json("Scaled"),
-            errors: OPERATOR,
-        },
-        "POST",
-    ),
-    (
-        Place {
-            path: "/admin/drain",
-            summary: "Let a worker finish its requests and leave",
-            body: Some("DrainRequest"),
-            answer: Json("Drained"),
-            errors: OPERATOR,
-        },
-        "POST",
-    ),
-    (
-        Place {
-            path: "/admin/actors/kill",
-            summary: "End an actor of an application at once",
-            body: Some("KillRequest"),
-            answer: Json("Killed"),
-            errors: OPERATOR,
-        },
-        "POST",
-    ),
-    (
-        Place {
-            path: "/reset_prefix_cache",
-            summary: "Forget all prompts in the prefix cache",
-            body: None,
-            answer: Json("Reset"),
-            errors: &[400, 401, 403, 503],
-        },
-        "POST",
-    ),
+/// The operator's paths.
+pub(super) const OPERATORS: &[Place] = &[
+    Place {
+        path: "/admin/status",
+        summary: "Show the cluster",
+        body: None,
+        answer: Json("Status"),
+        errors: OPERATOR,
+    },
+    Place {
+        path: "/admin/logs",
+        summary: "Show the last lines of a process's log",
+        body: None,
+        answer: Json("Log"),
+        errors: OPERATOR,
+    },
+    Place {
+        path: "/admin/scale",
+        summary: "Bound the replicas, or set the number of local workers",
+        body: Some("ScaleRequest"),
+        answer: Json("Scaled"),
+        errors: OPERATOR,
+    },
+    Place {
+        path: "/admin/drain",
+        summary: "Let a worker finish its requests and leave",
+        body: Some("DrainRequest"),
+        answer: Json("Drained"),
+        errors: OPERATOR,
+    },
+    Place {
+        path: "/admin/actors/kill",
+        summary: "End an actor of an application at once",
+        body: Some("KillRequest"),
+        answer: Json("Killed"),
+        errors: OPERATOR,
+    },
+    Place {
+        path: "/reset_prefix_cache",
+        summary: "Forget all prompts in the prefix cache",
+        body: None,
+        answer: Json("Reset"),
+        errors: &[400, 401, 403, 503],
+    },
 ];
 
 /// What a status means.
@@ -318,8 +300,10 @@ pub(super) fn meaning(status: u16) -> &'static str {
 mod tests {
     use std::collections::BTreeSet;
 
+    use super::super::super::admin;
     use super::super::super::routes::ROUTES;
     use super::*;
+    use crate::metrics::frontend::USUAL_ROUTES;
 
     #[test]
     fn every_route_is_described_and_no_other() {
@@ -327,5 +311,15 @@ mod tests {
         let routes: BTreeSet<&str> = ROUTES.iter().map(|(path, _)| *path).collect();
         assert_eq!(described, routes);
         assert_eq!((PLACES.len(), ROUTES.len()), (described.len(), routes.len()), "each once");
+        let described: Vec<&str> = OPERATORS.iter().map(|place| place.path).collect();
+        assert_eq!(described, admin::PATHS.map(|(path, _)| path));
+    }
+
+    #[test]
+    fn requests_for_the_engine_are_counted_from_the_start() {
+        let reaches = |place: &&Place| [ENGINE, OVERLOADED].contains(&place.errors);
+        let reached: BTreeSet<&str> =
+            PLACES.iter().filter(reaches).map(|place| place.path).collect();
+        assert_eq!(reached, BTreeSet::from(USUAL_ROUTES));
     }
 }
