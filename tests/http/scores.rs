@@ -62,7 +62,7 @@ async fn documents_come_in_the_order_of_their_closeness() {
     assert!(results.len() == 1 && results[0]["index"] == 1, "{answer}");
     assert!(results[0].get("document").is_none());
     assert!(is_close(&results[0]["relevance_score"], 1.0), "{answer}");
-    for (asked, count) in [(0, 2), (2, 2), (9, 2)] {
+    for (asked, count) in [(0, 2), (-1, 2), (1, 1), (2, 2), (9, 2)] {
         let body = json!({"query": "a", "documents": ["b", "c d"], "top_n": asked});
         let answer = rig.ask("/rerank", &body).await;
         assert_eq!(answer["results"].as_array().unwrap().len(), count, "{asked}");
@@ -148,12 +148,20 @@ async fn texts_that_are_too_long_are_refused_or_lose_their_end() {
     assert!(ran.is_empty() && error["param"] == "query", "{error}");
     let (status, error, ran) = lengths(json!({"max_tokens_per_query": 3})).await;
     assert!(status == 400 && error["param"] == "documents" && ran.is_empty(), "{error}");
+    // Special tokens come on top of a text's own.
+    let special = rig.text.num_special();
     for (limits, expected) in [
         (json!({"truncate_prompt_tokens": -1}), vec![max, max]),
-        (json!({"max_tokens_per_query": 3, "max_tokens_per_doc": 5}), vec![3, 5]),
-        (json!({"max_tokens_per_query": 3, "max_tokens_per_doc": 4_000_000}), vec![3, max]),
+        (
+            json!({"max_tokens_per_query": 3, "max_tokens_per_doc": 5}),
+            vec![3 + special, 5 + special],
+        ),
+        (
+            json!({"max_tokens_per_query": 3, "max_tokens_per_doc": 4_000_000}),
+            vec![3 + special, max],
+        ),
         (json!({"truncate_prompt_tokens": 4, "max_tokens_per_doc": 7}), vec![4, 4]),
-        (json!({"truncate_prompt_tokens": 4, "max_tokens_per_doc": 2}), vec![4, 2]),
+        (json!({"truncate_prompt_tokens": 4, "max_tokens_per_doc": 2}), vec![4, 2 + special]),
     ] {
         let (status, error, ran) = lengths(limits.clone()).await;
         assert_eq!((status, ran), (200, expected), "{limits}: {error}");
@@ -182,7 +190,7 @@ async fn what_is_not_understood_is_refused_by_its_name() {
         (rerank(json!({"documents": ["a", ""]})), "documents", "empty"),
         (rerank(json!({"documents": [5]})), "documents", "strings or objects"),
         (rerank(json!({"documents": [{"image": "a"}]})), "documents", "`text`"),
-        (rerank(json!({"top_n": -1})), "top_n", "from 0"),
+        (rerank(json!({"top_n": 0.5})), "top_n", "an integer"),
         (rerank(json!({"return_documents": 1})), "return_documents", "true or false"),
         (rerank(json!({"instruction": "a"})), "instruction", "into the query"),
         (rerank(json!({"rank_fields": ["title"]})), "rank_fields", "not supported"),

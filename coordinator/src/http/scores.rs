@@ -18,6 +18,9 @@ use super::vectors::{Group, Input, Vectors, list};
 pub(super) const PAIRS: [(&str, &str); 4] =
     [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")];
 
+/// The least `top_n`: like 0, it stands for all, as in vLLM.
+pub(super) const TOP_N: i32 = i32::MIN;
+
 /// Orders documents by how close they are to a query.
 ///
 /// # Errors
@@ -29,8 +32,8 @@ pub(super) async fn rerank(state: &AppState, fields: Fields) -> Result<HttpRespo
         return Err(ApiError::field("query", "`query` must be a string"));
     }
     let documents = texts(state, &fields, "documents", "max_tokens_per_doc")?;
-    let most = fields.count("top_n", 0, u32::MAX)?.filter(|most| *most > 0);
-    let most = most.map_or(usize::MAX, |most| most as usize);
+    let most = fields.integer("top_n", TOP_N.into(), u32::MAX.into())?.filter(|most| *most > 0);
+    let most = most.and_then(|most| usize::try_from(most).ok()).unwrap_or(usize::MAX);
     let returns = fields.boolean("return_documents", true)?;
     // The documents stay until the answer is sent, and so does the body's share of the room.
     let kept = returns.then(|| (documents.inputs.clone(), fields.share()));

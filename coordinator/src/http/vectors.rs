@@ -52,7 +52,8 @@ impl Input {
 pub(super) struct Group {
     pub(super) field: &'static str,
     pub(super) inputs: Vec<Input>,
-    /// Most tokens of each, if the request says so: longer ones lose their end.
+    /// Most tokens of each text itself, if the request says so: longer ones lose their end. Special
+    /// tokens come on top, so that something of the text is left.
     pub(super) keep: Option<usize>,
 }
 
@@ -131,10 +132,12 @@ impl Vectors {
         // The fields may be much larger than what is kept of them.
         drop(fields);
         let (special, keep, max) = (self.special, self.keep, limits.max_model_len);
-        let encode = move |text: &_| {
+        let encode = move |text: &TextModel| {
             let _share = share;
+            let added = if special { text.num_special() } else { 0 };
             let encoded = groups.into_iter().map(|group| {
-                let keep = group.keep.into_iter().chain(keep).min();
+                let own = group.keep.map(|own| own.saturating_add(added).min(max as usize));
+                let keep = own.into_iter().chain(keep).min();
                 encode(text, group, special, keep, max)
             });
             encoded.collect::<Result<Vec<_>, _>>()

@@ -226,6 +226,12 @@ impl TextModel {
         Ok(encoding.get_ids().to_vec())
     }
 
+    /// Number of special tokens that are put around a text.
+    #[must_use]
+    pub fn num_special(&self) -> usize {
+        self.tokenizer.get_post_processor().map_or(0, |post| post.added_tokens(false))
+    }
+
     /// Tokenizes text and keeps at most `max` tokens: the first ones, with the special tokens
     /// around them.
     ///
@@ -240,8 +246,7 @@ impl TextModel {
         let tokenizer = &self.tokenizer;
         let failed = |error: tokenizers::Error| error.to_string();
         let mut encoding = tokenizer.encode_fast(text, false).map_err(failed)?;
-        let special = tokenizer.get_post_processor().filter(|_| add_special_tokens);
-        let special = special.map_or(0, |post| post.added_tokens(false));
+        let special = if add_special_tokens { self.num_special() } else { 0 };
         encoding.truncate(max.saturating_sub(special), 0, TruncationDirection::Right);
         let encoding = tokenizer.post_process(encoding, None, add_special_tokens);
         let mut tokens = encoding.map_err(failed)?.get_ids().to_vec();

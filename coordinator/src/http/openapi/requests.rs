@@ -414,7 +414,7 @@ impl Requests<'_> {
         let own = json!({
             "query": any_of([text.clone(), given(&["text"], properties(json!({"text": text})))]),
             "documents": self.compared(),
-            "top_n": told(integer(0, u32::MAX), "The closest ones. 0: all."),
+            "top_n": told(integer(scores::TOP_N, u32::MAX), "The closest ones. 0 or less: all."),
             "return_documents": told(boolean(), "Absent: true."),
         });
         given(
