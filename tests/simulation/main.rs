@@ -158,8 +158,8 @@ fn on_all_cores<T: Send, R: Send>(
 /// Seeds tried per guard: the absence of some guards shows only in rare situations.
 const GUARD_SEEDS: u64 = 4 * SEEDS;
 
-/// A guard's name, the seed to try first, and what takes the guard away. The seed is one that showed
-/// its absence once; it only saves the search for another.
+/// A guard's name, the seed to try first, and what takes the guard away. The seed is one that once
+/// showed its absence; it only saves the search for another.
 type Mutation = (&'static str, u64, fn(&mut Switches));
 
 const MUTATIONS: [Mutation; 58] = [
