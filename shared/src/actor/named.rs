@@ -124,7 +124,8 @@ impl ActorRuntime {
     /// is called.
     ///
     /// # Errors
-    /// [`RegistryError`]: the name is not valid, or another actor of this process has it. That an
+    /// [`RegistryError`]: the name is not valid, another actor of this process has it, or the
+    /// process is about to leave. That an
     /// actor of another process has it is detected later: the actor then ends, and the log says
     /// why.
     pub fn spawn<A: NamedActor>(

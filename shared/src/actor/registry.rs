@@ -70,6 +70,9 @@ pub enum RegistryError {
     /// A limit is reached.
     #[error("there are {0} already, which is the limit")]
     Full(usize),
+    /// This process is about to leave.
+    #[error("this process is about to leave and starts no more actors")]
+    Leaving,
 }
 
 /// First answer to a watch.

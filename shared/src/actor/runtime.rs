@@ -249,6 +249,9 @@ impl ActorRuntime {
         if state.mailboxes.contains_key(&report.name) {
             return Err(RegistryError::Taken(state.node.clone()));
         }
+        if state.leaving && !is_reserved(&report.name) {
+            return Err(RegistryError::Leaving);
+        }
         let generation = state.number();
         report.generation = generation;
         let name = report.name.clone();

@@ -2,8 +2,9 @@
 use std::time::Duration;
 
 use super::placing::ends;
-use super::state::State;
+use super::state::{Peer, State};
 use super::{ActorRuntime, Role};
+use crate::actor::exchange::PeerId;
 use crate::actor::placement::is_reserved;
 use crate::protocol::actors::creation::{EndHow, Instance, Placed};
 use crate::protocol::actors::{ActorFrame, ActorLife};
@@ -19,12 +20,18 @@ impl ActorRuntime {
     /// Resolves when that is done, or after `patience`, to whether it is done.
     pub async fn finish(&self, patience: Duration) -> bool {
         self.leave();
-        // The hub's links are never quiet for others' sake.
+        // The hub's links are for others as well: with no actors of its own it waits for none.
         if self.inner.role == Role::Hub && self.unfinished().is_empty() {
             return true;
         }
         let looked = async {
-            while !self.has_finished() {
+            while !self.unfinished().is_empty() {
+                tokio::time::sleep(LOOK).await;
+            }
+            // What they said is on its way once each link's queue has been empty. All of the hub's
+            // may never be at the same time, for others talk over them.
+            let mut unsent: Vec<_> = self.state().peers.keys().copied().collect();
+            while self.remain_unsent(&mut unsent) {
                 tokio::time::sleep(LOOK).await;
             }
         };
@@ -83,11 +90,12 @@ impl ActorRuntime {
         }
     }
 
-    /// Whether no actor of this process is at work, and all that they said is on its way.
-    fn has_finished(&self) -> bool {
+    /// Leaves those links whose actors' frames wait; whether there are any.
+    fn remain_unsent(&self, links: &mut Vec<PeerId>) -> bool {
         let state = self.state();
-        let sent = state.peers.values().all(|peer| peer.link.queued_of_actors().frames == 0);
-        sent && state.unfinished().next().is_none()
+        let waits = |peer: &Peer| peer.link.queued_of_actors().frames > 0;
+        links.retain(|link| state.peers.get(link).is_some_and(waits));
+        !links.is_empty()
     }
 
     fn unfinished(&self) -> Vec<String> {

@@ -324,6 +324,9 @@ async fn a_process_that_leaves_finishes_what_it_has_and_its_actors_move() {
     });
     tokio::time::sleep(Duration::from_millis(200)).await;
     assert!(!a.finish(Duration::from_millis(100)).await, "it is still at work");
+    let more =
+        a.spawn(ActorSpec::new("more", "counter"), || Counter { total: 0, node: "a".to_owned() });
+    assert_eq!(more.err(), Some(RegistryError::Leaving), "nobody would end it");
     let late = b.create::<Counter>(&Some(0), CreateOptions { within: SOON, ..one_cpu("late") });
     let reported = |name: &str, life| {
         hub.list().iter().any(|it| it.report.name == name && it.report.life == life)
