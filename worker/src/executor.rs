@@ -8,6 +8,7 @@
 mod adapters;
 mod queue;
 
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
@@ -135,7 +136,8 @@ impl Executor {
             let _lives = (lives, runs);
             let receiver = receiver;
             let rank = make_rank();
-            Loop { rank, outbox, abort: slot, entered: 0, epoch: None, report_waits: waits }
+            let (entered, epoch, reading) = (0, None, BTreeMap::new());
+            Loop { rank, outbox, abort: slot, entered, epoch, reading, report_waits: waits }
                 .run(&receiver)
         })?;
         let (commands, thread, ended) = (Some(commands), Some(thread), Some(ended));
@@ -301,6 +303,8 @@ struct Loop<R, O> {
     entered: u64,
     /// The formed epoch, and the link over which it came.
     epoch: Option<(u64, Epoch)>,
+    /// Adapters that are being read, and whether each has been dropped since.
+    reading: BTreeMap<(Epoch, u32), Arc<AtomicBool>>,
     report_waits: Arc<AtomicBool>,
 }
 

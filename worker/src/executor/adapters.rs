@@ -2,7 +2,8 @@
 //! wait in the queue among the steps, one at a time, so between two steps there is at most one
 //! piece: the matrices of one site (such as q, k and v) of one layer.
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use shared::ids::Epoch;
@@ -35,6 +36,8 @@ struct Reader {
     link: u64,
     epoch: Epoch,
     number: u32,
+    /// Set when the adapter is dropped.
+    is_dropped: Arc<AtomicBool>,
 }
 
 impl Reader {
@@ -86,7 +89,10 @@ impl AdapterSink for Sink<'_> {
     }
 
     fn fetches(&mut self, news: Option<(u64, u64)>) -> bool {
-        let Reader { queue, abort, link, epoch, .. } = self.reader;
+        let Reader { queue, abort, link, epoch, is_dropped, .. } = self.reader;
+        if is_dropped.load(Ordering::Relaxed) {
+            return false;
+        }
         let due = self.reported.is_none_or(|last| last.elapsed() >= FETCH_INTERVAL);
         if let Some((bytes_done, bytes_total)) = news.filter(|_| due) {
             self.reported = Some(Instant::now());
@@ -110,7 +116,12 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
             return;
         }
         match &command.change {
-            AdapterChange::Drop(number) => self.rank.drop_adapter(*number),
+            AdapterChange::Drop(number) => {
+                if let Some(is_dropped) = self.reading.get(&(epoch, *number)) {
+                    is_dropped.store(true, Ordering::Relaxed);
+                }
+                self.rank.drop_adapter(*number);
+            }
             AdapterChange::Load(adapter) => {
                 if let Err(reason) = self.read_adapter(epoch, adapter, commands) {
                     let number = adapter.number;
@@ -129,7 +140,10 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
         let reading = self.rank.open_adapter(adapter)?;
         let (queue, link, number) = (commands.aside(), self.entered, adapter.number);
         let abort = self.abort.clone();
-        let reader = Reader { queue, abort, link, epoch, number };
+        let is_dropped = Arc::new(AtomicBool::new(false));
+        self.reading.retain(|(of, _), _| *of == epoch);
+        self.reading.insert((epoch, number), is_dropped.clone());
+        let reader = Reader { queue, abort, link, epoch, number, is_dropped };
         let thread = std::thread::Builder::new().name("adapter".to_owned());
         let spawned = thread.spawn(move || reader.run(reading));
         spawned.map(drop).map_err(|error| format!("no thread to read the adapter with: {error}"))
@@ -152,6 +166,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
 
     /// An adapter has been read, or cannot be: tells the coordinator.
     pub(super) fn adapter_read(&mut self, done: AdapterDone) {
+        self.reading.remove(&(done.epoch, done.number));
         if !self.is_in(done.epoch) {
             return;
         }
