@@ -5,22 +5,19 @@
 //! each of them; and where one rank hangs in a step, the others hang waiting for it. Whose fault it
 //! is nobody can tell: a cable, a firewall, one host or two. So one gives way to a spare that has
 //! failed less often; if that was not it, another does. Where no spare is better, the group goes on
-//! with fewer ranks, if it may, and those that it goes on without rest: for a while they are no
-//! reason for it to grow again.
+//! with fewer ranks, if it may, and those that it goes on without rest: for a while, as long as a
+//! device that fails would, they are no reason for it to grow again.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
 
 use super::placement::joins;
+use super::quarantine::rest_after;
 use super::replica::Replica;
 use super::{Cluster, Effect, Failing, Member};
 use crate::scheduler::SUSPICION_MAX;
 
-/// First rest of a rank; doubles each time, until it has served.
-const REST_MIN: Duration = Duration::from_secs(600);
-/// Longest rest.
-const REST_MAX: Duration = Duration::from_secs(6 * 3600);
 /// Maximum number of workers remembered while they are gone.
 const GONE_MAX: usize = 256;
 
@@ -69,9 +66,8 @@ struct Record {
     /// In a row.
     failures: u32,
     last: Duration,
+    /// How often it has rested; each rest is longer than the one before.
     rests: u32,
-    /// How long the last rest was.
-    rest: Duration,
     until: Option<Duration>,
     /// How long it has served since the last failure, up to the present epoch.
     served: Duration,
@@ -84,7 +80,8 @@ struct Record {
 impl Record {
     /// When it is forgotten if it serves until then.
     fn forgotten_at(&self, patience: Patience) -> Option<Duration> {
-        let long = patience.forgotten_after.max(self.rest);
+        let rested = self.rests.checked_sub(1).map_or(Duration::ZERO, rest_after);
+        let long = patience.forgotten_after.max(rested);
         Some(self.serves_since?.saturating_add(long.saturating_sub(self.served)))
     }
 }
@@ -183,12 +180,11 @@ impl FailingRanks {
     pub(super) fn rest(&mut self, now: Duration, dropped: &[WorkerId]) {
         let of = |worker| self.ranks.get(worker).map_or(0, |record: &Record| record.rests);
         let rests = dropped.iter().map(of).max().unwrap_or(0);
-        let rest = REST_MIN.saturating_mul(1 << rests.min(10)).min(REST_MAX);
+        let until = now.saturating_add(rest_after(rests));
         for worker in dropped {
             let record = self.ranks.entry(*worker).or_default();
             record.rests = rests.saturating_add(1);
-            record.rest = rest;
-            record.until = Some(now.saturating_add(rest));
+            record.until = Some(until);
         }
     }
 

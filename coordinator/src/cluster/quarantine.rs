@@ -51,7 +51,7 @@ impl Quarantine {
             return None;
         }
         record.failures.clear();
-        let rest = REST_MIN.saturating_mul(1 << record.rests.min(10)).min(REST_MAX);
+        let rest = rest_after(record.rests);
         record.rests += 1;
         record.until = Some(now.saturating_add(rest));
         Some(rest)
@@ -78,6 +78,11 @@ impl Quarantine {
     pub(super) fn forgive(&mut self) {
         self.devices.clear();
     }
+}
+
+/// How long a device rests that has rested so many times before.
+pub(super) fn rest_after(rests: u32) -> Duration {
+    REST_MIN.saturating_mul(1 << rests.min(10)).min(REST_MAX)
 }
 
 #[cfg(test)]

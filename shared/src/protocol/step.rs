@@ -282,7 +282,7 @@ pub struct StepFailed {
 
 impl StepFailed {
     /// Words for a rank, or a rank's device, that did not take part in an exchange in time.
-    pub const IN_VAIN: [&str; 2] =
+    const IN_VAIN: [&str; 2] =
         ["waiting for rank", "the ranks' devices did not finish an exchange in"];
 
     /// Whether the rank says that it has waited for another one in vain.

@@ -63,7 +63,7 @@ impl Handler<GetStatus> for ClusterActor {
                 _ if draining(*worker) => "draining",
                 None if self.core.is_aside(*worker) => "set aside",
                 Some(_) => "alive",
-                None if self.core.doubt(*worker).is_some() => "doubtful",
+                None if self.core.is_doubtful(*worker) => "doubtful",
                 None => "spare",
             };
             status::Node {

@@ -6,8 +6,8 @@ use super::state::{Peer, State};
 use super::{ActorRuntime, Role};
 use crate::actor::exchange::PeerId;
 use crate::actor::placement::is_reserved;
-use crate::protocol::actors::creation::{EndHow, Instance, Placed};
-use crate::protocol::actors::{ActorFrame, ActorLife};
+use crate::protocol::actors::ActorLife;
+use crate::protocol::actors::creation::{EndHow, Instance};
 
 /// Interval between looks at whether all have finished.
 const LOOK: Duration = Duration::from_millis(10);
@@ -56,12 +56,7 @@ impl ActorRuntime {
         }
         // First, so that nothing that ends is placed here again.
         self.tell_hosting(state);
-        let own = |name: &String| state.is_spawned(name) && !is_reserved(name);
-        let spawned: Vec<String> =
-            state.mailboxes.keys().filter(|name| own(name)).cloned().collect();
-        for name in spawned {
-            state.mailboxes.remove(&name);
-        }
+        state.mailboxes.retain(|name, mailbox| mailbox.kill.is_none() || is_reserved(name));
         let lives = |life| !matches!(life, ActorLife::Dead | ActorLife::Draining);
         let created = state.hosted.iter().filter(|(_, hosted)| lives(hosted.life));
         let created: Vec<(Instance, String)> =
@@ -69,24 +64,7 @@ impl ActorRuntime {
         for (instance, name) in created {
             let reason = "its process leaves".to_owned();
             let _ = ends(state, name.clone(), instance, EndHow::Finish, reason.clone());
-            let (life, reason) = (ActorLife::Draining, Some(reason));
-            self.tell_of_placed(state, Placed { name, instance, life, reason, known: None });
-        }
-    }
-
-    /// Tells the hub what became of a created actor here.
-    fn tell_of_placed(&self, state: &mut State, placed: Placed) {
-        match (self.inner.role, state.hub()) {
-            (Role::Hub, _) => {
-                let mut effects = Vec::new();
-                self.placed_here(state, placed, &mut effects);
-                self.decided(state, effects);
-            }
-            (Role::Spoke, Some(peer)) => {
-                let _ = state.send(peer, &ActorFrame::Placed(Box::new(placed)));
-            }
-            // The next hub is told what is here.
-            (Role::Spoke, None) => {}
+            self.hosted_became(state, name, instance, ActorLife::Draining, Some(reason));
         }
     }
 
@@ -104,10 +82,6 @@ impl ActorRuntime {
 }
 
 impl State {
-    fn is_spawned(&self, name: &str) -> bool {
-        self.mailboxes.get(name).is_some_and(|mailbox| mailbox.kill.is_some())
-    }
-
     /// The actors of this process that are not dead, except the cluster's own.
     fn unfinished(&self) -> impl Iterator<Item = &str> {
         let lives = self.hosted.values().filter(|hosted| hosted.life != ActorLife::Dead);

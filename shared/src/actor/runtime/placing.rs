@@ -93,8 +93,8 @@ impl ActorRuntime {
         if state.classes.is_empty() {
             return;
         }
-        let hosts = |_: &&String| !state.leaving;
-        let classes = state.classes.keys().filter(hosts).cloned().collect();
+        let classes =
+            if state.leaving { Vec::new() } else { state.classes.keys().cloned().collect() };
         let hosting = Hosting { classes, offer: state.offer.clone().unwrap_or_default() };
         match self.inner.role {
             Role::Hub => {
@@ -294,7 +294,7 @@ impl ActorRuntime {
         }
     }
 
-    pub(super) fn placed_here(&self, state: &mut State, placed: Placed, effects: &mut Vec<Effect>) {
+    fn placed_here(&self, state: &mut State, placed: Placed, effects: &mut Vec<Effect>) {
         let (node, now) = (state.node.clone(), self.inner.clock.now());
         let taken = state.is_taken(&placed.name);
         state.placement.placed(now, Home::Here, &node, placed, taken, effects);
@@ -386,6 +386,18 @@ impl ActorRuntime {
                 state.mailboxes.remove(name);
             }
         }
+        self.hosted_became(state, name.to_owned(), instance, life, reason);
+    }
+
+    /// Records the state of a created actor of this process, and tells the hub.
+    pub(super) fn hosted_became(
+        &self,
+        state: &mut State,
+        name: String,
+        instance: Instance,
+        life: ActorLife,
+        reason: Option<String>,
+    ) {
         let Some(hosted) = state.hosted.get_mut(&instance) else { return };
         // One that finishes its messages goes on doing so.
         let life = match (hosted.life, life) {
@@ -393,7 +405,7 @@ impl ActorRuntime {
             (_, life) => life,
         };
         (hosted.life, hosted.reason) = (life, reason.clone());
-        let placed = Placed { name: name.to_owned(), instance, life, reason, known: None };
+        let placed = Placed { name, instance, life, reason, known: None };
         let told = match (self.inner.role, state.hub()) {
             (Role::Hub, _) => {
                 let mut effects = Vec::new();
