@@ -1,8 +1,8 @@
 //! Several ranks: sums and gathered logits within graphs, golden values at two and four ranks, the
-//! latency of a sum. All of this runs with NCCL, and with this project's own kernels on GPUs that can
-//! access each other's memory; with those, one rank is then also killed or frozen. Each rank has
-//! its own GPU if there are enough. Otherwise they share one, which NCCL supports from 2.30 on with
-//! NCCL_MULTI_RANK_GPU_ENABLE=1.
+//! latency of a sum. All of this runs with NCCL, and with this project's own kernels on GPUs that
+//! can access each other's memory; with those, one rank is then also killed or frozen. Each rank
+//! has its own GPU if there are enough. Otherwise they share one, which NCCL supports from 2.30 on
+//! with NCCL_MULTI_RANK_GPU_ENABLE=1.
 use std::ffi::OsStr;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
