@@ -47,6 +47,10 @@ struct Ranks {
 
 impl Ranks {
     fn new(count: u32) -> Self {
+        Self::with(count, false)
+    }
+
+    fn with(count: u32, batch_invariant: bool) -> Self {
         let group = local_group(count as usize, LONG).unwrap();
         let (mut work, mut threads) = (Vec::new(), Vec::new());
         for (rank, collective) in (0..count).zip(group) {
@@ -54,7 +58,7 @@ impl Ranks {
             work.push(sender);
             // Outside the thread: it may have to compile the stand-in, and no rank waits for
             // another meanwhile.
-            let options = options(rank);
+            let options = CudaOptions { batch_invariant, ..options(rank) };
             threads.push(std::thread::spawn(move || {
                 let mut backend = CudaBackend::new(options, collective).unwrap();
                 for work in receiver {
@@ -123,10 +127,18 @@ fn join(
 
 /// Sums `value` over the ranks.
 fn sum(backend: &mut CudaBackend, value: f32) -> Result<Vec<f32>, KernelError> {
-    let mut buffer = backend.new_buffer(2, 8)?;
-    backend.write_buffer(&mut buffer, &[value; 16])?;
+    sum_of(backend, (2, 8), value)
+}
+
+fn sum_of(
+    backend: &mut CudaBackend,
+    (rows, width): (usize, usize),
+    value: f32,
+) -> Result<Vec<f32>, KernelError> {
+    let mut buffer = backend.new_buffer(rows, width)?;
+    backend.write_buffer(&mut buffer, &vec![value; rows * width])?;
     backend.all_reduce(&mut buffer)?;
-    assert_eq!(buffer.rows(), 2);
+    assert_eq!(buffer.rows(), rows);
     backend.read_buffer(&buffer)
 }
 
@@ -173,21 +185,30 @@ fn ranks_sum_and_gather_on_their_devices() {
     }
 }
 
-/// Few rows are summed as a tree over the ranks in order: steps of other sizes sum them, too.
+/// Small messages are summed as a tree over the ranks in order: steps of other sizes sum them, too.
+/// Larger ones are NCCL's, which receives less, unless the same bits are promised.
 #[test]
 fn four_ranks_are_added_as_a_tree() {
-    let ranks = Ranks::new(4);
-    ranks.join(LONG);
     let values = [1e8f32, 1.0, -1e8, 3.0];
     let tree = (values[0] + values[1]) + (values[2] + values[3]);
-    assert_ne!(tree, ((values[0] + values[1]) + values[2]) + values[3]);
-    let sums: Vec<_> = values
-        .into_iter()
-        .enumerate()
-        .map(|(rank, value)| ranks.tell(rank, move |backend| sum(backend, value)))
-        .collect();
-    for answer in sums {
-        assert_eq!(answer.recv_timeout(LONG).unwrap().unwrap(), vec![tree; 16]);
+    for batch_invariant in [false, true] {
+        let ranks = Ranks::with(4, batch_invariant);
+        ranks.join(LONG);
+        // 64 KiB are the most that are gathered.
+        for (width, in_order) in [(8, true), (8192, true), (8193, batch_invariant)] {
+            let sums: Vec<_> = values
+                .into_iter()
+                .enumerate()
+                .map(|(rank, value)| {
+                    ranks.tell(rank, move |backend| sum_of(backend, (2, width), value))
+                })
+                .collect();
+            for answer in sums {
+                let found = answer.recv_timeout(LONG).unwrap().unwrap();
+                let is_tree = found == vec![tree; 2 * width];
+                assert_eq!(is_tree, in_order, "{width} {batch_invariant} {:?}", &found[..2]);
+            }
+        }
     }
 }
 
@@ -217,7 +238,7 @@ fn an_abort_frees_a_rank_that_waits_and_the_next_group_works() {
 #[test]
 fn a_deadline_ends_the_wait_and_the_next_group_works() {
     let ranks = Ranks::new(2);
-    ranks.join(Duration::from_millis(200));
+    ranks.join(Duration::from_millis(500));
     let error = ranks.tell(0, |backend| sum(backend, 1.0)).recv_timeout(SOON).unwrap().unwrap_err();
     let stalled = matches!(
         error,

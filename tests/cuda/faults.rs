@@ -115,6 +115,28 @@ fn int8_weights_are_widened_once_a_layer() {
     assert!(products.chunks(4).all(|layer| layer == [1, 1, 2, 1]), "{products:?}");
 }
 
+/// cuBLASLt fails where it is asked for algorithms; this project's kernels multiply instead.
+#[test]
+fn a_library_that_fails_to_choose_ends_nothing() {
+    let mut args = BENCH.to_vec();
+    args.extend(["--batches", "1"]);
+    args[8] = "40";
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let environment = [
+        ("FAKE_CUDA_FAIL", "cublasLtMatmulAlgoGetHeuristic:1=14"),
+        ("FAKE_CUDA_LOG", log.path().to_str().unwrap()),
+    ];
+    let (code, _, stderr) = with_fake(&args, &environment);
+    assert_eq!(code, 0, "{stderr}");
+    // It was asked, and has multiplied other shapes.
+    let log = std::fs::read_to_string(log.path()).unwrap();
+    assert!(log.contains("\nproduct "), "{stderr}");
+    // A GPU that has failed is still told.
+    let lost = [("FAKE_CUDA_FAIL", "cublasLtMatmulAlgoGetHeuristic:1=700")];
+    let (code, _, stderr) = with_fake(&args, &lost);
+    assert!(code == 1 && stderr.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{code} {stderr}");
+}
+
 #[test]
 fn memory_that_runs_out_is_named() {
     let line = fails(&[("FAKE_CUDA_FAIL", "cuMemAlloc_v2:6=2")]);

@@ -64,6 +64,12 @@ impl Pair {
     }
 }
 
+/// For the stand-in's faults: the `call`-th collective of a rank after those with which ranks try
+/// NCCL out (three sums, three gathers).
+fn after_trial(rank: u32, call: u32) -> &'static str {
+    format!("{rank}:{}", call + 6).leak()
+}
+
 fn request(tokens: u32) -> Value {
     json!({"prompt": [1, 5, 9, 33, 7], "max_tokens": tokens, "temperature": 0.8, "seed": 3,
            "ignore_eos": true})
@@ -170,11 +176,11 @@ async fn what_nccl_finds_wrong_ends_the_epoch_and_nothing_else() {
     let cases = [
         ("FAKE_NCCL_INIT_FAIL", "1:1", "ncclSystemError (2)"),
         ("FAKE_NCCL_INIT_REFUSE", "1:1", "ncclSystemError (2)"),
-        ("FAKE_NCCL_CALL_FAIL", "0:8", "ncclUnhandledCudaError (1)"),
+        ("FAKE_NCCL_CALL_FAIL", after_trial(0, 8), "ncclUnhandledCudaError (1)"),
         // While its graph is captured.
-        ("FAKE_NCCL_CALL_FAIL", "1:15", "ncclUnhandledCudaError (1)"),
-        ("FAKE_NCCL_ASYNC_ERROR", "1:60", "ncclRemoteError (6)"),
-        ("FAKE_NCCL_LATE", "1:60", "NCCL 2.28.9"),
+        ("FAKE_NCCL_CALL_FAIL", after_trial(1, 15), "ncclUnhandledCudaError (1)"),
+        ("FAKE_NCCL_ASYNC_ERROR", after_trial(1, 60), "ncclRemoteError (6)"),
+        ("FAKE_NCCL_LATE", after_trial(1, 60), "NCCL 2.28.9"),
     ];
     for (variable, value, words) in cases {
         let args = ["--cuda-exchange", "nccl"];
@@ -227,6 +233,21 @@ async fn ranks_that_nccl_does_not_connect_go_another_way() {
     }
 }
 
+/// From 2.22 on NCCL connects for each of its algorithms only when that is first needed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ranks_whose_first_exchange_fails_go_another_way() {
+    let pair = Pair::up(&[], &[("FAKE_NCCL_CALL_FAIL", "0:2")]).await;
+    let (log, nccl) = (pair.cluster.log(), pair.nccl_log());
+    assert_eq!(log.matches("algorithm=\"host\"").count(), 2, "{log}");
+    for words in ["NCCL cannot connect the ranks", "ncclUnhandledCudaError (1)"] {
+        assert!(log.contains(words), "{words} is not in\n{log}");
+    }
+    pair.complete(4).await;
+    assert_eq!(nccl.matches(" id").count(), 1, "{nccl}");
+    assert_eq!(nccl.matches("abort rank").count(), 2, "{nccl}");
+    assert!(!nccl.contains("died"), "{nccl}");
+}
+
 /// A rank dies while the other one connects to it: that one is not held up.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_abort_ends_the_connecting() {
@@ -259,7 +280,7 @@ async fn an_abort_ends_the_connecting() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_collective_that_hangs_is_ended() {
     let expected = Pair::up(&[], &[]).await.complete(16).await;
-    let pair = Pair::up(&[], &[("FAKE_NCCL_HANG", "1:60")]).await;
+    let pair = Pair::up(&[], &[("FAKE_NCCL_HANG", after_trial(1, 60))]).await;
     let pids = pair.cluster.worker_pids();
     let began = Instant::now();
     assert_eq!(pair.complete(16).await, expected);
@@ -281,11 +302,11 @@ async fn an_abort_ends_calls_under_way_and_no_process() {
     // The third step's collectives are captured.
     let cases = [
         // Within a call that waits for the other rank.
-        ("FAKE_NCCL_BLOCK", "1:8", "0:8", "blocked rank 1"),
-        ("FAKE_NCCL_BLOCK", "1:14", "0:14", "blocked rank 1"),
+        ("FAKE_NCCL_BLOCK", after_trial(1, 8), after_trial(0, 8), "blocked rank 1"),
+        ("FAKE_NCCL_BLOCK", after_trial(1, 14), after_trial(0, 14), "blocked rank 1"),
         // A call that NCCL continues in the background.
-        ("FAKE_NCCL_SLOW", "1:8", "0:8", "slow rank 1"),
-        ("FAKE_NCCL_SLOW", "1:14", "0:14", "slow rank 1"),
+        ("FAKE_NCCL_SLOW", after_trial(1, 8), after_trial(0, 8), "slow rank 1"),
+        ("FAKE_NCCL_SLOW", after_trial(1, 14), after_trial(0, 14), "slow rank 1"),
     ];
     for (variable, value, fails, words) in cases {
         let faults = [(variable, value), ("FAKE_NCCL_CALL_FAIL", fails)];
@@ -305,7 +326,7 @@ async fn an_abort_ends_calls_under_way_and_no_process() {
 /// Nothing is known of what NCCL does with the GPU after that.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_abort_that_hangs_costs_its_process() {
-    let faults = [("FAKE_NCCL_CALL_FAIL", "0:8"), ("FAKE_NCCL_ABORT_HANG", "1:1")];
+    let faults = [("FAKE_NCCL_CALL_FAIL", after_trial(0, 8)), ("FAKE_NCCL_ABORT_HANG", "1:1")];
     let pair = Pair::up(&[], &faults).await;
     let before = pair.cluster.worker_pids();
     let text = pair.complete(8).await;
@@ -321,7 +342,8 @@ async fn an_abort_that_hangs_costs_its_process() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_hangs_costs_its_process_and_nothing_else() {
     // In the second request: the replacement process does not get that far.
-    let faults = [("FAKE_NCCL_STUCK", "1:130"), ("FAKE_NCCL_ASYNC_ERROR", "0:130")];
+    let faults =
+        [("FAKE_NCCL_STUCK", after_trial(1, 130)), ("FAKE_NCCL_ASYNC_ERROR", after_trial(0, 130))];
     let pair = Pair::up(&[], &faults).await;
     let before = pair.cluster.worker_pids();
     let expected = pair.complete(16).await;

@@ -5,10 +5,11 @@
 //!   more with inputs that arrive late
 //! - `goldens`: every model folder's golden values
 //! - `speed`: bandwidth; decode and prefill of random models of known shapes
-//! - `ranks-peers`: two ranks that can access each other's memory, on one GPU or two, and one rank
-//!   that is killed or frozen
-//! - `ranks-nccl`: one rank, and two on two GPUs or, if NCCL supports it, on one
-//! - `ranks-threads`: the latency of a sum when both ranks run concurrently on one GPU
+//! - `ranks-peers`: two and four ranks that can access each other's memory, on one GPU and on two,
+//!   four and eight if there are as many, and one rank that is killed or frozen
+//! - `ranks-nccl`: one rank; two on two GPUs or, if NCCL supports it, on one; four and eight on as
+//!   many
+//! - `ranks-threads`: the latency of a sum when two and four ranks run concurrently on one GPU
 //!
 //! Each part is a separate process with a time limit (`supervisor`), so a kernel that hangs or
 //! accesses invalid memory costs only its own step. Lines are printed as they come, and appended to
@@ -61,9 +62,10 @@ struct Options {
     folders: Vec<PathBuf>,
     kernels: Option<PathBuf>,
     nccl_lib: Option<PathBuf>,
-    /// Set in the process of one of two ranks: rank, name of the shared memory, file for rank 0's
-    /// message.
+    /// Set in the process of one of several ranks: rank, name of the shared memory, file for rank
+    /// 0's message; and the number of ranks.
     child: Option<(u32, String, PathBuf)>,
+    ranks: u32,
     /// How such a process exchanges data, and whether it continues until the other rank is gone.
     exchange: ExchangePolicy,
     endless: bool,
@@ -103,6 +105,7 @@ impl Options {
             kernels: None,
             nccl_lib: None,
             child: None,
+            ranks: 2,
             exchange: ExchangePolicy::Nccl,
             endless: false,
             golden: None,
@@ -145,6 +148,9 @@ impl Options {
                 "--child" => {
                     let rank = value()?.parse().map_err(|_| "--child wants a rank")?;
                     options.child = Some((rank, value()?, PathBuf::from(value()?)));
+                }
+                "--ranks" => {
+                    options.ranks = value()?.parse().map_err(|_| "--ranks wants a number")?;
                 }
                 "--gpu" => options.ordinal = value()?.parse().ok(),
                 "--only" => options.only.extend(value()?.split(',').map(str::to_owned)),

@@ -1,8 +1,8 @@
-//! Several ranks: sums and gathered logits within graphs, golden values at two ranks, the latency
-//! of a sum. All of this runs with NCCL, and with this project's own kernels on GPUs that can
-//! access each other's memory; with those, one rank is then also killed or frozen. Each rank has
-//! its own GPU if there are enough. Otherwise they share one, which NCCL supports from 2.30 on with
-//! NCCL_MULTI_RANK_GPU_ENABLE=1.
+//! Several ranks: sums and gathered logits within graphs, golden values at two and four ranks, the
+//! latency of a sum. All of this runs with NCCL, and with this project's own kernels on GPUs that
+//! can access each other's memory; with those, one rank is then also killed or frozen. Each rank
+//! has its own GPU if there are enough. Otherwise they share one, which NCCL supports from 2.30 on
+//! with NCCL_MULTI_RANK_GPU_ENABLE=1.
 use std::ffi::OsStr;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -85,12 +85,62 @@ fn joined(
 
 /// Ranks that share a GPU run in time slices of milliseconds, and would measure those. So they do
 /// not measure, except in the step that tests measuring, and there as little as possible.
-fn tuned(options: &Options, gpus: [u32; 2]) -> Options {
+fn tuned(options: &Options, gpus: &[u32]) -> Options {
     let mut options = options.clone();
-    if gpus[0] == gpus[1] {
+    if is_shared(gpus) {
         options.thresholds = Some(Thresholds::default());
     }
     options
+}
+
+fn is_shared(gpus: &[u32]) -> bool {
+    matches!(gpus, [first, second, ..] if first == second)
+}
+
+/// Where some ranks run: `two GPUs`.
+fn place(gpus: &[u32]) -> String {
+    match (is_shared(gpus), gpus.len()) {
+        (true, _) => "one GPU".to_owned(),
+        (false, 2) => "two GPUs".to_owned(),
+        (false, count) => format!("{count} GPUs"),
+    }
+}
+
+fn number(ranks: usize) -> String {
+    if ranks == 2 { "two".to_owned() } else { ranks.to_string() }
+}
+
+/// What rank `rank` has at `i` of a sum over several ranks: integers, whose sums are exact.
+fn term(rank: usize, i: usize) -> f32 {
+    (rank * 7 + i % 13) as f32
+}
+
+/// Checks the sum over all ranks' [`term`]s.
+fn check_sum(sums: &[f32], ranks: usize) -> Result<(), String> {
+    for (i, found) in sums.iter().enumerate() {
+        let expected = (0..ranks).map(|rank| term(rank, i)).sum::<f32>();
+        if *found != expected {
+            let count = sums.len();
+            return Err(format!("sum {i} of {count} is {found}, not {expected}"));
+        }
+    }
+    Ok(())
+}
+
+/// Sums of sizes that are exchanged in different ways.
+fn sums_of_sizes(backend: &mut CudaBackend, quick: bool) -> Result<(), KernelError> {
+    let (rank, ranks) = (backend.rank() as usize, backend.world_size() as usize);
+    let sizes: &[usize] = &[4, 1000, 70_001, 400_001, 1_100_000, 5_000_003];
+    for &count in if quick { &sizes[..3] } else { sizes } {
+        let mut data = backend.new_buffer(1, count)?;
+        let own: Vec<f32> = (0..count).map(|i| term(rank, i)).collect();
+        backend.write_buffer(&mut data, &own)?;
+        backend.all_reduce(&mut data)?;
+        let sums = backend.read_buffer(&data)?;
+        let wrong = |message| KernelError::Shape { op: "sums", message };
+        check_sum(&sums, ranks).map_err(wrong)?;
+    }
+    Ok(())
 }
 
 /// Sums and gathers in three equal steps: launched directly, captured, replayed.
@@ -100,8 +150,7 @@ fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
     let mut data = backend.new_buffer(4, width)?;
     let mut local = backend.new_buffer(4, 5)?;
     let mut full = backend.new_buffer(4, 5 * ranks)?;
-    let value = |rank: usize, i: usize| (rank * 7 + i % 13) as f32;
-    let own: Vec<f32> = (0..rows * width).map(|i| value(rank, i)).collect();
+    let own: Vec<f32> = (0..rows * width).map(|i| term(rank, i)).collect();
     let logits: Vec<f32> = (0..rows * 5).map(|i| (100 * rank + i) as f32).collect();
     let ids = [0, 1, 2];
     let seqs: Vec<SeqRows> = (0..3)
@@ -123,7 +172,6 @@ fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
         sliding_window: None,
         softcap: None,
     };
-    let sum = |i: usize| (0..ranks).map(|rank| value(rank, i)).sum::<f32>();
     let wrong = |message: String| KernelError::Shape { op: "exchange", message };
     for _ in 0..3 {
         backend.write_buffer(&mut data, &own)?;
@@ -145,9 +193,7 @@ fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
         backend.gather_logits(&local, &mut full)?;
         backend.end_step()?;
         let (sums, rows_of_all) = (backend.read_buffer(&data)?, backend.read_buffer(&full)?);
-        if let Some(i) = (0..rows * width).find(|i| sums[*i] != sum(*i)) {
-            return Err(wrong(format!("sum {i} is {}, not {}", sums[i], sum(i))));
-        }
+        check_sum(&sums, ranks).map_err(wrong)?;
         for (i, found) in rows_of_all.iter().enumerate() {
             let (row, column) = (i / (5 * ranks), i % (5 * ranks));
             let expected = (100 * (column / 5) + row * 5 + column % 5) as f32;
@@ -166,8 +212,8 @@ fn not_given_up(backend: &CudaBackend) -> Result<(), String> {
 }
 
 /// Measures sums of several sizes, launched back to back. Nothing is allocated or freed from the
-/// first sum to the last: when both ranks are threads that share a GPU, that could wait for the
-/// other's kernel, which waits for this rank's.
+/// first sum to the last: when ranks are threads that share a GPU, that could wait for another's
+/// kernel, which waits for this rank's. The first sum of each size is checked.
 fn latencies(
     backend: &mut CudaBackend,
     meeting: &Meeting,
@@ -176,10 +222,12 @@ fn latencies(
     let words = |error: KernelError| error.to_string();
     let sizes: &[usize] = if quick { &[4, 64] } else { &[4, 16, 64, 256, 1024, 4096, 16384] };
     let times = if quick { 2 } else { 50 };
+    let (rank, ranks) = (backend.rank() as usize, backend.world_size() as usize);
     let mut buffers = Vec::new();
     for kib in sizes {
         let mut data = backend.new_buffer(1, kib * 256).map_err(words)?;
-        data.set_rows(1).map_err(words)?;
+        let own: Vec<f32> = (0..kib * 256).map(|i| term(rank, i)).collect();
+        backend.write_buffer(&mut data, &own).map_err(words)?;
         buffers.push((*kib, data));
     }
     backend.settle().map_err(words)?;
@@ -188,6 +236,8 @@ fn latencies(
         meeting.wait()?;
         backend.all_reduce(data).map_err(words)?;
         backend.settle().map_err(words)?;
+        meeting.wait()?;
+        check_sum(&backend.read_buffer(data).map_err(words)?, ranks)?;
         meeting.wait()?;
         let began = Instant::now();
         for _ in 0..times {
@@ -200,36 +250,40 @@ fn latencies(
     Ok(found)
 }
 
-/// A barrier of two ranks, with a time limit.
-#[derive(Default)]
+/// A barrier of some ranks, with a time limit.
 struct Meeting {
+    ranks: usize,
     came: Mutex<usize>,
     changed: Condvar,
 }
 
 impl Meeting {
+    fn of(ranks: usize) -> Self {
+        Self { ranks, came: Mutex::default(), changed: Condvar::new() }
+    }
+
     fn wait(&self) -> Result<(), String> {
         let mut came = self.came.lock().unwrap_or_else(PoisonError::into_inner);
         *came += 1;
-        let wanted = came.next_multiple_of(2);
+        let wanted = came.next_multiple_of(self.ranks);
         self.changed.notify_all();
         let waited = self.changed.wait_timeout_while(came, TIMEOUT, |came| *came < wanted);
         let (came, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        if *came < wanted { Err("the other rank does not come".to_owned()) } else { Ok(()) }
+        if *came < wanted { Err("another rank does not come".to_owned()) } else { Ok(()) }
     }
 }
 
-/// Sums of two ranks that are threads. On one GPU their kernels run concurrently, unlike those of
+/// Sums of ranks that are threads. On one GPU their kernels run concurrently, unlike those of
 /// two processes.
 fn sums(
     options: &Options,
     exchange: ExchangePolicy,
-    gpus: [u32; 2],
+    gpus: &[u32],
 ) -> Result<Vec<(usize, Duration)>, String> {
     let options = &tuned(options, gpus);
-    let group = local_group(2, TIMEOUT).map_err(|error| error.to_string())?;
+    let group = local_group(gpus.len(), TIMEOUT).map_err(|error| error.to_string())?;
     let relay = SharedRelay::default();
-    let meeting = &Meeting::default();
+    let meeting = &Meeting::of(gpus.len());
     let results: Vec<Result<_, String>> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0u32..)
             .zip(group)
@@ -240,7 +294,7 @@ fn sums(
                     let joined = joined(options, how, gpu, collective, &mut relay);
                     let (mut backend, _) = joined.map_err(|error| error.to_string())?;
                     let found = latencies(&mut backend, meeting, options.quick);
-                    // Free nothing before both are done.
+                    // Free nothing before all are done.
                     let _ = meeting.wait();
                     found
                 })
@@ -267,7 +321,7 @@ fn first_of<T>(results: Vec<Result<T, String>>) -> Result<T, String> {
     }
 }
 
-/// Checks golden values as one of two ranks.
+/// Checks golden values as one of several ranks.
 fn golden(
     options: &Options,
     rank: u32,
@@ -275,7 +329,7 @@ fn golden(
     model: &Path,
 ) -> Result<String, String> {
     let (prompts, output) = if options.quick { (1, 5) } else { (2, 16) };
-    let engine = engine_over(backend, model, (rank, 2), !options.quick);
+    let engine = engine_over(backend, model, (rank, options.ranks), !options.quick);
     let mut engine = engine.map_err(|error| error.to_string())?;
     let (mut worst, mut compared, mut number) = (0.0f64, 0, 0);
     for golden in goldens(model).iter().take(prompts) {
@@ -288,7 +342,7 @@ fn golden(
     Ok(format!("{compared} tokens, worst error {worst:.1e}, {made} graphs"))
 }
 
-/// Runs one of two processes of this program, each of which is a rank.
+/// Runs one of several processes of this program, each of which is a rank.
 pub(crate) fn child(
     options: &Options,
     rank: u32,
@@ -296,8 +350,8 @@ pub(crate) fn child(
     relay: &Path,
 ) -> Result<String, String> {
     let words = |error: KernelError| error.to_string();
-    let shared =
-        SharedMemoryOptions { name: name.to_owned(), rank, world_size: 2, timeout: TIMEOUT };
+    let world_size = options.ranks;
+    let shared = SharedMemoryOptions { name: name.to_owned(), rank, world_size, timeout: TIMEOUT };
     let collective = shared_memory(&shared, &|| false).map_err(|error| error.to_string())?;
     let ordinal = options.ordinal.unwrap_or(0);
     let mut relay = FileRelay(relay.to_owned());
@@ -312,6 +366,7 @@ pub(crate) fn child(
         return golden(options, rank, backend, model);
     }
     let graphs = exchange(&mut backend).map_err(words)?;
+    sums_of_sizes(&mut backend, options.quick).map_err(words)?;
     Ok(format!("{graphs}; {reason}"))
 }
 
@@ -336,25 +391,27 @@ fn until_the_other_is_gone(backend: &mut CudaBackend) -> Result<String, String> 
     }
 }
 
-/// Starts this program as each of two ranks.
+/// Starts this program as each of some ranks, on these GPUs.
 fn start(
     options: &Options,
     exchange: ExchangePolicy,
-    gpus: [u32; 2],
+    gpus: &[u32],
     relay: &Path,
     task: &[&OsStr],
 ) -> std::io::Result<Vec<Child>> {
     let name = format!("tutti-gpu-{}", std::process::id());
     let program = std::env::current_exe()?;
-    (0..2)
-        .map(|rank| {
+    (0..)
+        .zip(gpus)
+        .map(|(rank, gpu): (u32, &u32)| {
             let mut command = Command::new(&program);
             command.args(options.common()).args(["--child", &rank.to_string(), &name]).arg(relay);
+            command.args(["--ranks", &gpus.len().to_string()]);
             command.args(["--exchange", exchange.name()]).args(task);
-            if gpus[0] == gpus[1] && !task.contains(&MEASURED.as_ref()) {
+            if is_shared(gpus) && !task.contains(&MEASURED.as_ref()) {
                 command.arg("--unmeasured");
             }
-            command.args(["--gpu", &gpus[rank].to_string()]);
+            command.args(["--gpu", &gpu.to_string()]);
             command.stdout(std::process::Stdio::piped()).spawn()
         })
         .collect()
@@ -366,9 +423,10 @@ fn lost(options: &Options, gpus: [u32; 2], signal: &str) -> Result<String, Strin
     let words = |error: std::io::Error| error.to_string();
     let folder = tempfile::tempdir().map_err(words)?;
     let relay = folder.path().join("id");
-    let mut children = start(options, ExchangePolicy::Peers, gpus, &relay, &["--endless".as_ref()])
-        .map_err(words)?
-        .into_iter();
+    let mut children =
+        start(options, ExchangePolicy::Peers, &gpus, &relay, &["--endless".as_ref()])
+            .map_err(words)?
+            .into_iter();
     let (Some(mut survivor), Some(mut victim)) = (children.next(), children.next()) else {
         return Err("no processes".to_owned());
     };
@@ -413,7 +471,7 @@ fn lost(options: &Options, gpus: [u32; 2], signal: &str) -> Result<String, Strin
 fn processes(
     options: &Options,
     exchange: ExchangePolicy,
-    gpus: [u32; 2],
+    gpus: &[u32],
     task: &[&OsStr],
 ) -> Result<String, String> {
     let words = |error: std::io::Error| error.to_string();
@@ -433,7 +491,7 @@ fn processes(
 
 /// As [`processes`] with this project's own kernels. Where processes cannot share memory, that is
 /// no fault: what ranks do instead is checked then.
-fn neighbours(options: &Options, gpus: [u32; 2], task: &[&OsStr]) -> Result<String, String> {
+fn neighbours(options: &Options, gpus: &[u32], task: &[&OsStr]) -> Result<String, String> {
     match processes(options, ExchangePolicy::Peers, gpus, task) {
         Err(fault) if is_unshared(&fault) => {
             let instead = processes(options, ExchangePolicy::Auto, gpus, task);
@@ -465,7 +523,9 @@ fn alone(options: &Options, ordinal: u32) -> Result<String, String> {
 /// The steps of one part about several ranks.
 pub(crate) fn steps<'a>(options: &'a Options, ordinal: u32, part: &str) -> Vec<Step<'a>> {
     let found = options.survey();
-    let other = found.usable().map(|device| device.info.ordinal).find(|other| *other != ordinal);
+    let others = found.usable().map(|device| device.info.ordinal).filter(|gpu| *gpu != ordinal);
+    let all: Vec<u32> = std::iter::once(ordinal).chain(others).collect();
+    let other = all.get(1).copied();
     let gpus = [ordinal, other.unwrap_or(ordinal)];
     let shares = std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_some_and(|on| on == "1");
     let pairs = match &found.nccl {
@@ -477,7 +537,7 @@ pub(crate) fn steps<'a>(options: &'a Options, ordinal: u32, part: &str) -> Vec<S
         Ok(_) => Ok(()),
     };
     match part {
-        "ranks-peers" => peers(options, ordinal, other),
+        "ranks-peers" => peers(options, ordinal, &all),
         "ranks-nccl" => {
             let mut steps = Vec::new();
             if found.nccl.is_ok() {
@@ -487,16 +547,22 @@ pub(crate) fn steps<'a>(options: &'a Options, ordinal: u32, part: &str) -> Vec<S
                 }));
             }
             match pairs {
-                Ok(()) => steps.extend(by_processes(options, ExchangePolicy::Nccl, gpus)),
+                Ok(()) => steps.extend(by_processes(options, ExchangePolicy::Nccl, &gpus)),
                 Err(reason) => steps.push(unchecked("NCCL, two ranks", reason)),
+            }
+            if found.nccl.is_ok() {
+                steps.extend(by_more(options, ExchangePolicy::Nccl, &all));
             }
             steps
         }
         _ => {
             // Threads share one GPU; otherwise they cannot access each other's memory.
-            let mut steps = vec![sums_step(options, ExchangePolicy::Peers, [ordinal; 2])];
+            let mut steps = vec![
+                sums_step(options, ExchangePolicy::Peers, vec![ordinal; 2]),
+                sums_step(options, ExchangePolicy::Peers, vec![ordinal; 4]),
+            ];
             match pairs {
-                Ok(()) => steps.push(sums_step(options, ExchangePolicy::Nccl, gpus)),
+                Ok(()) => steps.push(sums_step(options, ExchangePolicy::Nccl, gpus.to_vec())),
                 Err(reason) => steps.push(unchecked("nccl: sums", reason)),
             }
             steps
@@ -508,16 +574,21 @@ fn unchecked<'a>(what: &'static str, reason: String) -> Step<'a> {
     Step::new(what, move |table| table.add(what, Ok(format!("{UNCHECKED}: {reason}"))))
 }
 
-fn peers(options: &Options, ordinal: u32, other: Option<u32>) -> Vec<Step<'_>> {
-    let mut steps = by_processes(options, ExchangePolicy::Peers, [ordinal; 2]);
+fn peers<'a>(options: &'a Options, ordinal: u32, all: &[u32]) -> Vec<Step<'a>> {
+    let mut steps = by_processes(options, ExchangePolicy::Peers, &[ordinal; 2]);
+    let other = all.get(1).copied();
     if let Some(other) = other {
-        steps.extend(by_processes(options, ExchangePolicy::Peers, [ordinal, other]));
+        steps.extend(by_processes(options, ExchangePolicy::Peers, &[ordinal, other]));
     }
+    if !options.quick {
+        steps.extend(by_processes(options, ExchangePolicy::Peers, &[ordinal; 4]));
+    }
+    steps.extend(by_more(options, ExchangePolicy::Peers, all));
     // Ranks that share a GPU do not measure unless requested.
     let name = "peers: ways of exchanging measured, two processes on one GPU";
     steps.push(Step::new(name, move |table| {
         let task: [&OsStr; 2] = [MEASURED.as_ref(), "16384".as_ref()];
-        table.add(name, neighbours(options, [ordinal; 2], &task));
+        table.add(name, neighbours(options, &[ordinal; 2], &task));
     }));
     let gpus = [ordinal, other.unwrap_or(ordinal)];
     for signal in ["-KILL", "-STOP"] {
@@ -529,24 +600,36 @@ fn peers(options: &Options, ordinal: u32, other: Option<u32>) -> Vec<Step<'_>> {
     steps
 }
 
-/// The steps of two processes with the given way of exchanging data.
-fn by_processes(options: &Options, exchange: ExchangePolicy, gpus: [u32; 2]) -> Vec<Step<'_>> {
-    let how = if gpus[0] == gpus[1] { "one GPU" } else { "two GPUs" };
-    let by = exchange.name();
-    let name = format!("{by}: two processes on {how}");
-    let run = move |task: &[&OsStr]| match exchange {
-        ExchangePolicy::Peers => neighbours(options, gpus, task),
-        _ => processes(options, exchange, gpus, task),
+/// The steps of four and eight ranks on as many of `all` GPUs.
+fn by_more<'a>(options: &'a Options, exchange: ExchangePolicy, all: &[u32]) -> Vec<Step<'a>> {
+    let groups = [4, 8].into_iter().filter_map(|count| all.get(..count));
+    groups.flat_map(|gpus| by_processes(options, exchange, gpus)).collect()
+}
+
+/// The steps of some processes with the given way of exchanging data.
+fn by_processes<'a>(options: &'a Options, exchange: ExchangePolicy, gpus: &[u32]) -> Vec<Step<'a>> {
+    let (how, ranks, by) = (place(gpus), number(gpus.len()), exchange.name());
+    let run = |gpus: Vec<u32>| {
+        move |task: &[&OsStr]| match exchange {
+            ExchangePolicy::Peers => neighbours(options, &gpus, task),
+            _ => processes(options, exchange, &gpus, task),
+        }
     };
-    let mut steps = vec![Step::new(name.clone(), move |table| table.add(name, run(&[])))];
-    // On one GPU every sum waits for the other process's time slice.
-    let models: &[&str] = match (options.quick, gpus[0] == gpus[1]) {
-        (true, _) => &VARIANTS[..1],
-        (false, true) => &["llama-gqa-sharded", "qwen2", "qwen3"],
-        (false, false) => &VARIANTS,
+    let name = format!("{by}: {ranks} processes on {how}");
+    let exchanged = run(gpus.to_vec());
+    let mut steps = vec![Step::new(name.clone(), move |table| table.add(name, exchanged(&[])))];
+    // On one GPU every sum waits for the other process's time slice. Few of these models' heads can
+    // be divided by more than two ranks.
+    let models: &[&str] = match (options.quick, gpus.len(), is_shared(gpus)) {
+        (true, 2, _) => &VARIANTS[..1],
+        (false, 2, true) => &["llama-gqa-sharded", "qwen2", "qwen3"],
+        (false, 2, false) => &VARIANTS,
+        (false, 4, _) => &["llama-gqa"],
+        _ => &[],
     };
     for model in models {
-        let name = format!("{by}: goldens {model}, two ranks on {how}");
+        let name = format!("{by}: goldens {model}, {ranks} ranks on {how}");
+        let run = run(gpus.to_vec());
         steps.push(Step::new(name.clone(), move |table| {
             let folder = options.root.join("tests/models").join(model);
             let task: [&OsStr; 2] = ["--golden".as_ref(), folder.as_os_str()];
@@ -556,15 +639,15 @@ fn by_processes(options: &Options, exchange: ExchangePolicy, gpus: [u32; 2]) -> 
     steps
 }
 
-fn sums_step(options: &Options, exchange: ExchangePolicy, gpus: [u32; 2]) -> Step<'_> {
-    let how = if gpus[0] == gpus[1] { "one GPU" } else { "two GPUs" };
-    let by = exchange.name();
-    Step::new(format!("{by}: sums"), move |table| match sums(options, exchange, gpus) {
-        Err(error) => table.add(format!("{by}: sums"), Err(error)),
+fn sums_step(options: &Options, exchange: ExchangePolicy, gpus: Vec<u32>) -> Step<'_> {
+    let (how, ranks, by) = (place(&gpus), number(gpus.len()), exchange.name());
+    let name = format!("{by}: sums of {ranks} ranks");
+    Step::new(name.clone(), move |table| match sums(options, exchange, &gpus) {
+        Err(error) => table.add(name, Err(error)),
         Ok(sums) => {
             for (kib, took) in sums {
                 let figure = format!("{:.1} us", took.as_secs_f64() * 1e6);
-                table.add(format!("{by}: sum of {kib} KiB, two threads on {how}"), Ok(figure));
+                table.add(format!("{by}: sum of {kib} KiB, {ranks} threads on {how}"), Ok(figure));
             }
         }
     })

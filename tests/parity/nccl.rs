@@ -67,7 +67,7 @@ pub(crate) fn transcript_of(
     for (index, seq) in seqs.iter_mut().enumerate() {
         seq.rule = rule(index);
     }
-    // At most 32 rows per step: for more, sums over more than two ranks have NCCL's order.
+    // Few rows per step: larger sums over more than two ranks have NCCL's order.
     while seqs.iter().any(|seq| seq.output().len() < 2) {
         rig.step(&mut seqs.iter_mut().collect::<Vec<_>>(), 6);
     }

@@ -224,6 +224,9 @@ impl CudaDevice {
         if let Some(draft) = engine.draft_backend() {
             products += draft.plan_products(limit.saturating_sub(began.elapsed()))?;
         }
+        if let Some(reason) = engine.backend().take_product_fault() {
+            tracing::warn!(reason, "prompts are slower than they could be");
+        }
         if products > 0 {
             tracing::info!(products, took = ?began.elapsed(), "matrix products planned");
         }

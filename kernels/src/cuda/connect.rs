@@ -134,8 +134,7 @@ impl CudaBackend {
     ) -> Result<NcclGroup, KernelError> {
         let CudaOptions { folders, nccl_lib, .. } = &self.options;
         let place = (self.rank(), self.world_size());
-        let context = &self.device.context;
-        NcclGroup::connect(context, (folders, nccl_lib.as_deref()), place, setup, patience)
+        NcclGroup::connect(&self.device, (folders, nccl_lib.as_deref()), place, setup, patience)
     }
 
     /// As [`Self::connect_nccl`], but falls back: if NCCL does not connect some rank, all ranks

@@ -1,6 +1,7 @@
 //! Finds NVIDIA's libraries at run time, before `cudarc` looks for them. `cudarc` panics if a
 //! library or a symbol is missing, so none of its functions is called before this module has found
 //! them all.
+use std::ffi::OsString;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -137,26 +138,13 @@ impl std::error::Error for LibraryError {}
 
 /// Folders of CUDA's libraries on hosts whose loader does not know them.
 pub(super) fn usual_folders() -> Vec<PathBuf> {
-    let homes = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os);
-    homes
-        .map(PathBuf::from)
-        .chain([PathBuf::from("/usr/local/cuda")])
-        .map(|home| home.join("lib64"))
-        .collect()
+    usual_folders_in(&|name| std::env::var_os(name))
 }
 
 /// Folders of `libraries` within the packages of the Pythons that this process's environment knows.
 pub(super) fn python_folders(libraries: &[&str]) -> Vec<PathBuf> {
-    let variable = |name| std::env::var_os(name).map(PathBuf::from);
-    let mut homes: Vec<PathBuf> =
-        ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(variable).collect();
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let has_python = |folder: &PathBuf| folder.join("python3").exists();
-    let pythons = std::env::split_paths(&path).filter(has_python);
-    homes.extend(pythons.filter_map(|folder| Some(folder.parent()?.to_owned())));
-    homes.extend(variable("HOME").map(|home| home.join(".local")));
     let mut folders = Vec::new();
-    for home in homes {
+    for home in python_homes(&|name| std::env::var_os(name)) {
         let Ok(entries) = std::fs::read_dir(home.join("lib")) else { continue };
         for entry in entries.flatten() {
             if entry.file_name().to_string_lossy().starts_with("python3") {
@@ -170,6 +158,34 @@ pub(super) fn python_folders(libraries: &[&str]) -> Vec<PathBuf> {
     folders.sort();
     folders.dedup();
     folders
+}
+
+/// The variables of an environment.
+type Variables<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+
+fn usual_folders_in(variable: Variables<'_>) -> Vec<PathBuf> {
+    let home = |name| variable(name).map(PathBuf::from);
+    let cudas = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(home);
+    let mut folders: Vec<PathBuf> =
+        cudas.chain([PathBuf::from("/usr/local/cuda")]).map(|home| home.join("lib64")).collect();
+    // Conda's own packages of CUDA put libraries beside its others.
+    folders.extend(home("CONDA_PREFIX").map(|home| home.join("lib")));
+    folders
+}
+
+/// Where Pythons are installed: `lib/python3*` below these has their packages.
+fn python_homes(variable: Variables<'_>) -> Vec<PathBuf> {
+    let home = |name| variable(name).map(PathBuf::from);
+    let mut homes: Vec<PathBuf> =
+        ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(home).collect();
+    let path = variable("PATH").unwrap_or_default();
+    let has_python = |folder: &PathBuf| folder.join("python3").exists();
+    let pythons = std::env::split_paths(&path).filter(has_python);
+    homes.extend(pythons.filter_map(|folder| Some(folder.parent()?.to_owned())));
+    homes.extend(home("HOME").map(|home| home.join(".local")));
+    // On Debian and Ubuntu the system's Python is in /usr, and what pip installs for it is here.
+    homes.push(PathBuf::from("/usr/local"));
+    homes
 }
 
 /// Looks for a library in `folders` (the first that has one counts), then where the system's loader
@@ -289,6 +305,16 @@ mod tests {
         for library in [CudaLibrary::Driver, CudaLibrary::CublasLt] {
             assert!(library.symbols().is_sorted_by(|a, b| a < b), "{library:?}");
         }
+    }
+
+    #[test]
+    fn libraries_are_looked_for_where_distributions_put_them() {
+        let system = |name: &str| (name == "PATH").then(|| OsString::from("/nowhere:/usr/bin"));
+        assert!(python_homes(&system).contains(&PathBuf::from("/usr/local")));
+        let conda = |name: &str| (name == "CONDA_PREFIX").then(|| OsString::from("/opt/conda"));
+        let cuda = PathBuf::from("/usr/local/cuda/lib64");
+        assert_eq!(usual_folders_in(&conda), [cuda, PathBuf::from("/opt/conda/lib")]);
+        assert_eq!(python_homes(&conda)[0], PathBuf::from("/opt/conda"));
     }
 
     /// Holds on hosts with and without a GPU: no panic, and one line that names the library.

@@ -97,6 +97,8 @@ pub(super) struct Matmul {
     refits: HashMap<Key, Option<sys::cublasLtMatmulAlgo_t>>,
     /// Total GPU time spent on measuring.
     measured: Duration,
+    /// The library's first failure to choose, until it is told.
+    fault: Option<String>,
     version: usize,
     context: Rc<Context>,
 }
@@ -123,8 +125,21 @@ impl Matmul {
         // SAFETY: the library is loaded.
         let version = unsafe { sys::cublasLtGetVersion() };
         let (plans, refits) = (HashMap::new(), HashMap::new());
-        let measured = Duration::ZERO;
-        Ok(Self { handle, workspace, plans, refits, measured, version, context: context.clone() })
+        Ok(Self {
+            handle,
+            workspace,
+            plans,
+            refits,
+            measured: Duration::ZERO,
+            fault: None,
+            version,
+            context: context.clone(),
+        })
+    }
+
+    /// The library's first failure to choose an algorithm since the last call.
+    pub(super) fn take_fault(&mut self) -> Option<String> {
+        self.fault.take()
     }
 
     /// Its version, such as 130000.
@@ -176,7 +191,15 @@ impl Matmul {
             // As during a capture: another choice in every step would change the sums.
             return Ok(false);
         }
-        let named = self.choose(&shape, key.alignment)?;
+        let named = match self.choose(&shape, key.alignment) {
+            Ok(named) => named,
+            // Nothing was launched: where the stream is well, other kernels multiply as well.
+            Err(error) => {
+                stream.is_idle()?;
+                self.fault.get_or_insert_with(|| error.to_string());
+                Vec::new()
+            }
+        };
         // A choice that is not kept is not measured either: it could differ the next time.
         let measures = is_kept && self.measured < MEASURING_MOST;
         let mut quickest = None;

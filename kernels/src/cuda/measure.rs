@@ -115,8 +115,9 @@ impl CudaBackend {
     pub fn measure_bandwidth(&mut self, bytes: usize) -> Result<(f64, f64), KernelError> {
         let Device { context, stream, .. } = &self.device;
         let bytes = bytes / 16 * 16;
-        let from = DeviceMemory::zeroed(context, stream, bytes, "memory to be read")?;
-        let to = DeviceMemory::zeroed(context, stream, bytes, "memory to be written")?;
+        let from = DeviceMemory::new(context, bytes, "memory to be read")?;
+        let to = DeviceMemory::new(context, bytes, "memory to be written")?;
+        fill(&from, stream, &random_words(1))?;
         let results = bytes.div_ceil(launch::READ_BLOCK) * launch::READ_RESULT;
         let found = DeviceMemory::new(context, results, "results")?;
         let (began, ended) = (Event::new(context, true)?, Event::new(context, true)?);

@@ -4,6 +4,7 @@
 //! them) and can be shared with other processes.
 use std::fmt;
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 use std::rc::Rc;
 use std::sync::atomic::AtomicU32;
@@ -240,6 +241,8 @@ unsafe impl Plain for u64 {}
 unsafe impl Plain for i32 {}
 // SAFETY: as above.
 unsafe impl Plain for f32 {}
+// SAFETY: any bits, and none, are a value of it.
+unsafe impl<T: Plain> Plain for MaybeUninit<T> {}
 
 /// Host memory that the GPU copies from and to by DMA. Freed by a call that waits for copies in
 /// flight.
@@ -256,6 +259,17 @@ impl<T: Plain> Pinned<T> {
     /// # Errors
     /// [`KernelError::OutOfMemory`] naming `what`.
     pub fn new(context: &Rc<Context>, len: usize, what: &'static str) -> Result<Self, KernelError> {
+        let memory = Self::allocate(context, len, what)?;
+        // SAFETY: the allocation has room for one element even where `len` is 0.
+        unsafe { memory.data.as_ptr().write_bytes(0, len.max(1)) };
+        Ok(memory)
+    }
+
+    fn allocate(
+        context: &Rc<Context>,
+        len: usize,
+        what: &'static str,
+    ) -> Result<Self, KernelError> {
         let bytes = len.max(1).saturating_mul(size_of::<T>());
         let mut data = std::ptr::null_mut();
         // SAFETY: a context is current; freed when `Self` is dropped.
@@ -263,8 +277,6 @@ impl<T: Plain> Pinned<T> {
         check_bytes(status, what, bytes as u64)?;
         let data = NonNull::new(data.cast::<T>())
             .ok_or(KernelError::OutOfMemory { what, bytes: bytes as u64 })?;
-        // SAFETY: the allocation has `bytes` bytes.
-        unsafe { data.as_ptr().cast::<u8>().write_bytes(0, bytes) };
         Ok(Self { data, len, context: context.clone(), _owns: PhantomData })
     }
 
@@ -283,7 +295,7 @@ impl<T: Plain> Pinned<T> {
     /// The contents. Undefined during a download.
     #[must_use]
     pub fn as_slice(&self) -> &[T] {
-        // SAFETY: `len` initialised elements, alive as long as `self`.
+        // SAFETY: `len` elements, initialised where `T` must be, alive as long as `self`.
         unsafe { std::slice::from_raw_parts(self.data.as_ptr(), self.len) }
     }
 
@@ -297,6 +309,21 @@ impl<T: Plain> Pinned<T> {
     pub fn as_mut_slice(&mut self) -> &mut [T] {
         // SAFETY: as in `as_slice`, and `self` is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.data.as_ptr(), self.len) }
+    }
+}
+
+impl<T: Plain> Pinned<MaybeUninit<T>> {
+    /// Allocates `len` elements with undefined contents, for pools that kernels write before they
+    /// read: one thread would take half a minute to zero 100 GiB.
+    ///
+    /// # Errors
+    /// As [`Pinned::new`].
+    pub fn unfilled(
+        context: &Rc<Context>,
+        len: usize,
+        what: &'static str,
+    ) -> Result<Self, KernelError> {
+        Self::allocate(context, len, what)
     }
 }
 

@@ -250,6 +250,12 @@ impl CudaBackend {
         matmul.as_mut().map_or(Ok(0), |matmul| matmul.plan_ahead(stream, above, limit))
     }
 
+    /// The first failure of cuBLASLt to choose an algorithm since the last call. This project's own
+    /// kernels then compute such products, which is slow for many rows.
+    pub fn take_product_fault(&mut self) -> Option<String> {
+        self.device.matmul.as_mut().ok()?.take_fault()
+    }
+
     /// Whether this project's own kernels compute a product of this many rows, in which case each
     /// row's bits do not depend on the other rows.
     pub(super) fn is_skinny(&self, rows: usize) -> bool {

@@ -9,6 +9,7 @@ use super::tensors::{CudaKvCache, kv_block_bytes};
 use crate::backend::KvShape;
 use crate::check::attention as check;
 use crate::error::KernelError;
+use std::mem::MaybeUninit;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -20,8 +21,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// contiguous, and so are adjacent blocks.
 #[derive(Debug)]
 pub struct CudaHostKv {
-    /// In units of 2 bytes, whatever they hold.
-    data: Pinned<u16>,
+    /// In units of 2 bytes, whatever they hold; only kernels read or write it.
+    data: Pinned<MaybeUninit<u16>>,
     shape: KvShape,
     /// Cache blocks named by the copies in flight, and events for when they have been read: one for
     /// copies out, one for copies in, which may be queued behind those.
@@ -57,7 +58,7 @@ impl CudaHostKv {
     ) -> Result<Self, KernelError> {
         let elements = (kv_block_bytes(&shape) / 2).saturating_mul(shape.num_blocks as u64);
         let elements = usize::try_from(elements).unwrap_or(usize::MAX);
-        let data = Pinned::new(context, elements, "pinned memory for swapped KV blocks")?;
+        let data = Pinned::unfilled(context, elements, "pinned memory for swapped KV blocks")?;
         let names = || -> Result<_, KernelError> {
             let what = "pinned memory for names of blocks";
             let names = Pinned::new(context, shape.num_blocks, what)?;

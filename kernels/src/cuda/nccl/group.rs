@@ -2,17 +2,24 @@
 use std::ffi::c_void;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::communicator::{ALGORITHM, Communicator, unique_id};
 use super::library::{FLOAT32, INT8, Nccl, SUM, UNIQUE_ID_BYTES, load};
 use crate::collective::AbortHandle;
 use crate::cuda::connect::GroupSetup;
-use crate::cuda::context::Context;
 use crate::cuda::device::Device;
-use crate::cuda::group::DeviceGroup;
-use crate::cuda::memory::DevicePtr;
+use crate::cuda::group::{DeviceGroup, give_up};
+use crate::cuda::memory::{DeviceMemory, DevicePtr};
+use crate::cuda::stream::{Event, pause};
 use crate::error::{CollectiveError, KernelError};
+
+/// Bytes of the messages that ranks exchange once when they connect. From 2.22 on NCCL connects
+/// ranks for each of its algorithms when that is first needed, and it chooses by size: what this
+/// takes of the GPU's memory has to be taken before the KV cache gets the rest, and ranks that
+/// cannot connect have to learn it while they can still go another way.
+const TRIED: [usize; 3] = [16 << 10, 512 << 10, TRIED_MOST];
+const TRIED_MOST: usize = 8 << 20;
 
 /// A rank of an NCCL communicator.
 #[derive(Debug)]
@@ -22,15 +29,19 @@ pub(in crate::cuda) struct NcclGroup {
 }
 
 impl NcclGroup {
-    /// Connects this rank with all others within `patience`; rank 0 creates the id that the others
-    /// connect with.
+    /// Connects this rank with all others within `patience`, and tries that out; rank 0 creates the
+    /// id that the others connect with.
     pub(in crate::cuda) fn connect(
-        context: &Context,
+        device: &Device,
         (folders, file): (&[PathBuf], Option<&Path>),
         (rank, ranks): (u32, u32),
         setup: &mut GroupSetup<'_>,
         patience: Duration,
     ) -> Result<Self, KernelError> {
+        let (context, deadline) = (&device.context, Instant::now() + patience);
+        // Before anyone waits for this rank; freed when the stream no longer uses it.
+        let data = DeviceMemory::new(context, TRIED_MOST, "a first exchange")?;
+        let all = DeviceMemory::new(context, TRIED_MOST, "a first exchange")?;
         let nccl: Arc<Nccl> =
             load(folders, file).map_err(|missing| CollectiveError::Setup(missing.to_string()))?;
         let id = if rank == 0 {
@@ -53,7 +64,48 @@ impl NcclGroup {
             communicator.end().map_err(|reason| context.hangs(reason))?;
             return Err(error.into());
         }
-        Ok(Self { communicator, timeout: setup.timeout })
+        let mut group = Self { communicator, timeout: setup.timeout };
+        let memory = [&data, &all];
+        let tried = group.try_out(device, memory, ranks as usize, deadline, setup.is_given_up);
+        if let Err(error) = tried {
+            give_up(Box::new(group), &device.stream)?;
+            return Err(error);
+        }
+        group.timeout = setup.timeout;
+        Ok(group)
+    }
+
+    /// Runs every collective once with messages of all sizes in [`TRIED`].
+    fn try_out(
+        &mut self,
+        device: &Device,
+        [data, all]: [&DeviceMemory; 2],
+        ranks: usize,
+        deadline: Instant,
+        is_given_up: &dyn Fn() -> bool,
+    ) -> Result<(), KernelError> {
+        data.fill(&device.stream, 0)?;
+        for bytes in TRIED {
+            self.timeout = deadline.saturating_duration_since(Instant::now());
+            self.all_reduce_sum(device, data.ptr(), bytes / 4)?;
+            self.all_gather(device, data.ptr(), all.ptr(), bytes / ranks / 4 * 4)?;
+        }
+        let event = Event::new(&device.context, false)?;
+        event.record(&device.stream)?;
+        let began = Instant::now();
+        // The context knows nothing of this group yet, so its own waits would not poll it.
+        while !event.is_done()? {
+            self.poll()?;
+            if is_given_up() {
+                return Err(CollectiveError::Aborted.into());
+            }
+            if Instant::now() > deadline {
+                let (algorithm, waited) = (ALGORITHM, began.elapsed());
+                return Err(CollectiveError::Stalled { algorithm, waited }.into());
+            }
+            pause(began.elapsed());
+        }
+        Ok(self.poll()?)
     }
 }
 
