@@ -1,6 +1,6 @@
 //! `POST /rerank` and `POST /score`: how well texts go together. A model that was made for it is
-//! given each pair; of the others it is the cosine of the angle between the texts' vectors. Cohere's
-//! and Jina's form of the first, vLLM's of both.
+//! given each pair; of the others it is the cosine of the angle between the texts' vectors.
+//! Cohere's and Jina's form of the first, vLLM's of both.
 use std::sync::Arc;
 
 use actix_web::HttpResponse;

@@ -411,8 +411,8 @@ fn vectors_usage() -> Value {
 fn closeness() -> Value {
     json!({
         "type": "number",
-        "description": "A cosine; of a model made for it, what its configuration says, usually from \
-                        0 to 1.",
+        "description": "A cosine; of a model made for it, what its configuration says, usually \
+                        from 0 to 1.",
     })
 }
 

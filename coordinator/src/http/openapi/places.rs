@@ -145,7 +145,7 @@ pub(super) const PLACES: &[Place] = &[
     },
     Place {
         path: "/invocations",
-        summary: "Answer what SageMaker sends: chat, completions, embeddings, classes, rerank or score",
+        summary: "Answer what SageMaker sends: chat, completions, embeddings, classes, rerank, score",
         body: Some("InvocationRequest"),
         answer: Stream("Invocation", "InvocationEvent"),
         errors: ENGINE,
