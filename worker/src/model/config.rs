@@ -202,6 +202,13 @@ impl ModelConfig {
         let architecture = architecture.ok_or("key architectures is missing or empty")?;
         let architecture = Architecture::parse(architecture)
             .map_err(|error| error.replacen(architecture, &said, usize::from(!said.is_empty())))?;
+        // Embedders and rerankers made from generating models may also look at later tokens.
+        for (key, usual) in [("is_causal", true), ("use_bidirectional_attention", false)] {
+            let said = &config[key];
+            if !said.is_null() && *said != usual {
+                return Err(format!("{key} is {said}, only {usual} is supported"));
+            }
+        }
         let is_gemma = architecture.is_gemma();
         let (usual, activation) = architecture.activation();
         if let Some(act) = raw.hidden_act.as_deref().filter(|act| !is_gemma && *act != usual) {
