@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use shared::sampling::{Pooling, SamplingParams};
 use testkit::models::{ClassGolden, class_goldens, variant};
 
-use crate::checkpoint::Folder;
+use crate::checkpoint::{Folder, Tensor};
 use crate::rig::{On, Rig, Seq, engine};
 
 /// Largest deviation of a number; they are between -5 and 5.
@@ -81,6 +81,53 @@ fn rows_of_the_output_head_stand_for_classes() {
         rig.step(&mut [&mut seq], u32::MAX);
         let [no, yes] = seq.embedding[..] else { panic!("{:?}", seq.embedding) };
         assert!((f64::from(yes - no) - golden.numbers[0]).abs() < FLOAT32, "{no} {yes}");
+    }
+}
+
+/// Where logits are divided, tokens have the numbers of their logits; a matrix of the files is
+/// multiplied with the vector as it is.
+#[test]
+fn scaled_logits_and_biases_count() {
+    let golden = std::fs::read(variant("granite").join("golden.json")).unwrap();
+    let golden: Value = serde_json::from_slice(&golden).unwrap();
+    let golden = &golden["prompts"][1];
+    let prompt: Vec<u32> = serde_json::from_value(golden["prompt_ids"].clone()).unwrap();
+    let best = golden["first_step_top5"].as_array().unwrap();
+    let numbers = |folder: &Folder| {
+        let mut rig = Rig::on(On::Cpu, folder.path(), 2);
+        let mut seq = asking(&mut rig, &prompt);
+        rig.step(&mut [&mut seq], u32::MAX);
+        seq.embedding.iter().map(|number| f64::from(*number)).collect::<Vec<_>>()
+    };
+    let close = |found: f64, expected: f64| {
+        assert!((found - expected).abs() < FLOAT32, "{found} for {expected}");
+    };
+    let names: Vec<String> =
+        best.iter().map(|token| token["token"].as_str().unwrap().to_owned()).collect();
+    let how = [("method", json!("no_post_processing"))];
+    let logits = numbers(&asked_for_tokens("granite", &names, &how));
+    assert_eq!(logits.len(), 5);
+    for (logit, token) in logits.iter().zip(best) {
+        let below = |token: &Value| token["logprob"].as_f64().unwrap();
+        close(logit - logits[0], below(token) - below(&best[0]));
+    }
+    let folder = Folder::copy_of("granite");
+    let scaling = 1.3;
+    folder.configure("architectures", json!(["GraniteForSequenceClassification"]));
+    folder.configure("num_labels", json!(5));
+    let bias = [0.5f32, -1.25, 2.0, 0.0, 8.0];
+    folder.edit(|tensors| {
+        let mut score = tensors.iter().find(|it| it.name == "lm_head.weight").unwrap().clone();
+        let size = score.data.len() / score.shape[0];
+        let ids = best.iter().map(|token| token["id"].as_u64().unwrap() as usize);
+        score.data = ids.flat_map(|id| score.data[id * size..][..size].to_vec()).collect();
+        (score.name, score.shape[0]) = ("score.weight".to_owned(), 5);
+        let data = bias.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let (name, dtype) = ("score.bias".to_owned(), "F32".to_owned());
+        tensors.extend([score, Tensor { name, dtype, shape: vec![5], data }]);
+    });
+    for ((number, logit), bias) in numbers(&folder).into_iter().zip(logits).zip(bias) {
+        close(number, logit * scaling + f64::from(bias));
     }
 }
 

@@ -69,15 +69,23 @@ impl ClassHead {
     }
 }
 
-/// The output head's rows for these tokens.
+/// The output head's rows for these tokens, so that a vector gives their logits.
 fn tokens_rows(source: &Source<'_>, tokens: &[String]) -> Result<Vec<Vec<f32>>, ModelError> {
     let Source { files, config, .. } = *source;
+    if let Some(cap) = config.logits_cap {
+        let message = format!(
+            "classifier_from_token is not supported with a cap of logits \
+             (final_logit_softcapping is {cap})"
+        );
+        return Err(ModelError::file(&files.folder().join("config.json"), message));
+    }
     let name = if config.tied { "model.embed_tokens.weight" } else { "lm_head.weight" };
     let head = files.tensor(name, &[config.vocab_size, config.hidden_size])?;
     let (ids, size) = (ids(files.folder(), tokens)?, config.hidden_size * head.dtype.bytes());
     let row = |(id, token): (usize, &String)| {
         let mut row = vec![0.0; config.hidden_size];
-        let data = head.data.get(id * size..(id + 1) * size).ok_or_else(|| {
+        let start = Some(id).filter(|id| *id < config.vocab_size).map(|id| id * size);
+        let data = start.and_then(|start| head.data.get(start..start + size)).ok_or_else(|| {
             let message = format!(
                 "token {token:?} of classifier_from_token is number {id}, not below vocab_size \
                  ({})",
@@ -86,6 +94,7 @@ fn tokens_rows(source: &Source<'_>, tokens: &[String]) -> Result<Vec<Vec<f32>>, 
             ModelError::file(&files.folder().join("config.json"), message)
         })?;
         widen(head.dtype, data, &mut row);
+        row.iter_mut().for_each(|value| *value /= config.logits_scaling);
         Ok(row)
     };
     ids.into_iter().zip(tokens).map(row).collect()
@@ -131,10 +140,7 @@ fn ids(folder: &Path, tokens: &[String]) -> Result<Vec<usize>, ModelError> {
     };
     let find = |token: &String| {
         find(token).ok_or_else(|| {
-            failed(format!(
-                "has no token {token:?}, which \
-             classifier_from_token names"
-            ))
+            failed(format!("has no token {token:?}, which classifier_from_token names"))
         })
     };
     tokens.iter().map(find).collect()
