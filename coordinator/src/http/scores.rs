@@ -112,7 +112,7 @@ async fn judge(
     let mut scores = Vec::with_capacity(of_others);
     let take = |mut numbers: Vec<f32>| {
         if activates {
-            classifier.score_activation.apply(&mut numbers);
+            classifier.activation.apply(&mut numbers);
         }
         let score = numbers.first().copied();
         scores.push(score.ok_or_else(|| ApiError::internal("the engine gave no score"))?);

@@ -9,7 +9,7 @@ const GENERATES: &str = "ForCausalLM";
 const GEMMA3: [&str; 2] = ["Gemma3Text", "Gemma3"];
 /// Most classes of a model.
 pub const CLASSES_MAX: usize = 4096;
-/// Where sentence-transformers names the function that makes a score of a pair's number.
+/// Where sentence-transformers names the function that makes scores of numbers.
 const FUNCTIONS: [&str; 2] =
     ["/sentence_transformers/activation_fn", "/sbert_ce_default_activation_function"];
 
@@ -22,8 +22,6 @@ pub struct Classifier {
     pub head: ClassHeadSource,
     /// What makes probabilities of its numbers.
     pub activation: Activation,
-    /// What makes a score of its number, if it has one class and judges pairs of texts.
-    pub score_activation: Activation,
     /// Whether a pair of texts is joined by what the tokenizer puts between them; otherwise the
     /// second text follows the first.
     pub separates: bool,
@@ -93,9 +91,10 @@ pub fn classifier(config: &Value) -> Result<Option<Classifier>, String> {
     };
     let usual = if names.len() > 1 { Activation::Softmax } else { Activation::Sigmoid };
     let activation = match &config["problem_type"] {
-        Value::Null => usual,
+        Value::Null => function(config)?.unwrap_or(usual),
         said => match said.as_str() {
-            Some("" | "single_label_classification") => usual,
+            Some("") => function(config)?.unwrap_or(usual),
+            Some("single_label_classification") => usual,
             Some("multi_label_classification") => Activation::Sigmoid,
             Some("regression") => Activation::Identity,
             _ => {
@@ -106,19 +105,9 @@ pub fn classifier(config: &Value) -> Result<Option<Classifier>, String> {
             }
         },
     };
-    let function = FUNCTIONS.iter().find_map(|key| Some((key, config.pointer(key)?.as_str()?)));
-    let score_activation = match function {
-        None => activation,
-        Some((_, name)) if name.ends_with(".Identity") => Activation::Identity,
-        Some((_, name)) if name.ends_with(".Sigmoid") => Activation::Sigmoid,
-        Some((key, name)) => {
-            let key = key.trim_start_matches('/').replace('/', ".");
-            return Err(format!("{key} is \"{name}\", supported are torch's Identity and Sigmoid"));
-        }
-    };
     let separates = ["use_sep_token", "use_pad_token"].iter().find_map(|key| config[key].as_bool());
     let separates = separates.unwrap_or(head == ClassHeadSource::Own);
-    Ok(Some(Classifier { names, head, activation, score_activation, separates }))
+    Ok(Some(Classifier { names, head, activation, separates }))
 }
 
 /// Names the architecture as if the model generated text: it is the same decoder.
@@ -130,6 +119,21 @@ pub(super) fn as_decoder(mut config: Value) -> Value {
         config["architectures"] = serde_json::json!([format!("{name}{GENERATES}")]);
     }
     config
+}
+
+/// The function that sentence-transformers names, if it does: what it says counts only where
+/// `problem_type` says nothing, as in vLLM.
+fn function(config: &Value) -> Result<Option<Activation>, String> {
+    let named = FUNCTIONS.iter().find_map(|key| Some((key, config.pointer(key)?.as_str()?)));
+    match named {
+        None => Ok(None),
+        Some((_, name)) if name.ends_with(".Identity") => Ok(Some(Activation::Identity)),
+        Some((_, name)) if name.ends_with(".Sigmoid") => Ok(Some(Activation::Sigmoid)),
+        Some((key, name)) => {
+            let key = key.trim_start_matches('/').replace('/', ".");
+            Err(format!("{key} is \"{name}\", supported are torch's Identity and Sigmoid"))
+        }
+    }
 }
 
 fn of_tokens(config: &Value, said: &Value) -> Result<ClassHeadSource, String> {
@@ -221,22 +225,27 @@ mod tests {
     fn probabilities_are_made_as_the_file_says() {
         let of = |more: Value| {
             let found = found(more).unwrap();
-            (found.activation, found.score_activation, found.separates)
+            (found.activation, found.separates)
         };
         use Activation::{Identity, Sigmoid, Softmax};
-        assert_eq!(of(json!({})), (Softmax, Softmax, true));
-        assert_eq!(of(json!({"num_labels": 1})), (Sigmoid, Sigmoid, true));
-        assert_eq!(of(json!({"problem_type": "regression"})), (Identity, Identity, true));
+        assert_eq!(of(json!({})), (Softmax, true));
+        assert_eq!(of(json!({"num_labels": 1})), (Sigmoid, true));
+        assert_eq!(of(json!({"problem_type": "regression"})), (Identity, true));
         let several = json!({"problem_type": "multi_label_classification", "use_pad_token": false});
-        assert_eq!(of(several), (Sigmoid, Sigmoid, false));
+        assert_eq!(of(several), (Sigmoid, false));
         let identity = "torch.nn.modules.linear.Identity";
         let newer = json!({"num_labels": 1, "sentence_transformers": {"activation_fn": identity}});
-        assert_eq!(of(newer), (Sigmoid, Identity, true));
-        let older = json!({"num_labels": 1, "sbert_ce_default_activation_function": identity});
-        assert_eq!(of(older), (Sigmoid, Identity, true));
+        assert_eq!(of(newer), (Identity, true));
+        let older = json!({"num_labels": 1, "problem_type": null,
+            "sbert_ce_default_activation_function": identity});
+        assert_eq!(of(older), (Identity, true));
+        // Where both are there, `problem_type` counts.
         let regression = json!({"num_labels": 1, "problem_type": "regression",
             "sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"});
-        assert_eq!(of(regression), (Identity, Sigmoid, true));
+        assert_eq!(of(regression), (Identity, true));
+        let single = json!({"num_labels": 1, "problem_type": "single_label_classification",
+            "sbert_ce_default_activation_function": identity});
+        assert_eq!(of(single), (Sigmoid, true));
     }
 
     #[test]
@@ -248,7 +257,7 @@ mod tests {
         let reranker = tokens(pair.clone(), flag, json!(true)).unwrap();
         assert_eq!(reranker.head, ClassHeadSource::Contrast(["no".into(), "yes".into()]));
         assert_eq!((reranker.names.len(), reranker.separates), (1, false));
-        assert_eq!(reranker.score_activation, Activation::Sigmoid);
+        assert_eq!(reranker.activation, Activation::Sigmoid);
         assert_eq!(tokens(pair.clone(), "method", json!("from_2_way_softmax")), Ok(reranker));
         let one = tokens(json!(["Yes"]), "method", json!("no_post_processing")).unwrap();
         assert_eq!(one.head, ClassHeadSource::Tokens(vec!["Yes".into()]));
