@@ -9,16 +9,19 @@ use crate::rig::{Rig, Script, numbers};
 
 /// A server of a model with so many classes.
 pub(crate) fn rig(count: usize) -> Rig {
+    Rig::of(Script::default(), classes(count))
+}
+
+fn classes(count: usize) -> TextModel {
     let mut text = TextModel::load(&demo()).unwrap();
     let activation = if count > 1 { Activation::Softmax } else { Activation::Sigmoid };
     text.classifier = Some(Classifier {
         names: (0..count).map(|class| format!("class {class}")).collect(),
         head: ClassHeadSource::Own,
         activation,
-        score_activation: activation,
         separates: true,
     });
-    Rig::of(Script::default(), text)
+    text
 }
 
 fn softmax(numbers: &[f32]) -> Vec<f64> {
@@ -221,6 +224,18 @@ async fn long_texts_are_refused_or_lose_their_end() {
     assert_eq!((status, ran), (200, vec![5 + 7 + special]));
     let (status, _, ran) = ask(json!({"truncate_prompt_tokens": 20})).await;
     assert_eq!((status, ran), (200, vec![20]));
+    // What is kept of a pair are its first tokens, also where that ends within a word.
+    let words = "Unhappiness \u{1f600} and antidisestablishmentarianism, ".repeat(20);
+    let whole = rig.text.encode_pair(&words, "x", true).unwrap();
+    for keep in 1..40 {
+        let more = json!({"query": words, "documents": ["x"], "truncate_prompt_tokens": keep});
+        assert_eq!(ask(more).await.0, 200);
+        assert_eq!(rig.seen.lock().unwrap().requests[0].prompt, whole[..keep], "{keep}");
+        // A text by itself has no more tokens than asked: less than a character is missing.
+        let part = rig.text.beginning(&words, keep).unwrap();
+        let tokens = rig.text.encode(part, false).unwrap().len();
+        assert!(words.starts_with(part) && (keep.saturating_sub(4)..=keep).contains(&tokens));
+    }
     // The query is part of each pair, so that together they are longer than the request.
     let documents = vec!["x"; 2048];
     let (status, error, ran) = ask(json!({"documents": documents})).await;
@@ -228,4 +243,18 @@ async fn long_texts_are_refused_or_lose_their_end() {
     assert!(error["message"].as_str().unwrap().contains("tokens in total"), "{error}");
     let (status, ..) = ask(json!({"query": "x", "documents": documents})).await;
     assert_eq!(status, 200);
+}
+
+/// Where a text of any size may be a single token, only its bytes bound the work.
+#[tokio::test]
+async fn pairs_that_are_much_longer_than_the_request_are_refused_before_they_are_read() {
+    let mut text = classes(1);
+    text.bytes_per_token = None;
+    let rig = Rig::of(Script::default(), text);
+    // 2,048 times 80 KiB.
+    let body = json!({"query": "long ".repeat(16 << 10), "documents": vec!["x"; 2048]});
+    let reply = rig.client.post("/rerank", &body).await.unwrap();
+    let error = &reply.body["error"];
+    assert_eq!((reply.status, &error["param"]), (400, &json!("query")), "{error}");
+    assert!(error["message"].as_str().unwrap().contains("bytes in total"), "{error}");
 }

@@ -30,6 +30,10 @@ use crate::text::model::TextModel;
 /// long list does not fill the queue that all clients share.
 pub(super) const AT_A_TIME: usize = 64;
 
+/// Most bytes of all pairs of a request, as a multiple of those of the largest body: what is
+/// tokenized at once cannot be interrupted.
+const PAIRS_PER_BODY: usize = 8;
+
 /// How long after its arrival a request's later texts wait for room in the queue.
 const QUEUE_PATIENCE: Duration = Duration::from_secs(600);
 
@@ -175,12 +179,14 @@ impl Vectors {
         drop(fields);
         let (special, keep, max) = (self.special, self.keep, limits.max_model_len);
         let most = limits.prompt_tokens;
+        let most_bytes = limits.body_bytes.saturating_mul(PAIRS_PER_BODY);
         let encode = move |text: &TextModel| {
             let _share = share;
             let groups = match texts {
                 Texts::Each(groups) => groups,
                 Texts::Pairs(left, right) => {
-                    let pairs = Pairs { model: text, special, keep, max, most };
+                    let bytes = most_bytes;
+                    let pairs = Pairs { model: text, special, keep, max, most, bytes };
                     return pairs.encode(&left, &right).map(|pairs| vec![pairs]);
                 }
             };

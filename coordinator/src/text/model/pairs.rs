@@ -4,6 +4,9 @@ use serde_json::json;
 use super::TextModel;
 use crate::text::template::{Conversation, RenderError};
 
+/// How often a text that is cut is only cut as far as its tokens say.
+const PATIENCE: usize = 4;
+
 impl TextModel {
     /// Tokenizes a pair of texts: with the template that the operator chose, in which they are
     /// what `query` and `document` say, or else joined as the model's configuration says. The
@@ -33,17 +36,33 @@ impl TextModel {
         Ok(encoding.map_err(|error| failed(error.to_string()))?.get_ids().to_vec())
     }
 
-    /// Returns the part of a text that its first `max` tokens stand for.
+    /// Returns the beginning of a text that has at most `max` tokens, as vLLM cuts it: no character
+    /// is kept of which one token is too many, and what is left is tokenized again, because a part
+    /// of a word may have other tokens, and more, than it has in the word.
     ///
     /// # Errors
     /// The tokenizer's error.
-    pub fn beginning<'a>(&self, text: &'a str, max: usize) -> Result<&'a str, String> {
-        let encoding = self.tokenizer.encode(text, false).map_err(|error| error.to_string())?;
-        let Some((_, end)) = encoding.get_offsets().get(..max).and_then(<[_]>::last) else {
-            // It has no more than that.
-            return Ok(if max == 0 { "" } else { text });
-        };
-        // A character may be several tokens.
-        Ok(&text[..text.ceil_char_boundary(*end)])
+    pub fn beginning<'a>(&self, mut text: &'a str, max: usize) -> Result<&'a str, String> {
+        let mut spare = 0;
+        for round in 0usize.. {
+            let Some(last) = max.checked_sub(spare + 1) else { break };
+            let encoding = self.tokenizer.encode(text, false).map_err(|error| error.to_string())?;
+            let offsets = encoding.get_offsets();
+            if offsets.len() <= max {
+                return Ok(text);
+            }
+            let (Some((_, end)), Some((next, _))) = (offsets.get(last), offsets.get(last + 1))
+            else {
+                break;
+            };
+            // Always shorter.
+            let end = text.len().saturating_sub(1).min(*end).min(*next);
+            text = &text[..text.floor_char_boundary(end)];
+            // Usually enough at once. What never is enough loses ever more.
+            if round >= PATIENCE {
+                spare = spare * 2 + 1;
+            }
+        }
+        Ok("")
     }
 }
