@@ -256,7 +256,10 @@ fn why(name: &str) -> &'static str {
             ": responses are not stored; send the earlier messages in `input`"
         }
         "background" => ": responses are not stored, so they cannot be retrieved later",
-        "instruction" => ": write it into the query, in the form that the model was trained with",
+        "instruction" => {
+            ": write it into the query, in the form that the model was trained with, or, where \
+             `--chat-template` makes prompts of pairs, into that file"
+        }
         _ => "",
     }
 }

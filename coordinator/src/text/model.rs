@@ -174,6 +174,15 @@ impl TextModel {
             let folder = folder.display();
             tracing::warn!(%folder, %error, "a plain conversation has no prompt");
         }
+        let is_made_of_tokens = |it: &Classifier| it.head != model_config::ClassHeadSource::Own;
+        if chat_template.is_none() && classifier.as_ref().is_some_and(is_made_of_tokens) {
+            let folder = folder.display();
+            tracing::warn!(
+                %folder,
+                "classifier_from_token without --chat-template: what a token's logit says of two \
+                 texts without the prompt that the model was trained with means little"
+            );
+        }
         let added = tokenizer.get_added_tokens_decoder().into_iter();
         let special = added.filter(|(_, token)| token.special);
         let special_by_id: HashMap<u32, String> =
