@@ -14,8 +14,10 @@
 //! - [`structured`]: constraints on the output
 //! - [`completions`], [`chat`], [`responses`], [`embeddings`], [`models`]: OpenAI's endpoints
 //! - `invocations`: several of these at the one path that SageMaker knows
-//! - `scores`: how close texts are: reranking
-//! - `vectors`: computes a vector for each of several texts
+//! - `classes`: sorts texts into classes
+//! - `pooling`: what a model makes of texts
+//! - `scores`: how well texts go together: reranking
+//! - `vectors`: computes a vector for each of several texts, or of the `pairs` of them
 //! - [`messages`]: the endpoints of Anthropic's API
 //! - `turns`: turns of another API as chat's messages
 //! - [`dialogue`]: turns the fields of a conversation's request into a running one
@@ -49,6 +51,7 @@ pub mod admin;
 mod again;
 mod body;
 pub mod chat;
+mod classes;
 pub mod completions;
 mod connections;
 pub mod conversation;
@@ -71,8 +74,10 @@ pub mod metrics;
 pub mod models;
 pub mod openapi;
 pub mod options;
+mod pairs;
 pub mod params;
 pub mod pool;
+mod pooling;
 pub mod reading;
 pub mod refused;
 pub mod responses;

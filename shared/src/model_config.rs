@@ -1,8 +1,14 @@
 //! PURE: the parts of a model folder's `config.json` that every role must read in the same way: the
-//! text model of a multimodal model, and the maximum sequence length.
+//! text model of a multimodal model, the maximum sequence length, and classes.
+//!
+//! - `classifier`: models that sort texts into classes
+//! - `gemma3`: defaults of Gemma 3
 use serde_json::Value;
 
+mod classifier;
 mod gemma3;
+
+pub use self::classifier::{Activation, CLASSES_MAX, ClassHeadSource, Classifier, classifier};
 
 /// Gemma 3's text model.
 pub const GEMMA3: &str = "Gemma3ForCausalLM";
@@ -40,12 +46,13 @@ pub fn wrappers() -> impl Iterator<Item = &'static str> {
 }
 
 /// Returns the configuration of the text model alone: the `text_config` of a multimodal model, or
-/// `config` itself; completed with the architecture's defaults.
+/// `config` itself; completed with the architecture's defaults. A model that sorts texts into
+/// classes has the architecture of the one that generates text.
 ///
 /// # Errors
 /// One sentence if `text_config` is missing or of an unknown type.
 pub fn text_model(config: Value) -> Result<Value, String> {
-    let mut text = extract_text_config(config)?;
+    let mut text = extract_text_config(classifier::as_decoder(config))?;
     if text["architectures"][0] == GEMMA3 {
         gemma3::complete(&mut text);
     }

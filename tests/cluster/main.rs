@@ -35,6 +35,7 @@
 //! - [`swapping`]: requests swapped to host memory
 //! - [`tls`]: HTTPS, its files, and its clients
 //! - [`by_hand`]: a coordinator and workers started one by one
+//! - `classes`: models that sort texts into classes, and a reranker with K and V in FP8
 //! - [`openai_client`]: the `openai` Python package
 #![allow(
     clippy::unwrap_used,
@@ -47,6 +48,7 @@ mod actors;
 mod adapters;
 mod api;
 mod by_hand;
+mod classes;
 mod commands;
 mod counters;
 mod created;

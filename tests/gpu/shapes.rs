@@ -211,6 +211,7 @@ impl Shape {
             embedding,
             embedding_scale: 1.0,
             lm_head,
+            class_head: None,
             layers,
             final_norm: Norm::Rms(backend.load_vector(&ones)?),
             ropes: vec![RopeTable {

@@ -252,6 +252,8 @@ fn the_documentation_lists_what_is_refused() {
         (Endpoint::Embeddings, "embeddings"),
         (Endpoint::Rerank, "rerank, score"),
         (Endpoint::Score, "rerank, score"),
+        (Endpoint::Classify, "classify"),
+        (Endpoint::Pooling, "pooling"),
     ] {
         let own = listed(of);
         let refused: BTreeSet<&str> = refused::names(endpoint).into_iter().collect();

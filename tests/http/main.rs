@@ -4,6 +4,7 @@
 //! - [`rig`]: a real server on a free port, with a scripted engine behind it
 //! - [`shapes`]: the JSON of every answer
 //! - [`bounds`]: every bad request gets a 4xx that names the field
+//! - `classes`: `/classify` and `/pooling`, and what a model with classes does instead of others
 //! - [`embeddings`]: `/v1/embeddings`, its vectors and bounds
 //! - [`fields`]: no field that would change the answer is ignored
 //! - [`contract`]: every answer is what `/openapi.json` says
@@ -23,6 +24,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests panic")]
 
 mod bounds;
+mod classes;
 mod contract;
 mod conversations;
 mod embeddings;

@@ -254,6 +254,7 @@ async fn adapters_are_models_that_requests_name() {
             ("/v1/embeddings", json!({"input": "x"})),
             ("/rerank", json!({"query": "x", "documents": ["x"]})),
             ("/score", json!({"text_1": "x", "text_2": "x"})),
+            ("/pooling", json!({"input": "x"})),
         ] {
             body["model"] = json!(model);
             let reply = rig.client.post(path, &body).await.unwrap();

@@ -554,7 +554,13 @@ fn sequences_at_the_ends_of_parts_are_decoded_whole() {
 fn a_sequence_decodes_to_the_same_bits_alone_and_among_others() {
     let mut random = Random(34);
     let wide = shape(4, 2, 256, 4, 0);
-    for shape in [shape(8, 2, 64, 4, 0), wide, shape(8, 2, 64, 4, 0).with_sinks()] {
+    for shape in [
+        shape(8, 2, 64, 4, 0),
+        wide,
+        shape(8, 2, 64, 4, 0).with_sinks(),
+        shape(2, 1, 96, 4, 0).in_fp8(),
+        shape(2, 1, 256, 4, 0).in_fp8(),
+    ] {
         let seqs = seqs(&mut random, &shape, &[(1, 90), (1, 333), (1, 1), (1, 128)]);
         let device = Device::new(&mut random, shape, &seqs);
         let row = shape.heads * shape.head_dim;
@@ -583,9 +589,10 @@ fn a_sequence_decodes_to_the_same_bits_alone_and_among_others() {
 #[test]
 fn nan_in_fp8_reaches_the_output() {
     let mut random = Random(38);
-    for head_dim in [64, 128] {
+    for head_dim in [64, 96, 128, 256] {
         let shape = shape(4, 2, head_dim, 4, 0).in_fp8();
-        let sound = Seq::random(&mut random, &shape, 1, 90);
+        // Two parts: the second one is finite.
+        let sound = Seq::random(&mut random, &shape, 1, 70);
         let width = shape.kv_heads * head_dim;
         // A token in the middle; the first KV head, so the first two of four heads.
         let at = 37 * width + 11;
@@ -614,16 +621,20 @@ fn nan_in_fp8_reaches_the_output() {
 #[test]
 fn constant_values_come_out_exact() {
     let mut random = Random(35);
-    for shape in [shape(4, 2, 64, 4, 0), shape(4, 2, 256, 4, 0)] {
+    let wide = shape(4, 2, 256, 4, 0);
+    let in_fp8 = [shape(2, 1, 96, 4, 0).in_fp8(), shape(2, 1, 256, 4, 0).in_fp8()];
+    for shape in [shape(4, 2, 64, 4, 0), wide].into_iter().chain(in_fp8) {
         let mut seq = Seq::random(&mut random, &shape, 1, 150);
-        seq.values.fill(0.734_375);
+        // A number that the cache's type has.
+        let value = if shape.fp8 { 0.8125 } else { 0.734_375 };
+        seq.values.fill(value);
         let device = Device::new(&mut random, shape, &[seq]);
         let decoded = device.decode(&[0], rule(4), 4, None);
         // As a single part, whose result is the row's final one.
         let whole = device.decode(&[0], Rule { max_splits: 4, least: 192 }, 4, None);
         let prefilled = device.prefill(&device.tiles(), Arg::Null);
         let mut all = decoded.iter().chain(&whole).chain(&prefilled);
-        assert!(all.all(|&x| x == 0.734_375), "{decoded:?}");
+        assert!(all.all(|&x| x == value), "{decoded:?}");
     }
 }
 

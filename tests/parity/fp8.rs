@@ -53,13 +53,16 @@ fn check(model: &Path, most: f64) {
         assert!(mean < 3e-3, "{what}: mean difference {mean}");
         assert!(same + 2 >= oracle.len(), "{what}: {same} of {} texts", oracle.len());
     }
-    for on in [On::ReferenceFp8, On::CpuBf16, On::CpuBf16Fp8] {
+    let [oracle, plain, fast] = [On::ReferenceFp8, On::CpuBf16, On::CpuBf16Fp8].map(|on| {
         let drift = drift(model, &answers(on, model, 1));
         report(model, on, &drift);
         assert!(drift.mean() < most, "mean error {}", drift.mean());
-        // K and V are rounded: in float32 the error would be a hundred times smaller.
-        assert!(matches!(on, On::CpuBf16) || drift.mean() > 1e-4, "mean error {}", drift.mean());
-    }
+        drift.mean()
+    });
+    // K and V are rounded: in float32 the error would be a hundred times smaller.
+    assert!(oracle > 1e-4, "mean error {oracle}");
+    // What bf16 rounds is finer.
+    assert!(fast > 2.0 * plain, "mean error {fast}, without FP8 {plain}");
 }
 
 #[test]
@@ -72,6 +75,8 @@ fn demo_model() {
 fn random_models() {
     check(&variant("llama-gqa"), 0.15);
     check(&variant("gemma3"), 0.15);
+    // K is normalised over all heads before it is rounded.
+    check(&variant("olmo2"), 0.15);
 }
 
 fn bits(seq: &Seq) -> Vec<u32> {
@@ -124,7 +129,9 @@ fn kernels_for_gpus_make_the_same() {
             tensor.data = tensor.data.repeat(4);
         }
     });
-    for (model, degree) in [(wide.path(), 1), (wide.path(), 2), (&variant("gemma3"), 2)] {
+    for (model, degree) in
+        [(wide.path(), 1), (wide.path(), 2), (&variant("gemma3"), 2), (&variant("olmo2"), 2)]
+    {
         let oracle = some_answers(On::ReferenceFp8, model, 1, 3, 4);
         let emulated = some_answers(On::FakeCudaFp8, model, degree, 3, 4);
         close(&emulated, &oracle, 0.3, &model.display().to_string());

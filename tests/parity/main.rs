@@ -6,6 +6,7 @@
 //! - [`invariance`]: chunked, batched and re-admitted sequences give the same bits
 //! - [`broken`]: broken model folders give one clear error
 //! - [`checkpoint`]: temporary copies of model folders with changed tensors
+//! - `classes`: models that sort texts into classes, compared with transformers
 //! - `coming`: LoRA adapters that come and go
 //! - `cuda`, [`nccl`], `peers`: on stand-ins for GPUs, for one rank and for several
 //! - [`cuda_invariance`]: `--batch-invariant`: bits do not depend on the batch
@@ -37,6 +38,7 @@ mod adapters;
 mod ahead;
 mod broken;
 mod checkpoint;
+mod classes;
 mod coming;
 mod cuda;
 mod cuda_invariance;

@@ -101,3 +101,59 @@ pub fn embedding_goldens(model: &Path) -> Vec<EmbeddingGolden> {
     let text = std::fs::read_to_string(model.join("embeddings.json")).expect("embeddings.json");
     serde_json::from_str::<File>(&text).expect("embeddings.json has the known fields").prompts
 }
+
+/// What transformers makes of one prompt in float32, before any activation.
+#[derive(Clone, Debug, Deserialize)]
+pub struct ClassGolden {
+    /// The prompt's tokens.
+    pub prompt_ids: Vec<u32>,
+    /// A number for each class.
+    pub numbers: Vec<f64>,
+}
+
+/// A pair of texts, in each form in which a model may get it.
+#[derive(Clone, Debug, Deserialize)]
+pub struct PairGolden {
+    /// The first text.
+    pub query: String,
+    /// The second text.
+    pub document: String,
+    /// Its tokens.
+    pub ids: PairForms<Vec<u32>>,
+    /// The number of the model's only class.
+    pub numbers: PairForms<f64>,
+}
+
+/// Something for each form of a pair.
+#[derive(Clone, Debug, Deserialize)]
+pub struct PairForms<T> {
+    /// As the tokenizer joins the texts.
+    pub joined: T,
+    /// The second text behind the first.
+    pub following: T,
+    /// Rendered with `score.jinja`.
+    pub templated: T,
+}
+
+/// Reference values of a model that sorts texts into classes.
+#[derive(Clone, Debug, Deserialize)]
+pub struct ClassGoldens {
+    /// Of a generating model: the tokens whose logits are compared, `no` and `yes`.
+    #[serde(default)]
+    pub tokens: Vec<String>,
+    /// Prompts, the longest first.
+    pub prompts: Vec<ClassGolden>,
+    /// Pairs of texts, of a model with one class.
+    pub pairs: Vec<PairGolden>,
+}
+
+/// Reads the reference values in a model folder's `classes.json`.
+///
+/// # Panics
+/// If the file is missing or malformed: the repository is broken then.
+#[must_use]
+#[expect(clippy::expect_used, reason = "a broken repository must fail the test that needs it")]
+pub fn class_goldens(model: &Path) -> ClassGoldens {
+    let text = std::fs::read_to_string(model.join("classes.json")).expect("classes.json");
+    serde_json::from_str(&text).expect("classes.json has the known fields")
+}

@@ -255,8 +255,13 @@ fn table(status: &Status) -> Vec<String> {
         None if status.commands.scaled => format!(", any number of replicas{by}"),
         None => String::new(),
     };
+    let classes = match status.classes {
+        Some(1) => " (judges texts: one class)".to_owned(),
+        Some(count) => format!(" (sorts texts into {count} classes)"),
+        None => String::new(),
+    };
     let mut lines = vec![format!(
-        "tutti {}: {}, tensor parallel {}{}: {ready} ({})",
+        "tutti {}: {}{classes}, tensor parallel {}{}: {ready} ({})",
         status.version, status.model, status.tensor_parallel, bound, status.message
     )];
     lines.push(format!(

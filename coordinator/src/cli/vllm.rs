@@ -19,6 +19,10 @@ pub(crate) enum Handling {
 
 use Handling::{Ignore, IgnoreWithNotice, Reject};
 
+/// Models with classes have no choice.
+const POOLER: &str =
+    "edit the folder's `1_Pooling/config.json`; classes always take the last token";
+
 /// The options, without leading double dashes.
 pub(crate) const OPTIONS: &[(&str, Handling)] = &[
     ("enable-prefix-caching", Ignore),
@@ -62,8 +66,11 @@ pub(crate) const OPTIONS: &[(&str, Handling)] = &[
     ("load-format", Reject("only safetensors are read")),
     ("hf-token", Reject("`HF_TOKEN` in the environment, or the file `token` in `HF_HOME`")),
     ("seed", Reject("set `seed` in requests")),
-    ("task", Reject("completions and embeddings are both served")),
-    ("runner", Reject("completions and embeddings are both served")),
+    ("task", Reject("the model's `config.json` says what it can do")),
+    ("runner", Reject("the model's `config.json` says what it can do")),
+    ("convert", Reject("edit the folder's `config.json`: `architectures`")),
+    ("pooler-config", Reject(POOLER)),
+    ("override-pooler-config", Reject(POOLER)),
     ("max-cpu-loras", Reject("`--max-loras N`: all adapters may be in one step")),
     ("cpu-offload-gb", Reject("weights stay in the memory of the device that computes")),
     ("calculate-kv-scales", Reject("KV caches in FP8 have no scales")),

@@ -9,6 +9,9 @@ pub struct Status {
     pub version: String,
     /// The served model's name.
     pub model: String,
+    /// Number of classes that it sorts texts into; absent for a model that generates text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub classes: Option<u32>,
     /// Whether requests can be served.
     pub ready: bool,
     /// What is being waited for, when not.

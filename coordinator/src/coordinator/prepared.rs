@@ -107,7 +107,7 @@ impl PreparedCoordinator {
             max_queued_requests: options.max_queued_requests,
             max_steps_in_flight: STEPS_IN_FLIGHT,
             prefix_caching: options.prefix_caching,
-            hidden_size: text.hidden_size,
+            hidden_size: text.numbers(),
             speculation: options.speculation,
         };
         scheduling.validate()?;

@@ -259,6 +259,7 @@ async fn status(state: Data<AppState>, request: HttpRequest) -> Result<HttpRespo
     let readiness = (state.readiness)();
     (status.ready, status.message) = (readiness.ready, readiness.message);
     status.model = state.models.name(&AdapterUse::default()).to_string();
+    status.classes = state.text.classifier.as_ref().map(|it| it.names.len() as u32);
     status.commands.stored = admin.membership.as_ref().map(|view| {
         let count = status.commands.count;
         count == 0 || is_stored(&view.borrow(), admin.run, count)

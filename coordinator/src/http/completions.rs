@@ -7,6 +7,7 @@ use actix_web::HttpResponse;
 use serde::Serialize;
 use serde_json::Value;
 
+use super::classes;
 use super::conversation;
 use super::envelope::Envelope;
 use super::error::ApiError;
@@ -33,6 +34,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let arrived = state.clock.now();
     let limits = &state.limits;
     let mut common = Common::read(&fields, limits, &state.text, &state.models)?;
+    classes::check_generates(&state.text)?;
     refused::check(&fields, Endpoint::Completions)?;
     common.goes_on = true;
     let echo = fields.boolean("echo", false)?;

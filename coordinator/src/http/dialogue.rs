@@ -2,6 +2,7 @@
 //! `/v1/responses` and `/v1/messages` have in common.
 use std::sync::Arc;
 
+use super::classes;
 use super::conversation;
 use super::error::ApiError;
 use super::generation::RunningPrompt;
@@ -62,6 +63,7 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     let arrived = state.clock.now();
     let limits = &state.limits;
     let mut common = Common::read(&fields, limits, &state.text, &state.models)?;
+    classes::check_generates(&state.text)?;
     let logprobs = fields.boolean("logprobs", false)?;
     let top = fields.count("top_logprobs", 0, limits.top_logprobs)?;
     if top.is_some_and(|top| top > 0) && !logprobs {

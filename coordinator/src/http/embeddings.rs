@@ -11,12 +11,12 @@ use super::limits::Limits;
 use super::params::token_id;
 use super::refused::Endpoint;
 use super::state::AppState;
-use super::vectors::{Group, Input, Vectors, list};
+use super::vectors::{Group, Input, Texts, Vectors, list};
 use crate::text::model::TextModel;
 
 /// How a vector is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Format {
+pub(super) enum Format {
     /// A list of numbers.
     Float,
     /// Its bytes, little-endian f32, in base64: the default of OpenAI's clients.
@@ -31,16 +31,15 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let mut asked = Vectors::read(state, &fields, Endpoint::Embeddings, "embd-")?;
     let format = format(&fields)?;
     asked.dimensions = dimensions(&fields, &state.text)?;
-    let inputs = inputs(&fields, &state.limits, &state.text)?;
+    let texts = inputs(&fields, &state.limits, &state.text)?;
     let (id, model) = (asked.id.clone(), asked.model.clone());
-    let (group, mut vectors) = (Group { field: "input", inputs, keep: None }, Vec::new());
+    let mut vectors = Vec::new();
     let take = |vector| {
         vectors.push(vector);
         Ok(())
     };
-    let tokens = asked.compute(state, fields, vec![group], take).await?;
-    let usage = Usage { prompt_tokens: tokens, total_tokens: tokens };
-    let tail = Tail { model: &model, usage };
+    let tokens = asked.compute(state, fields, texts, take).await?;
+    let tail = Tail { model: &model, usage: Usage::of(tokens) };
     let (id, tail) = (serde_json::to_string(&*id), serde_json::to_string(&tail));
     let failed = |error: serde_json::Error| ApiError::internal(error.to_string());
     // The fields stand in the order of OpenAI's API.
@@ -56,7 +55,11 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     Ok(list(head, entries, tail))
 }
 
-fn format(fields: &Fields) -> Result<Format, ApiError> {
+/// Reads how vectors are to be written.
+///
+/// # Errors
+/// 400.
+pub(super) fn format(fields: &Fields) -> Result<Format, ApiError> {
     let name = "encoding_format";
     match fields.get(name).map(|value| (value.as_str(), value)) {
         None | Some((Some("float"), _)) => Ok(Format::Float),
@@ -65,7 +68,11 @@ fn format(fields: &Fields) -> Result<Format, ApiError> {
     }
 }
 
-fn dimensions(fields: &Fields, text: &TextModel) -> Result<Option<u32>, ApiError> {
+/// Reads how many numbers of each vector are wanted.
+///
+/// # Errors
+/// 400.
+pub(super) fn dimensions(fields: &Fields, text: &TextModel) -> Result<Option<u32>, ApiError> {
     fields.count("dimensions", 1, hidden_size_of(text))
 }
 
@@ -75,7 +82,15 @@ pub(super) fn hidden_size_of(text: &TextModel) -> u32 {
     if text.hidden_size == 0 { u32::MAX } else { text.hidden_size }
 }
 
-fn inputs(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Input>, ApiError> {
+/// Reads `input`, in all its forms.
+///
+/// # Errors
+/// 400.
+pub(super) fn inputs(
+    fields: &Fields,
+    limits: &Limits,
+    text: &TextModel,
+) -> Result<Texts, ApiError> {
     let (name, max, ids) = ("input", limits.inputs, text.vocab_size - 1);
     let wrong = || {
         let message = format!(
@@ -92,16 +107,17 @@ fn inputs(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Inpu
         }
         _ => Err(wrong()),
     };
-    match fields.get(name) {
-        None => Err(ApiError::field(name, "`input` is required")),
+    let inputs: Vec<Input> = match fields.get(name) {
+        None => return Err(ApiError::field(name, "`input` is required")),
         Some(Value::Array(list)) if !list.first().is_some_and(Value::is_number) => {
             if !(1..=max).contains(&list.len()) {
                 return Err(wrong());
             }
-            list.iter().map(one).collect()
+            list.iter().map(one).collect::<Result<Vec<_>, _>>()?
         }
-        Some(value) => Ok(vec![one(value)?]),
-    }
+        Some(value) => vec![one(value)?],
+    };
+    Ok(Texts::Each(vec![Group { field: name, inputs, keep: None }]))
 }
 
 /// The rest of the answer, after the vectors.
@@ -125,9 +141,17 @@ pub(super) struct Usage {
     pub(super) total_tokens: usize,
 }
 
-struct Vector {
-    values: Vec<f32>,
-    format: Format,
+impl Usage {
+    /// Of so many tokens.
+    pub(super) fn of(tokens: usize) -> Self {
+        Self { prompt_tokens: tokens, total_tokens: tokens }
+    }
+}
+
+/// A vector as it is written.
+pub(super) struct Vector {
+    pub(super) values: Vec<f32>,
+    pub(super) format: Format,
 }
 
 impl Serialize for Vector {

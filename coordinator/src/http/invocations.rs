@@ -5,7 +5,7 @@ use actix_web::HttpResponse;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::state::AppState;
-use super::{chat, completions, embeddings, scores};
+use super::{chat, classes, completions, embeddings, scores};
 
 /// Answers a request of any of these APIs.
 ///
@@ -17,6 +17,8 @@ pub(super) async fn respond(state: &AppState, fields: Fields) -> Result<HttpResp
         chat::respond(state, fields).await
     } else if has("prompt") {
         completions::respond(state, fields).await
+    } else if has("input") && state.text.classifier.is_some() {
+        classes::respond(state, fields).await
     } else if has("input") {
         embeddings::respond(state, fields).await
     } else if has("query") {
@@ -24,8 +26,8 @@ pub(super) async fn respond(state: &AppState, fields: Fields) -> Result<HttpResp
     } else if scores::PAIRS.iter().any(|(left, right)| has(left) || has(right)) {
         scores::score(state, fields).await
     } else {
-        let message = "`messages` (chat), `prompt` (completions), `input` (embeddings), `query` \
-                       (rerank) or `text_1` (score) is required";
+        let message = "`messages` (chat), `prompt` (completions), `input` (embeddings, or \
+                       classes), `query` (rerank) or `text_1` (score) is required";
         Err(ApiError::field("messages", message))
     }
 }

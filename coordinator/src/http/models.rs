@@ -57,12 +57,19 @@ impl Models {
     /// Lists everything that has a name, as vLLM does: the root is the model's or the adapter's
     /// folder, and an adapter's parent is the model.
     fn cards(&self, state: &AppState) -> Vec<Value> {
+        let classes = state.text.classifier.as_ref().map(|classifier| classifier.names.len());
         let card = |id: &str, root: &str, parent: Option<&str>| {
-            json!({
+            let mut card = json!({
                 "id": id, "object": "model", "created": state.created,
                 "owned_by": "tutti", "root": root, "parent": parent,
                 "max_model_len": state.limits.max_model_len,
-            })
+            });
+            // Of a model that does something else than to generate text.
+            if let Some(classes) = classes {
+                card["task"] = "classify".into();
+                card["num_classes"] = classes.into();
+            }
+            card
         };
         let models = self.names.iter().map(|name| card(name, &self.folder, None));
         let parent = self.names.first().map(|name| &**name);

@@ -94,6 +94,8 @@ fn schemas(state: &AppState) -> Map<String, Value> {
         "MessageRequest": requests.messages(),
         "TokenCountRequest": requests.count_tokens(),
         "EmbeddingsRequest": requests.embeddings(),
+        "ClassifyRequest": requests.classify(),
+        "PoolingRequest": requests.pooling(),
         "RerankRequest": requests.rerank(),
         "DetokenizeRequest": requests.detokenize(),
         "LoadAdapterRequest": requests::load_adapter(),
@@ -103,7 +105,7 @@ fn schemas(state: &AppState) -> Map<String, Value> {
     let tokenize = [requests.tokenize_prompt(), requests.tokenize_chat()];
     add_forms(&mut schemas, "TokenizeRequest", &TOKENIZE_FORMS, tokenize);
     add_forms(&mut schemas, "ScoreRequest", &SCORE_FORMS, requests.scores());
-    let invocations = ["Completion", "ChatCompletion", "Embeddings", "Rerank", "Score"];
+    let invocations = ["Completion", "ChatCompletion", "Embeddings", "Classify", "Rerank", "Score"];
     let invocation = any_of(invocations.map(|name| reference(&format!("{name}Request"))));
     schemas.insert("InvocationRequest".to_owned(), invocation);
     if state.admin.is_some() {

@@ -113,7 +113,30 @@ const COMPARISON: &[(&str, Neutral)] = &[
     ("return_embeddings", False),
     ("softmax", Null),
     ("truncation_side", Words(&["right"])),
-    ("use_activation", True),
+];
+
+/// Fields of `/classify` only.
+const CLASSES: &[(&str, Neutral)] = &[
+    ("activation", True),
+    ("messages", Null),
+    ("mm_processor_kwargs", Empty),
+    ("padding", Words(&["do_not_pad"])),
+    ("softmax", Null),
+    ("truncation_side", Words(&["right"])),
+];
+
+/// Fields of `/pooling` only.
+const POOLING: &[(&str, Neutral)] = &[
+    ("activation", True),
+    ("data", Null),
+    ("embed_dtype", Words(&["float32"])),
+    ("endianness", Words(&["little", "native"])),
+    ("messages", Null),
+    ("mm_processor_kwargs", Empty),
+    ("normalize", True),
+    ("padding", Words(&["do_not_pad"])),
+    ("softmax", Null),
+    ("truncation_side", Words(&["right"])),
 ];
 
 /// Fields of `/v1/embeddings` only.
@@ -192,6 +215,10 @@ pub enum Endpoint {
     Rerank,
     /// `/score`.
     Score,
+    /// `/classify`.
+    Classify,
+    /// `/pooling`.
+    Pooling,
 }
 
 impl Endpoint {
@@ -203,6 +230,8 @@ impl Endpoint {
             Self::Messages => MESSAGES,
             Self::Embeddings => EMBEDDINGS,
             Self::Rerank | Self::Score => COMPARISON,
+            Self::Classify => CLASSES,
+            Self::Pooling => POOLING,
         }
     }
 }
@@ -227,7 +256,10 @@ fn why(name: &str) -> &'static str {
             ": responses are not stored; send the earlier messages in `input`"
         }
         "background" => ": responses are not stored, so they cannot be retrieved later",
-        "instruction" => ": write it into the query, in the form that the model was trained with",
+        "instruction" => {
+            ": write it into the query, in the form that the model was trained with, or, where \
+             `--chat-template` makes prompts of pairs, into that file"
+        }
         _ => "",
     }
 }

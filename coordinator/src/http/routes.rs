@@ -9,12 +9,12 @@ use super::fields::Fields;
 use super::intake::{self, read};
 use super::state::{AppState, Readiness};
 use super::{
-    access, adapters, admin, chat, completions, embeddings, invocations, messages, metrics, models,
-    openapi, responses, scores, tokenize,
+    access, adapters, admin, chat, classes, completions, embeddings, invocations, messages,
+    metrics, models, openapi, pooling, responses, scores, tokenize,
 };
 
 /// Every path and its methods, for `Allow` and for the labels of HTTP metrics.
-pub(super) const ROUTES: [(&str, &str); 27] = [
+pub(super) const ROUTES: [(&str, &str); 29] = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
     ("/v1/responses", "POST"),
@@ -26,6 +26,8 @@ pub(super) const ROUTES: [(&str, &str); 27] = [
     ("/rerank", "POST"),
     ("/v1/score", "POST"),
     ("/score", "POST"),
+    ("/classify", "POST"),
+    ("/pooling", "POST"),
     ("/v1/models", "GET, HEAD"),
     ("/v1/models/{id}", "GET, HEAD"),
     ("/v1/load_lora_adapter", "POST"),
@@ -57,6 +59,8 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             "/v1/embeddings" => post(embeddings::respond),
             "/v1/rerank" | "/v2/rerank" | "/rerank" => post(scores::rerank),
             "/v1/score" | "/score" => post(scores::score),
+            "/classify" => post(classes::respond),
+            "/pooling" => post(pooling::respond),
             "/v1/load_lora_adapter" => web::post().to(post_load_adapter),
             "/v1/unload_lora_adapter" => web::post().to(post_unload_adapter),
             "/invocations" => post(invocations::respond),

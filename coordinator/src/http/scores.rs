@@ -1,5 +1,6 @@
-//! `POST /rerank` and `POST /score`: how much texts have in common, as the cosine of the angle
-//! between their vectors. Cohere's and Jina's form of the first, vLLM's of both.
+//! `POST /rerank` and `POST /score`: how well texts go together. A model that was made for it is
+//! given each pair; of the others it is the cosine of the angle between the texts' vectors.
+//! Cohere's and Jina's form of the first, vLLM's of both.
 use std::sync::Arc;
 
 use actix_web::HttpResponse;
@@ -12,7 +13,7 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::refused::Endpoint;
 use super::state::AppState;
-use super::vectors::{Group, Input, Vectors, list};
+use super::vectors::{Group, Input, Texts, Vectors, list};
 
 /// The names that the two sides of `/score` have: one of these pairs.
 pub(super) const PAIRS: [(&str, &str); 4] =
@@ -38,14 +39,12 @@ pub(super) async fn rerank(state: &AppState, fields: Fields) -> Result<HttpRespo
     // The documents stay until the answer is sent, and so does the body's share of the room.
     let kept = returns.then(|| (documents.inputs.clone(), fields.share()));
     let (id, model) = (asked.id.clone(), asked.model.clone());
-    let mut compared = Compared::with(1, documents.inputs.len());
-    let groups = vec![query, documents];
-    let tokens = asked.compute(state, fields, groups, |vector| compared.take(vector)).await?;
-    let mut ranks: Vec<(usize, f32)> = compared.scores.into_iter().enumerate().collect();
+    let (scores, tokens) = judge(state, asked, fields, query, documents).await?;
+    let mut ranks: Vec<(usize, f32)> = scores.into_iter().enumerate().collect();
     // In the request's order where they are equally close.
     ranks.sort_by(|(_, one), (_, other)| other.total_cmp(one));
     ranks.truncate(most);
-    let head = RankingHead { id: &id, model: &model, usage: usage(tokens) };
+    let head = RankingHead { id: &id, model: &model, usage: Usage::of(tokens) };
     let head = serde_json::to_string(&head);
     let head = head.map_err(|error| ApiError::internal(error.to_string()))?;
     let head = format!("{},\"results\":[", head.strip_suffix('}').unwrap_or(&head));
@@ -75,10 +74,8 @@ pub(super) async fn score(state: &AppState, fields: Fields) -> Result<HttpRespon
         return Err(ApiError::field(left, message));
     }
     let (id, model) = (asked.id.clone(), asked.model.clone());
-    let mut compared = Compared::with(count, of_others);
-    let groups = vec![ones, others];
-    let tokens = asked.compute(state, fields, groups, |vector| compared.take(vector)).await?;
-    let scores = compared.scores.into_iter().enumerate();
+    let (scores, tokens) = judge(state, asked, fields, ones, others).await?;
+    let scores = scores.into_iter().enumerate();
     let data = scores.map(|(index, score)| Score { index, object: "score", score }).collect();
     Ok(HttpResponse::Ok().json(Scores {
         id: &id,
@@ -86,12 +83,43 @@ pub(super) async fn score(state: &AppState, fields: Fields) -> Result<HttpRespon
         created: since_1970().as_secs(),
         model: &model,
         data,
-        usage: usage(tokens),
+        usage: Usage::of(tokens),
     }))
 }
 
-fn usage(tokens: usize) -> Usage {
-    Usage { prompt_tokens: tokens, total_tokens: tokens }
+/// Scores each of the `others` with the one at its place, or with the only one. Returns the scores,
+/// and the number of tokens.
+async fn judge(
+    state: &AppState,
+    asked: Vectors,
+    fields: Fields,
+    ones: Group,
+    others: Group,
+) -> Result<(Vec<f32>, usize), ApiError> {
+    let activates = fields.boolean("use_activation", true)?;
+    let (count, of_others) = (ones.inputs.len(), others.inputs.len());
+    let Some(classifier) = &state.text.classifier else {
+        if !activates {
+            let message =
+                "`use_activation` is not supported by this model, whose scores are cosines";
+            return Err(ApiError::field("use_activation", message));
+        }
+        let mut compared = Compared::with(count, of_others);
+        let texts = Texts::Each(vec![ones, others]);
+        let tokens = asked.compute(state, fields, texts, |vector| compared.take(vector)).await?;
+        return Ok((compared.scores, tokens));
+    };
+    let mut scores = Vec::with_capacity(of_others);
+    let take = |mut numbers: Vec<f32>| {
+        if activates {
+            classifier.activation.apply(&mut numbers);
+        }
+        let score = numbers.first().copied();
+        scores.push(score.ok_or_else(|| ApiError::internal("the engine gave no score"))?);
+        Ok(())
+    };
+    let tokens = asked.compute(state, fields, Texts::Pairs(ones, others), take).await?;
+    Ok((scores, tokens))
 }
 
 /// The scores so far. Only the vectors of the left side are kept: each of the right side is needed

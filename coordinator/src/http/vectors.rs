@@ -1,5 +1,6 @@
-//! A vector of length 1 for each of several texts, computed like prompts without output tokens: for
-//! `embeddings`, and for `scores`, which compares them.
+//! A vector of numbers for each of several texts or pairs of texts, computed like prompts without
+//! output tokens: an embedding, or a number for each class. For `embeddings`, `classes`, and
+//! `scores`, which compares texts.
 use std::iter;
 use std::pin::pin;
 use std::sync::Arc;
@@ -14,10 +15,12 @@ use shared::metrics::labels::RejectReason;
 use tokio::time::Instant;
 
 use super::again::Again;
+use super::classes::no_vectors;
 use super::conversation;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::generation::{Next, RunningPrompt};
+use super::pairs::Pairs;
 use super::params::{Common, Limits, Truncation};
 use super::refused::{self, Endpoint};
 use super::state::AppState;
@@ -26,6 +29,10 @@ use crate::text::model::TextModel;
 /// Maximum number of texts of one request in the engine at a time: the others wait here, so that a
 /// long list does not fill the queue that all clients share.
 pub(super) const AT_A_TIME: usize = 64;
+
+/// Most bytes of all pairs of a request, as a multiple of those of the largest body: what is
+/// tokenized at once cannot be interrupted.
+const PAIRS_PER_BODY: usize = 8;
 
 /// How long after its arrival a request's later texts wait for room in the queue.
 const QUEUE_PATIENCE: Duration = Duration::from_secs(600);
@@ -57,6 +64,39 @@ pub(super) struct Group {
     pub(super) keep: Option<usize>,
 }
 
+/// What a request is about.
+#[derive(Debug)]
+pub(super) enum Texts {
+    /// A vector for each text.
+    Each(Vec<Group>),
+    /// A vector for each pair: of the text on the left, or the one at the same place, and of each
+    /// on the right.
+    Pairs(Group, Group),
+}
+
+impl Texts {
+    /// How many bytes there are to tokenize, of a request of so many: the text on the left may be
+    /// part of each pair.
+    fn bytes(&self, request: usize) -> usize {
+        match self {
+            Self::Each(_) => request,
+            Self::Pairs(left, right) => {
+                let own = left.inputs.iter().filter_map(Input::text).map(|text| text.len());
+                let times = right.inputs.len() / left.inputs.len().max(1);
+                request.saturating_add(own.sum::<usize>().saturating_mul(times))
+            }
+        }
+    }
+
+    /// The field whose texts come last.
+    fn last(&self) -> &'static str {
+        match self {
+            Self::Each(groups) => groups.last().map_or("", |group| group.field),
+            Self::Pairs(_, right) => right.field,
+        }
+    }
+}
+
 /// A request for vectors.
 #[derive(Debug)]
 pub(super) struct Vectors {
@@ -71,6 +111,8 @@ pub(super) struct Vectors {
     keep: Option<usize>,
     /// Numbers of each vector, if not all.
     pub(super) dimensions: Option<u32>,
+    /// Whether each is scaled to length 1: otherwise they are as the model makes them.
+    pub(super) normalizes: bool,
 }
 
 impl Vectors {
@@ -87,6 +129,7 @@ impl Vectors {
         let (arrived, limits) = (state.clock.now(), &state.limits);
         refused::check(fields, endpoint)?;
         let mut common = Common::read(fields, limits, &state.text, &state.models)?;
+        can_answer(&state.text, endpoint)?;
         let pooling = state.text.pooling.clone();
         let pooling = pooling.map_err(|why| {
             ApiError::field("model", format!("this model's embeddings are not supported: {why}"))
@@ -105,12 +148,13 @@ impl Vectors {
             special: fields.boolean("add_special_tokens", true)?,
             keep,
             dimensions: None,
+            normalizes: state.text.classifier.is_none(),
             common,
         })
     }
 
-    /// Computes the vectors of all groups, which are those of `fields`, and gives them to `take` in
-    /// the order of the texts. It keeps at most those of the first group. Returns the number of
+    /// Computes the vectors of `texts`, which are those of `fields`, and gives them to `take` in
+    /// their order. Of groups it keeps at most the vectors of the first one. Returns the number of
     /// tokens of all texts.
     ///
     /// # Errors
@@ -119,21 +163,33 @@ impl Vectors {
         mut self,
         state: &AppState,
         fields: Fields,
-        groups: Vec<Group>,
+        texts: Texts,
         mut take: impl FnMut(Vec<f32>) -> Result<(), ApiError>,
     ) -> Result<usize, ApiError> {
         let limits = &state.limits;
-        let last = groups.last().map_or("", |group| group.field);
-        let width = self.dimensions.unwrap_or(state.text.hidden_size);
-        if let Some(first) = groups.first() {
+        let last = texts.last();
+        let width = self.dimensions.unwrap_or(state.text.numbers());
+        if let Texts::Each(groups) = &texts
+            && let Some(first) = groups.first()
+        {
             check_numbers(first.field, first.inputs.len(), width, limits)?;
         }
-        let (bytes, share) = (fields.bytes(), fields.share());
+        let (bytes, share) = (texts.bytes(fields.bytes()), fields.share());
         // The fields may be much larger than what is kept of them.
         drop(fields);
         let (special, keep, max) = (self.special, self.keep, limits.max_model_len);
+        let most = limits.prompt_tokens;
+        let most_bytes = limits.body_bytes.saturating_mul(PAIRS_PER_BODY);
         let encode = move |text: &TextModel| {
             let _share = share;
+            let groups = match texts {
+                Texts::Each(groups) => groups,
+                Texts::Pairs(left, right) => {
+                    let bytes = most_bytes;
+                    let pairs = Pairs { model: text, special, keep, max, most, bytes };
+                    return pairs.encode(&left, &right).map(|pairs| vec![pairs]);
+                }
+            };
             let added = if special { text.num_special() } else { 0 };
             let encoded = groups.into_iter().map(|group| {
                 let own = group.keep.map(|own| own.saturating_add(added).min(max as usize));
@@ -201,9 +257,11 @@ impl Running<'_> {
 
     /// Makes one attempt. For each, the client has waited since the request arrived.
     async fn attempt(&self, tokens: Vec<u32>) -> Result<Vec<f32>, ApiError> {
-        let Vectors { common, arrived, id, dimensions, .. } = self.asked;
+        let Vectors { common, arrived, id, dimensions, normalizes, .. } = self.asked;
         let running = RunningPrompt::start(self.state, common, tokens, 0, *arrived, id)?;
-        Ok(unit(embedding(running).await?, *dimensions))
+        let mut vector = embedding(running).await?;
+        vector.truncate(dimensions.map_or(usize::MAX, |dimensions| dimensions as usize));
+        Ok(if *normalizes { unit(vector) } else { vector })
     }
 }
 
@@ -218,9 +276,8 @@ async fn embedding(mut running: RunningPrompt) -> Result<Vec<f32>, ApiError> {
     found.ok_or_else(|| ApiError::internal("the engine gave no embedding"))
 }
 
-/// Cuts a vector to its first `dimensions` numbers and scales it to length 1.
-fn unit(mut vector: Vec<f32>, dimensions: Option<u32>) -> Vec<f32> {
-    vector.truncate(dimensions.map_or(usize::MAX, |dimensions| dimensions as usize));
+/// Scales a vector to length 1.
+fn unit(mut vector: Vec<f32>) -> Vec<f32> {
     let length = vector.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
     if length > 0.0 {
         vector.iter_mut().for_each(|value| *value = (f64::from(*value) / length) as f32);
@@ -287,15 +344,39 @@ fn encode(
         if tokens.is_empty() {
             return Err(failed(format!("`{name}[{index}]` has no tokens")));
         }
-        if tokens.len() > max as usize {
-            let message = format!(
-                "This model's maximum context length is {max} tokens. However, `{name}[{index}]` \
-                 has {} tokens. Please reduce it, or set `truncate_prompt_tokens`.",
-                tokens.len()
-            );
-            return Err(ApiError::context_length(name, message));
-        }
+        check_length(name, index, tokens.len(), max)?;
         Ok(tokens)
     };
     group.inputs.into_iter().enumerate().map(encode).collect()
+}
+
+/// Rejects a text of more than `max` tokens.
+pub(super) fn check_length(name: &str, index: usize, len: usize, max: u32) -> Result<(), ApiError> {
+    if len <= max as usize {
+        return Ok(());
+    }
+    let message = format!(
+        "This model's maximum context length is {max} tokens. However, `{name}[{index}]` has \
+         {len} tokens. Please reduce it, or set `truncate_prompt_tokens`."
+    );
+    Err(ApiError::context_length(name, message))
+}
+
+/// Checks that the model is one that the endpoint is for.
+fn can_answer(text: &TextModel, endpoint: Endpoint) -> Result<(), ApiError> {
+    let classes = text.classifier.as_ref().map(|classifier| classifier.names.len());
+    let wrong = match (endpoint, classes) {
+        (Endpoint::Embeddings, Some(_)) => no_vectors(text),
+        (Endpoint::Classify, None) => Some(
+            "this model generates text and has no classes: a model for `/classify` has an \
+             architecture that ends in ForSequenceClassification"
+                .to_owned(),
+        ),
+        (Endpoint::Rerank | Endpoint::Score, Some(count)) if count > 1 => Some(format!(
+            "this model sorts texts into {count} classes, with `/classify`; only a model with one \
+             judges how well two texts go together"
+        )),
+        _ => None,
+    };
+    wrong.map_or(Ok(()), |message| Err(ApiError::field("model", message)))
 }

@@ -17,8 +17,10 @@ use super::up_down_gauge::UpDownGauge;
 
 /// Routes of requests for the engine, and their usual statuses. These series exist from the start;
 /// otherwise `increase()` would miss the first event of each.
-pub(crate) const USUAL_ROUTES: [&str; 11] = [
+pub(crate) const USUAL_ROUTES: [&str; 13] = [
+    "/classify",
     "/invocations",
+    "/pooling",
     "/rerank",
     "/score",
     "/v1/chat/completions",

@@ -29,7 +29,7 @@ How to read it:
   it, one that stops none.
 - Latencies of parts (prefill, decode, inference, end to end, time per output token) are those of requests
   for text that ended by `stop` or `length`; queue time and time to first token are those of all that came
-  so far, however they end; sizes and parameters are those of all requests that ended. A request for embeddings, a ranking or scores is one accepted request for each text; its latency is that of embeddings.
+  so far, however they end; sizes and parameters are those of all requests that ended. A request for embeddings, classes, a ranking or scores is one accepted request for each text or pair of texts; its latency is that of embeddings.
 
 Formats: Prometheus text 0.0.4, and OpenMetrics 1.0 when the scraper asks for it, with the id of a
 request beside the buckets of latency histograms (exemplars); gzip when asked for. The coordinator's own

@@ -19,7 +19,8 @@ pub struct SchedulerConfig {
     pub max_steps_in_flight: u32,
     /// Whether a sequence reuses the KV blocks that the cache still has of its prefix.
     pub prefix_caching: bool,
-    /// Length of an embedding: the model's hidden size, or 0 if unknown.
+    /// Length of an embedding: the model's hidden size, or 0 if unknown. For a model that sorts
+    /// texts into classes, their number.
     pub hidden_size: u32,
     /// Whether sequences draft tokens, and how.
     pub speculation: Option<Speculation>,

@@ -1,8 +1,10 @@
 //! The text side of a model folder: tokenizer, chat template, end tokens, sampling defaults, and
 //! the sizes that bound a request.
 //!
+//! - `pairs`: pairs of texts that are judged together
 //! - `pooling`: how embeddings are pooled
 //! - `templates`: where the chat templates are
+mod pairs;
 mod pooling;
 mod templates;
 
@@ -12,7 +14,7 @@ use std::sync::{Arc, OnceLock};
 
 use serde::Deserialize;
 use serde_json::Value;
-use shared::model_config;
+use shared::model_config::{self, Classifier};
 use shared::sampling::Pooling;
 use tokenizers::{PostProcessor as _, Tokenizer, TruncationDirection};
 
@@ -76,6 +78,10 @@ pub struct TextModel {
     pub usual_positions: u32,
     /// The length of an embedding; 0 if the folder does not tell.
     pub hidden_size: u32,
+    /// How it sorts texts into classes, if it does. It generates no text then.
+    pub classifier: Option<Classifier>,
+    /// Whether the operator chose the chat template.
+    pub is_template_chosen: bool,
     /// How an embedding is pooled from the tokens' vectors, or why embeddings are not supported.
     pub pooling: Result<Pooling, String>,
     /// Hash of all files that the above was read from: equal on hosts that tokenize alike.
@@ -110,7 +116,10 @@ impl TextModel {
             return Err(TextModelError::new(folder, "there is no such model folder"));
         }
         let config_file = folder.join("config.json");
-        let config = model_config::text_model(read_json(&config_file)?)
+        let config = read_json(&config_file)?;
+        let classifier = model_config::classifier(&config)
+            .map_err(|message| TextModelError::new(&config_file, message))?;
+        let config = model_config::text_model(config)
             .map_err(|message| TextModelError::new(&config_file, message))?;
         let positions = model_config::positions(&config)
             .map_err(|message| TextModelError::new(&config_file, message))?;
@@ -158,6 +167,22 @@ impl TextModel {
         let bytes_per_token = serde_json::from_slice(&bytes).ok();
         let bytes_per_token = bytes_per_token.as_ref().and_then(bound::bytes_per_token);
         let template = load_template(folder, chat_template)?;
+        if let Some(Err(error)) = template.as_ref().map(ChatTemplate::probe)
+            && classifier.is_none()
+        {
+            // The template may be meant for other conversations than the simplest one.
+            let folder = folder.display();
+            tracing::warn!(%folder, %error, "a plain conversation has no prompt");
+        }
+        let is_made_of_tokens = |it: &Classifier| it.head != model_config::ClassHeadSource::Own;
+        if chat_template.is_none() && classifier.as_ref().is_some_and(is_made_of_tokens) {
+            let folder = folder.display();
+            tracing::warn!(
+                %folder,
+                "classifier_from_token without --chat-template: what a token's logit says of two \
+                 texts without the prompt that the model was trained with means little"
+            );
+        }
         let added = tokenizer.get_added_tokens_decoder().into_iter();
         let special = added.filter(|(_, token)| token.special);
         let special_by_id: HashMap<u32, String> =
@@ -178,7 +203,12 @@ impl TextModel {
             max_positions: positions.most,
             usual_positions: positions.usual,
             hidden_size: size("hidden_size").unwrap_or(0),
-            pooling: pooling::read(folder)?,
+            pooling: match &classifier {
+                Some(_) => Ok(Pooling::Last),
+                None => pooling::read(folder)?,
+            },
+            classifier,
+            is_template_chosen: chat_template.is_some(),
             dialect,
             special,
             special_by_id: Arc::new(special_by_id),
@@ -200,6 +230,16 @@ impl TextModel {
     /// Like [`guides`](Self::guides), if already created.
     pub(crate) fn loaded_guides(&self) -> Option<&Guides> {
         self.guides.get()?.as_ref().ok()
+    }
+
+    /// Number of numbers that the model makes of a text that it continues with no token: those of
+    /// its embedding, 0 if unknown, or one for each class.
+    #[must_use]
+    pub fn numbers(&self) -> u32 {
+        match &self.classifier {
+            Some(classifier) => u32::try_from(classifier.names.len()).unwrap_or(u32::MAX),
+            None => self.hidden_size,
+        }
     }
 
     /// The special token with this text.
@@ -306,12 +346,7 @@ fn load_template(
             None => Ok(template),
         }
     });
-    let template = template.transpose()?;
-    if let Some(Err(error)) = template.as_ref().map(ChatTemplate::probe) {
-        // The template may be meant for other conversations than the simplest one.
-        tracing::warn!(folder = %folder.display(), %error, "a plain conversation has no prompt");
-    }
-    Ok(template)
+    template.transpose()
 }
 
 /// FNV-1a hash over the names and contents of the files that concern text.

@@ -256,8 +256,8 @@ catalogue! {
         "Arrival to end, once per request for text that ended by stop or length.";
     histogram(REQUEST_SECONDS) EMBEDDING_LATENCY: "tutti_embedding_latency_seconds", Seconds,
         model [], Coordinator,
-        "Arrival of a call for embeddings to the vector of one of its inputs, once per input; not \
-         counted in any other latency.";
+        "Arrival of a call for embeddings, classes, a ranking or scores to what the model makes of one \
+         of its inputs, once per input; not counted in any other latency.";
     histogram(REQUEST_SECONDS) REQUEST_QUEUE_TIME: "tutti_request_queue_time_seconds", Seconds,
         model [], Coordinator,
         "Arrival to first scheduling, once per request for text that came so far, however it ends.";

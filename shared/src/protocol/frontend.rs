@@ -196,7 +196,8 @@ pub enum EngineEvent {
     /// Log-probabilities of the prompt tokens from index 1 on, complete before the first generated
     /// token. Those of a long prompt arrive in several pieces, in order.
     PromptLogprobs(Vec<TokenLogprobs>),
-    /// Complete embedding of the prompt as the model computes it, not normalised.
+    /// Complete embedding of the prompt as the model computes it, not normalised; or its number for
+    /// each class.
     Embedding(Vec<f32>),
     /// One accepted token.
     Token {

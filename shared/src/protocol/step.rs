@@ -232,7 +232,8 @@ pub struct SequenceOutput {
     /// Whether the logits or the embedding were not finite: the sequence must fail, not continue.
     pub corrupted: bool,
     /// Embedding of the prompt, if it was requested and this step computed the prompt's last token;
-    /// its length is the model's hidden size. Empty otherwise.
+    /// its length is the model's hidden size. Of a model that sorts texts into classes, a number
+    /// for each class. Empty otherwise.
     pub embedding: Vec<f32>,
 }
 

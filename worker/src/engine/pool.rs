@@ -1,5 +1,6 @@
 //! Embeddings: the last norm's vectors for a prompt's tokens, pooled into one vector while the
-//! prompt's chunks are computed. Every rank has these vectors in full; rank 0 reports.
+//! prompt's chunks are computed. Every rank has these vectors in full; rank 0 reports. A model that
+//! sorts texts into classes reports a number for each class instead of the vector.
 use std::ops::Range;
 
 use kernels::Backend;
@@ -65,6 +66,10 @@ impl<B: Backend> Engine<B> {
             let count = if pooling == Pooling::Mean { f64::from(end) } else { 1.0 };
             let embedding: Vec<f32> =
                 seq.pooled.drain(..).map(|sum| (sum / count) as f32).collect();
+            let embedding = match decoder.class_head() {
+                Some(head) => head.apply(&embedding),
+                None => embedding,
+            };
             outputs.push(SequenceOutput {
                 seq: entry.seq,
                 position: end,

@@ -11,7 +11,7 @@ use std::path::Path;
 use kernels::backend::{Activation, ExpertActivation, PlainActivation};
 use serde::Deserialize;
 use serde_json::Value;
-use shared::model_config;
+use shared::model_config::{self, Classifier};
 
 use self::architecture::{Architecture, Biases};
 pub use self::architecture::{Fused, MlpNames, NormKind, Norms};
@@ -64,6 +64,8 @@ pub struct ModelConfig {
     pub sliding_windows: Vec<Option<u32>>,
     /// Whether the output head is the embedding matrix (tied).
     pub tied: bool,
+    /// How it sorts texts into classes, if it does: it has no use for an output head then.
+    pub classifier: Option<Classifier>,
     /// Whether the q, k and v projections have biases.
     pub qkv_bias: bool,
     /// Whether the attention's output projection has a bias.
@@ -191,12 +193,22 @@ impl ModelConfig {
     /// # Errors
     /// The key, its value's problem and the bound.
     pub fn from_value(config: Value) -> Result<Self, String> {
+        let classifier = model_config::classifier(&config)?;
+        let said = config["architectures"][0].as_str().unwrap_or_default().to_owned();
         let config = windows::completed(model_config::text_model(config)?);
         let raw: Raw = serde_json::from_value(config.clone())
             .map_err(|error| format!("not a model configuration: {error}"))?;
         let architecture = raw.architectures.as_deref().unwrap_or_default().first();
         let architecture = architecture.ok_or("key architectures is missing or empty")?;
-        let architecture = Architecture::parse(architecture)?;
+        let architecture = Architecture::parse(architecture)
+            .map_err(|error| error.replacen(architecture, &said, usize::from(!said.is_empty())))?;
+        // Embedders and rerankers made from generating models may also look at later tokens.
+        for (key, usual) in [("is_causal", true), ("use_bidirectional_attention", false)] {
+            let said = &config[key];
+            if !said.is_null() && *said != usual {
+                return Err(format!("{key} is {said}, only {usual} is supported"));
+            }
+        }
         let is_gemma = architecture.is_gemma();
         let (usual, activation) = architecture.activation();
         if let Some(act) = raw.hidden_act.as_deref().filter(|act| !is_gemma && *act != usual) {
@@ -254,6 +266,7 @@ impl ModelConfig {
             sliding_windows: windows::read(&raw, architecture, &told)?,
             ropes,
             tied: raw.tie_word_embeddings.unwrap_or(architecture.is_tied_by_default()),
+            classifier,
             qkv_bias,
             output_bias,
             mlp_bias,
@@ -278,6 +291,12 @@ impl ModelConfig {
             quantised,
             is_bf16: raw.dtype.or(raw.torch_dtype).as_deref() == Some("bfloat16"),
         })
+    }
+
+    /// Whether its files have an output head of its own that is needed.
+    #[must_use]
+    pub fn has_own_head(&self) -> bool {
+        !self.tied && self.classifier.is_none()
     }
 
     /// Whether the MLPs of dense layers have a gate.

@@ -11,7 +11,7 @@ use self::pass::{Pass, Pending};
 use super::config::ModelConfig;
 use super::lora::Adapters;
 use super::shard::Shard;
-use super::weights::BackendWeights;
+use super::weights::{BackendWeights, ClassHead};
 
 mod pass;
 
@@ -197,6 +197,12 @@ impl<B: Backend> Decoder<B> {
     #[must_use]
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// Returns the matrix of classes, if the model has them.
+    #[must_use]
+    pub fn class_head(&self) -> Option<&ClassHead> {
+        self.weights.class_head.as_ref()
     }
 
     /// Returns the attention shape of every layer, except for its window.

@@ -39,6 +39,10 @@ impl DraftFiles {
             );
             return Err(ModelError::file(&folder.join("config.json"), message));
         }
+        if config.classifier.is_some() {
+            let message = "it sorts texts into classes and drafts no text";
+            return Err(ModelError::file(&folder.join("config.json"), message));
+        }
         let shard = Shard::new(&config, 0, 1)?;
         Ok(Self { shard, files: WeightFiles::open(folder)?, config })
     }

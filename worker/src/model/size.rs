@@ -60,9 +60,11 @@ pub fn weight_bytes(
         routing.map_or([0, 0], |routing| [routing.num_experts, routing.num_logits()].map(n));
     let attention = matrix(q + 2 * kv, hidden, false) + row_parallel(q, false);
     let vocab = n(shard.vocab_width);
-    let output = match (config.tied, quantization) {
-        (true, Quantization::None) => 0,
-        (false, _) | (true, Quantization::Int8) => head(vocab, hidden),
+    // The matrix of classes is too small to count.
+    let output = match (config.has_own_head(), quantization) {
+        (false, Quantization::None) => 0,
+        (false, _) if config.classifier.is_some() => 0,
+        (true, _) | (false, Quantization::Int8) => head(vocab, hidden),
     };
     n(config.num_layers) * attention
         + dense * mlp(gates, n(shard.intermediate.len()), false)

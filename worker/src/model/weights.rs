@@ -2,6 +2,7 @@
 //!
 //! - `part`: which rectangle of each tensor a rank takes
 //! - `loader`: packs what was taken
+//! - `classes`: the matrix of a model that sorts texts into classes
 //!
 //! Defines the tensor names of the Llama family, their shapes, and which rectangle of each tensor a
 //! rank takes. Everything is checked before anything is loaded, so that a folder with a bad last
@@ -14,6 +15,7 @@ use kernels::error::KernelError;
 use kernels::weights::Int4Groups;
 use shared::protocol::Quantization;
 
+pub use self::classes::ClassHead;
 use self::loader::{Loader, bytes};
 use self::part::Part;
 use super::ModelError;
@@ -22,6 +24,7 @@ use super::rope::RopeConfig;
 use super::safetensors::WeightFiles;
 use super::shard::Shard;
 
+mod classes;
 mod loader;
 mod part;
 
@@ -113,8 +116,10 @@ pub struct Weights<M, S, V> {
     pub embedding: M,
     /// Factor of its rows.
     pub embedding_scale: f32,
-    /// Output head, `[vocab_width, hidden]`; `None` if tied to the embedding.
+    /// Output head, `[vocab_width, hidden]`; `None` if tied to the embedding, or not needed.
     pub lm_head: Option<M>,
+    /// The matrix of classes, if the model has them.
+    pub class_head: Option<ClassHead>,
     /// The layers.
     pub layers: Vec<LayerWeights<M, S, V>>,
     /// Norm before the output head.
@@ -154,11 +159,12 @@ pub fn load<B: Backend>(
     let part = Part(*source);
     let padding = padding(config, shard);
     let embedding = part.embedding(&padding)?;
-    let lm_head = match (config.tied, quantization) {
-        (true, Quantization::None) => None,
-        (true, Quantization::Int8) => Some(embedding.clone()),
-        (false, _) => Some(part.vocabulary("lm_head.weight", &padding)?),
+    let lm_head = match (config.has_own_head(), quantization) {
+        (true, _) => Some(part.vocabulary("lm_head.weight", &padding)?),
+        (false, Quantization::Int8) if config.classifier.is_none() => Some(embedding.clone()),
+        (false, _) => None,
     };
+    let class_head = ClassHead::read(source)?;
     let layers = (0..config.num_layers).map(|i| part.layer(i)).collect::<Result<Vec<_>, _>>()?;
     let mut final_norm = part.stream_norm("model.norm")?;
     final_norm.divide(config.logits_scaling);
@@ -193,7 +199,8 @@ pub fn load<B: Backend>(
                 Ok(RopeTable { cos: loader.vector(&cos)?, sin: loader.vector(&sin)? })
             })
             .collect::<Result<_, KernelError>>()?,
-        bytes: loader.held,
+        bytes: loader.held + class_head.as_ref().map_or(0, ClassHead::bytes),
+        class_head,
     })
 }
 
@@ -206,9 +213,10 @@ pub(crate) fn check(source: &Source<'_>) -> Result<(), ModelError> {
     let Source { config, shard, .. } = *source;
     let (part, padding) = (Part(*source), padding(config, shard));
     part.embedding(&padding)?;
-    if !config.tied {
+    if config.has_own_head() {
         part.vocabulary("lm_head.weight", &padding)?;
     }
+    ClassHead::read(source)?;
     for layer in [0, config.num_layers.saturating_sub(1)] {
         part.layer(layer)?;
     }

@@ -40,11 +40,14 @@ pub(super) fn all() -> Properties {
         "Embeddings": embeddings(),
         "Ranking": ranking(),
         "Scores": scores(),
+        "Classes": classes(),
+        "Pooled": pooled(),
         "Model": model(),
     }));
     all.extend(properties(json!({
         "Invocation": any_of(
-            ["Completion", "ChatCompletion", "Embeddings", "Ranking", "Scores"].map(reference),
+            ["Completion", "ChatCompletion", "Embeddings", "Classes", "Ranking", "Scores"]
+                .map(reference),
         ),
         "InvocationEvent": any_of(["CompletionEvent", "ChatCompletionEvent"].map(reference)),
         "TokenCount": answer(json!({"input_tokens": count()}), json!({})),
@@ -406,7 +409,11 @@ fn vectors_usage() -> Value {
 }
 
 fn closeness() -> Value {
-    json!({"type": "number", "minimum": -1, "maximum": 1})
+    json!({
+        "type": "number",
+        "description": "A cosine; of a model made for it, what its configuration says, usually \
+                        from 0 to 1.",
+    })
 }
 
 fn ranking() -> Value {
@@ -425,24 +432,46 @@ fn ranking() -> Value {
 }
 
 fn scores() -> Value {
-    let score =
-        answer(json!({"index": count(), "object": only("score"), "score": closeness()}), json!({}));
+    let own = json!({"index": count(), "object": only("score"), "score": closeness()});
+    entries(answer(own, json!({})))
+}
+
+/// A list of entries, in vLLM's form.
+fn entries(entry: Value) -> Value {
     answer(
         json!({
             "id": string(), "object": only("list"), "created": time(), "model": string(),
-            "data": any_list(score), "usage": vectors_usage(),
+            "data": any_list(entry), "usage": vectors_usage(),
         }),
         json!({}),
     )
 }
 
-fn embeddings() -> Value {
-    let vector = json!({
+fn classes() -> Value {
+    entries(answer(
+        json!({
+            "index": count(), "label": or_null(string()), "num_classes": count(),
+            "probs": any_list(json!({"type": "number"})),
+        }),
+        json!({}),
+    ))
+}
+
+fn pooled() -> Value {
+    let own = json!({"index": count(), "object": only("pooling"), "data": vector()});
+    entries(answer(own, json!({})))
+}
+
+fn vector() -> Value {
+    json!({
         "type": ["array", "string"], "items": {"type": "number"},
         "description": "Numbers, or the same as little-endian f32 in base64.",
-    });
+    })
+}
+
+fn embeddings() -> Value {
     let entry = answer(
-        json!({"object": only("embedding"), "index": count(), "embedding": vector}),
+        json!({"object": only("embedding"), "index": count(), "embedding": vector()}),
         json!({}),
     );
     answer(
@@ -460,6 +489,6 @@ fn model() -> Value {
             "id": string(), "object": only("model"), "created": time(), "owned_by": string(),
             "root": string(), "parent": or_null(string()), "max_model_len": count(),
         }),
-        json!({}),
+        json!({"task": only("classify"), "num_classes": count()}),
     )
 }

@@ -61,7 +61,7 @@ fn status() -> Value {
             "nodes": any_list(node()), "replicas": any_list(replica()),
             "actors": any_list(actor()), "hosts": any_list(host), "dead": any_list(dead()),
         }),
-        json!({}),
+        json!({"classes": count()}),
     )
 }
 

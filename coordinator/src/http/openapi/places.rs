@@ -82,7 +82,7 @@ pub(super) const PLACES: &[Place] = &[
     },
     Place {
         path: "/v1/rerank",
-        summary: "Order documents by how close they are to a query",
+        summary: "Order documents by how well they go with a query",
         body: Some("RerankRequest"),
         answer: Json("Ranking"),
         errors: ENGINE,
@@ -103,7 +103,7 @@ pub(super) const PLACES: &[Place] = &[
     },
     Place {
         path: "/v1/score",
-        summary: "Say how close texts are to each other",
+        summary: "Say how well texts go together",
         body: Some("ScoreRequest"),
         answer: Json("Scores"),
         errors: ENGINE,
@@ -113,6 +113,20 @@ pub(super) const PLACES: &[Place] = &[
         summary: "The same",
         body: Some("ScoreRequest"),
         answer: Json("Scores"),
+        errors: ENGINE,
+    },
+    Place {
+        path: "/classify",
+        summary: "Sort texts into the classes of a model that has them",
+        body: Some("ClassifyRequest"),
+        answer: Json("Classes"),
+        errors: ENGINE,
+    },
+    Place {
+        path: "/pooling",
+        summary: "Show what the model makes of each text: its classes, or else a vector",
+        body: Some("PoolingRequest"),
+        answer: Json("Pooled"),
         errors: ENGINE,
     },
     Place {
@@ -131,7 +145,7 @@ pub(super) const PLACES: &[Place] = &[
     },
     Place {
         path: "/invocations",
-        summary: "Answer what SageMaker sends: chat, completions, embeddings, rerank or score",
+        summary: "Answer what SageMaker sends: chat, completions, embeddings, classes, rerank, score",
         body: Some("InvocationRequest"),
         answer: Stream("Invocation", "InvocationEvent"),
         errors: ENGINE,

@@ -9,6 +9,7 @@ use shared::protocol::lora::{ADAPTER_NAME_MAX, ADAPTER_PATH_MAX};
 
 use super::super::embeddings::hidden_size_of;
 use super::super::limits::{EFFORT_BYTES, Limits, MODEL_BYTES, PATTERN_BYTES, ranges};
+use super::super::pooling::task_of;
 use super::super::refused::{self, Endpoint};
 use super::super::{messages, responses, scores};
 use super::parts::{
@@ -395,6 +396,27 @@ impl Requests<'_> {
         given(&["input"], joined([self.common(), properties(own), refused(Endpoint::Embeddings)]))
     }
 
+    pub(super) fn classify(&self) -> Value {
+        let own = json!({
+            "input": self.inputs(1, self.limits.inputs), "use_activation": activation(),
+        });
+        given(&["input"], joined([self.common(), properties(own), refused(Endpoint::Classify)]))
+    }
+
+    pub(super) fn pooling(&self) -> Value {
+        let own = json!({
+            "input": self.inputs(1, self.limits.inputs),
+            "encoding_format": words(&["float", "base64"]),
+            "dimensions": match self.text.classifier {
+                Some(_) => nothing(),
+                None => integer(1, hidden_size_of(self.text)),
+            },
+            "task": words(&[task_of(self.text)]),
+            "use_activation": activation(),
+        });
+        given(&["input"], joined([self.common(), properties(own), refused(Endpoint::Pooling)]))
+    }
+
     /// Texts that are compared.
     fn compared(&self) -> Value {
         let text = bytes_at_least(1);
@@ -405,7 +427,14 @@ impl Requests<'_> {
     /// What rerank and score have in common.
     fn comparison(&self) -> Properties {
         let most = || told(integer(0, u32::MAX), "The others are left out. 0: all.");
-        let own = json!({"max_tokens_per_query": most(), "max_tokens_per_doc": most()});
+        let activation = match self.text.classifier {
+            Some(_) => activation(),
+            None => json!({"anyOf": [{"type": "null"}, {"const": true}]}),
+        };
+        let own = json!({
+            "max_tokens_per_query": most(), "max_tokens_per_doc": most(),
+            "use_activation": activation,
+        });
         joined([self.common(), properties(own)])
     }
 
@@ -459,6 +488,11 @@ impl Requests<'_> {
         let own = json!({"model": self.model(), "tokens": self.ids()});
         given(&["tokens"], properties(own))
     }
+}
+
+/// Whether numbers become probabilities.
+fn activation() -> Value {
+    told(boolean(), "Absent: true. False: the numbers as the model makes them.")
 }
 
 pub(super) fn load_adapter() -> Value {

@@ -207,7 +207,10 @@ impl Architecture {
             let known = Self::ALL.into_iter().map(Self::name).chain(model_config::wrappers());
             let known: Vec<&str> = known.collect();
             let known = known.join(", ");
-            format!("architecture {name} is not supported; supported are: {known}")
+            format!(
+                "architecture {name} is not supported; supported are: {known}; and the same with \
+                 ForSequenceClassification in place of ForCausalLM"
+            )
         })
     }
 

@@ -18,7 +18,6 @@ struct Own {
     query_pre_attn_scalar: Option<f64>,
     attn_logit_softcapping: Option<f64>,
     final_logit_softcapping: Option<f64>,
-    use_bidirectional_attention: Option<bool>,
 }
 
 /// What they say.
@@ -45,9 +44,6 @@ impl Gemma {
             if let Some(act) = act.as_deref().filter(|act| *act != ACTIVATION) {
                 return Err(format!("{key} is \"{act}\", only \"{ACTIVATION}\" is supported"));
             }
-        }
-        if own.use_bidirectional_attention == Some(true) {
-            return Err("use_bidirectional_attention is true, only false is supported".to_owned());
         }
         let is_second = architecture == Architecture::Gemma2;
         let scalar =

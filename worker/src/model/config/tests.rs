@@ -93,6 +93,21 @@ fn gemma_3_is_what_its_three_dialects_say() {
 }
 
 #[test]
+fn attention_to_later_tokens_is_refused() {
+    for architecture in ["LlamaForCausalLM", "Qwen3ForSequenceClassification"] {
+        for (more, says) in [
+            (r#", "is_causal": false"#, "is_causal is false, only true is supported"),
+            (r#", "use_bidirectional_attention": true"#, "use_bidirectional_attention is true"),
+        ] {
+            let error = parse(architecture, more).unwrap_err();
+            assert!(error.contains(says), "{error}");
+        }
+        let usual = r#", "is_causal": true, "use_bidirectional_attention": false"#;
+        assert!(parse(architecture, usual).is_ok());
+    }
+}
+
+#[test]
 fn windows_slide_where_the_architecture_says() {
     let windows = |architecture, more| parse(architecture, more).unwrap().sliding_windows;
     let window = r#", "sliding_window": 16"#;
