@@ -63,6 +63,8 @@ pub(crate) const VARIANTS: [&str; 40] = [
     "minimax-m2",
     "qwen2-moe",
     "glm4-moe",
+    "deepseek-v2",
+    "deepseek-v3",
     "qwen3-moe",
     "qwen3-moe-stacked",
     "llama-gptq",

@@ -122,6 +122,7 @@ fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
         norm_eps: 1e-5,
         sliding_window: None,
         softcap: None,
+        latent: None,
     };
     let sum = |i: usize| (0..ranks).map(|rank| value(rank, i)).sum::<f32>();
     let wrong = |message: String| KernelError::Shape { op: "exchange", message };

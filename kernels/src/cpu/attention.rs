@@ -123,6 +123,7 @@ impl Attention<'_> {
             table: &self.batch.block_tables[table_start..table_start + tile.seq.table_len as usize],
             block_size: self.cache.shape().block_size,
             head_dim: self.shape.head_dim,
+            value_dim: self.shape.value_dim(),
         };
         run_tile(self, tile, &view, scratch);
     }
@@ -135,18 +136,21 @@ impl Attention<'_> {
         let start = self.shape.sliding_window.map_or(0, |n| end.saturating_sub(n as usize));
         let head = kv_head * group + index % group;
         let row = tile.seq.row_start as usize + row;
-        let offset = (row * self.shape.num_heads + head) * self.shape.head_dim;
+        let index = row * self.shape.num_heads + head;
+        let (offset, out) = (index * self.shape.head_dim, index * self.shape.value_dim());
         // No sink is the same as a sink of weight zero.
         let sink = self.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[head]);
-        Query { offset, start, end, sink }
+        Query { offset, out, start, end, sink }
     }
 }
 
 /// One head of one row.
 #[derive(Clone, Copy)]
 struct Query {
-    /// Offset in `q`, and of the result in `out`.
+    /// Offset in `q`.
     offset: usize,
+    /// Offset of the result in `out`.
+    out: usize,
     /// First position that it attends to.
     start: usize,
     /// One past the last position, which is its own.
@@ -163,11 +167,12 @@ struct View<'a> {
     table: &'a [u32],
     block_size: usize,
     head_dim: usize,
+    value_dim: usize,
 }
 
 impl View<'_> {
-    /// K and V of a block: `[head_dim, block_size]` and `[block_size, head_dim]`; of pairs,
-    /// `[head_dim / 2, block_size]` and `[block_size / 2, head_dim]`.
+    /// K and V of a block: `[head_dim, block_size]` and `[block_size, value_dim]`; of pairs,
+    /// `[head_dim / 2, block_size]` and `[block_size / 2, value_dim]`.
     #[inline(always)]
     fn block<E: Element>(&self, index: usize) -> (&[E], &[E]) {
         self.cache.block(self.layer, self.table[index] as usize, self.kv_head)

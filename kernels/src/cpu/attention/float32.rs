@@ -118,8 +118,8 @@ fn run_queries<S: Simd, E: Floats, const Q: usize>(
 
     let weights = Weights { rows: scores, columns };
     let mut dim = 0;
-    while dim < view.head_dim {
-        let left = view.head_dim - dim;
+    while dim < view.value_dim {
+        let left = view.value_dim - dim;
         // The more square the tile of sums, the fewer the loads.
         if Q >= 4 && S::ACCUMULATORS >= 16 && left >= 4 * S::LANES {
             for first in (0..Q).step_by(4) {
@@ -234,9 +234,9 @@ fn mix<S: Simd, E: Floats, const Q: usize, const W: usize>(
     for ((query, sums), inverse) in queries.iter().zip(&sums).zip(inverse) {
         for (w, sum) in sums.iter().enumerate() {
             let first = dim + w * S::LANES;
-            let len = S::LANES.min(view.head_dim - first);
+            let len = S::LANES.min(view.value_dim - first);
             // SAFETY: one task computes this head of this row, and writes it here alone.
-            let out = unsafe { attention.out.slice(query.offset + first, len) };
+            let out = unsafe { attention.out.slice(query.out + first, len) };
             sum.mul_add(S::splat(inverse), S::splat(0.0)).store_some(out);
         }
     }
@@ -260,7 +260,7 @@ fn add_values<S: Simd, E: Floats, const Q: usize, const W: usize>(
     // inlined here, and a call puts all sums into memory.
     let mut sums = [[S::splat(0.0); W]; Q];
     sums.copy_from_slice(all_sums);
-    let width = (view.head_dim - dim).min(W * S::LANES);
+    let width = (view.value_dim - dim).min(W * S::LANES);
     let mut position = positions.start;
     while position < positions.end {
         let (_, values) = view.block::<E>(position / view.block_size);
@@ -271,7 +271,7 @@ fn add_values<S: Simd, E: Floats, const Q: usize, const W: usize>(
             *row = &row[position - base..][..count];
         }
         for i in 0..count {
-            let values = &values[(offset + i) * view.head_dim + dim..][..width];
+            let values = &values[(offset + i) * view.value_dim + dim..][..width];
             let mut vectors = [S::splat(0.0); W];
             if width == W * S::LANES {
                 for (w, vector) in vectors.iter_mut().enumerate() {
