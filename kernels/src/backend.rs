@@ -73,12 +73,28 @@ pub use crate::weights::{BlockScales, DType, HostMatrix, Scales};
 
 /// A device. Only its executor thread calls these methods.
 pub trait Backend:
-    Tensors + RowOps + ProductOps + AttentionOps + QkNormOps + LatentOps + ExpertOps + ExchangeOps + StepOps
+    Tensors
+    + RowOps
+    + ProductOps
+    + AttentionOps
+    + QkNormOps
+    + LatentOps
+    + ExpertOps
+    + ExchangeOps
+    + StepOps
 {
 }
 
 impl<B> Backend for B where
-    B: Tensors + RowOps + ProductOps + AttentionOps + QkNormOps + LatentOps + ExpertOps + ExchangeOps + StepOps
+    B: Tensors
+        + RowOps
+        + ProductOps
+        + AttentionOps
+        + QkNormOps
+        + LatentOps
+        + ExpertOps
+        + ExchangeOps
+        + StepOps
 {
 }
 

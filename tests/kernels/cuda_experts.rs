@@ -114,7 +114,8 @@ fn rows_choose_of_their_best_groups_and_shared_experts_follow() {
         let bias = random.vec(experts);
         let of = if flags & SIGMOID == 0 { Arg::Null } else { f32s(&bias) };
         let sizes = (experts, chosen, shared);
-        let (found, weights) = route_with(&logits, of, sizes, (flags, scale, (groups, kept)), u32s(&[2]));
+        let (found, weights) =
+            route_with(&logits, of, sizes, (flags, scale, (groups, kept)), u32s(&[2]));
         assert!(found[2 * top_k..].iter().all(|expert| *expert == u32::MAX), "not live");
         for row in 0..2 {
             let logits = &logits[row * width..][..width];

@@ -16,10 +16,7 @@ fn n(n: usize) -> Arg {
 fn stored(values: &[f32], fp8: bool) -> Arg {
     match fp8 {
         true => Arg::Buffer(
-            values
-                .iter()
-                .map(|&x| if x.is_nan() { 0x7f } else { nearest_fp8(x.into()) })
-                .collect(),
+            values.iter().map(|&x| if x.is_nan() { 0x7f } else { nearest_fp8(x.into()) }).collect(),
         ),
         false => bf16s(values),
     }
@@ -108,7 +105,8 @@ fn latents_are_normalised_and_shared_parts_rotated() {
                 }
             }
         }
-        let written: Vec<usize> = (0..slots_most).filter(|at| !cached[at * width].is_nan()).collect();
+        let written: Vec<usize> =
+            (0..slots_most).filter(|at| !cached[at * width].is_nan()).collect();
         assert_eq!(written, [3, 7]);
     }
 }
@@ -330,14 +328,8 @@ impl Attention {
 #[test]
 fn attention_takes_values_from_its_keys() {
     let mut random = Random(63);
-    let small = |shift, window, fp8| Attention {
-        heads: 19,
-        latent: 32,
-        rotated: 16,
-        shift,
-        window,
-        fp8,
-    };
+    let small =
+        |shift, window, fp8| Attention { heads: 19, latent: 32, rotated: 16, shift, window, fp8 };
     let real = Attention { heads: 3, latent: 512, rotated: 64, shift: 4, window: 0, fp8: false };
     for (shape, seqs) in [
         (small(4, 0, false), &[(3, 20), (1, 1), (2, 33)][..]),
@@ -371,7 +363,12 @@ fn attention_takes_values_from_its_keys() {
                     let got = &last[head * shape.latent..][..shape.latent];
                     for (&got, want) in got.iter().zip(want) {
                         // Weights are rounded, too.
-                        assert_close(got, want, 2.0 * BF16 * want.abs() + 6e-3, (index, row, head).0);
+                        assert_close(
+                            got,
+                            want,
+                            2.0 * BF16 * want.abs() + 6e-3,
+                            (index, row, head).0,
+                        );
                     }
                 }
             }

@@ -209,7 +209,12 @@ fn experts_match_the_naive_version() {
             (SIGMOID, 34, 24, false),
             (Routing { normalise: false, ..SIGMOID }, 34, 24, true),
             (GROUPED, 34, 24, false),
-            (Routing { groups: 4, kept_groups: 2, scale: 16.0, ..routing(20, 5, false) }, 33, 8, false),
+            (
+                Routing { groups: 4, kept_groups: 2, scale: 16.0, ..routing(20, 5, false) },
+                33,
+                8,
+                false,
+            ),
         ] {
             let layer = Layer::random(&mut random, routing, hidden, inner);
             let layer = if is_int8 { layer.quantised() } else { layer };

@@ -77,7 +77,11 @@ impl Case {
         (0..self.rotated)
             .map(|i| {
                 let (sin, cos) = self.angle(position, i % half).sin_cos();
-                if i < half { x[i] * cos - x[i + half] * sin } else { x[i] * cos + x[i - half] * sin }
+                if i < half {
+                    x[i] * cos - x[i + half] * sin
+                } else {
+                    x[i] * cos + x[i - half] * sin
+                }
             })
             .collect()
     }
@@ -130,7 +134,8 @@ impl Case {
                         let row = self.values[head].row(d).iter();
                         row.zip(token).map(|(&w, c)| f64::from(w) * c).sum()
                     };
-                    let sum: f64 = weights.iter().zip(&cached).map(|(w, token)| w * of(token)).sum();
+                    let sum: f64 =
+                        weights.iter().zip(&cached).map(|(w, token)| w * of(token)).sum();
                     out.push(sum / total);
                 }
             }
@@ -190,7 +195,8 @@ impl Case {
             let batch =
                 Batch { positions: &positions, slots: &slots, seqs: &seqs, block_tables: &blocks };
             let at = AttentionAt { shape: &shape, batch: &batch, layer: 1 };
-            let part = |all: &[f32], width: usize| all[done * width..(done + rows) * width].to_vec();
+            let part =
+                |all: &[f32], width: usize| all[done * width..(done + rows) * width].to_vec();
             let q_width = self.heads * (self.plain + self.rotated);
             let q = buffer(backend, &part(&self.q, q_width), q_width);
             let mut kv = buffer(backend, &part(&self.kv, self.width()), self.width());

@@ -202,7 +202,7 @@ def initialised(config, seed):
                     noise -= noise @ directions.T @ directions
                 p.copy_(noise + strength @ directions)
             elif "lm_head" in name:
-                p.copy_(0.35 * torch.randn_like(p))
+                p.copy_((0.2 if is_grouped else 0.35) * torch.randn_like(p))
             elif name.removesuffix(".weight").endswith(ROUTERS):
                 p.copy_(0.8 * directions if is_grouped else 0.8 * directions + 0.01 * torch.randn_like(p))
             elif "o_proj" in name or "down_proj" in name:

@@ -125,7 +125,9 @@ fn kernels_for_gpus_make_the_same() {
             tensor.data = tensor.data.repeat(4);
         }
     });
-    for (model, degree) in [(wide.path(), 1), (wide.path(), 2), (&variant("gemma3"), 2), (&variant("deepseek-v2"), 2)] {
+    for (model, degree) in
+        [(wide.path(), 1), (wide.path(), 2), (&variant("gemma3"), 2), (&variant("deepseek-v2"), 2)]
+    {
         let oracle = some_answers(On::ReferenceFp8, model, 1, 3, 4);
         let emulated = some_answers(On::FakeCudaFp8, model, degree, 3, 4);
         close(&emulated, &oracle, 0.3, &model.display().to_string());

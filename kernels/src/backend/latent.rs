@@ -6,9 +6,9 @@
 //!
 //! A layer calls [`LatentOps::latent_write`], [`LatentOps::heads_product`] for q,
 //! [`AttentionOps::paged_attention`], and [`LatentOps::heads_product`] for its results.
+use super::{AttentionAt, RopeTable, Tensors};
 #[cfg(doc)]
 use super::{AttentionOps, KvShape};
-use super::{AttentionAt, RopeTable, Tensors};
 use crate::error::KernelError;
 
 /// What a layer has projected, and what it is finished with.

@@ -53,8 +53,7 @@ impl LatentOps for CpuBackend {
                         unsafe { tiles.write_token(isa, tile, block_size, offset, k, v) };
                         continue;
                     }
-                    let (first, second) =
-                        q.row(row)[head * wide..][..wide].split_at(parts.plain);
+                    let (first, second) = q.row(row)[head * wide..][..wide].split_at(parts.plain);
                     let to = (row * heads + head) * parts.plain;
                     // SAFETY: a head belongs to one task.
                     unsafe { plain.slice(to, parts.plain) }.copy_from_slice(first);
@@ -88,7 +87,8 @@ impl LatentOps for CpuBackend {
             let count = rows_most.min(rows - first);
             grouping.one_per_head(heads, count);
             let Grouping { groups, tasks, .. } = &mut *grouping;
-            let source = |place: usize| &x.row(first + place % count)[place / count * cols..][..cols];
+            let source =
+                |place: usize| &x.row(first + place % count)[place / count * cols..][..cols];
             let grouped = Grouped::prepare(arithmetic, pool, acts, groups, cols, &source)?;
             let made = wide.get(heads * count * n)?;
             grouped.multiply(pool, tasks, (weight, None), made)?;

@@ -162,7 +162,9 @@ impl AttentionOps for CudaBackend {
             };
             let multiprocessors = self.device.context.info().multiprocessors;
             let calls = match shape.latent {
-                Some(_) => Some(launch::latent_decode(&io, shape, &work, partials, multiprocessors)),
+                Some(_) => {
+                    Some(launch::latent_decode(&io, shape, &work, partials, multiprocessors))
+                }
                 None => launch::decode_attention(&io, shape, &work, partials, multiprocessors),
             };
             for call in calls.into_iter().flatten() {

@@ -15,9 +15,9 @@ use shared::model_config;
 
 use self::architecture::{Architecture, Biases};
 pub use self::architecture::{Fused, MlpNames, NormKind, Norms};
-pub use self::latent::Latent;
 use self::gemma::Gemma;
 use self::granite::Granite;
+pub use self::latent::Latent;
 use self::layer_norms::Own as LayerNorms;
 use super::ModelError;
 use super::experts::ExpertsConfig;

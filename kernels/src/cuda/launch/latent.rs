@@ -1,6 +1,6 @@
 //! PURE: calls of the kernels of `kernels/cuda/latent.cu`.
-use super::entries::*;
 use super::attention::decode_reduce;
+use super::entries::*;
 use super::{
     Args, AttentionIo, Call, DecodeWork, DevicePtr, LayerCache, Partials, Rows, call, words,
 };

@@ -106,7 +106,9 @@ fn plane_block_bytes(shape: &KvShape) -> usize {
 pub fn kv_block_bytes(shape: &KvShape) -> u64 {
     [shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.block_size]
         .into_iter()
-        .fold((planes(shape) * element_bytes(shape)) as u64, |bytes, n| bytes.saturating_mul(n as u64))
+        .fold((planes(shape) * element_bytes(shape)) as u64, |bytes, n| {
+            bytes.saturating_mul(n as u64)
+        })
 }
 
 #[cfg(test)]

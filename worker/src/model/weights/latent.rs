@@ -82,7 +82,10 @@ impl<'a> Layer<'a> {
 }
 
 impl<B: Backend> Loader<'_, '_, B> {
-    pub(super) fn latent(&mut self, part: &LatentPart<'_>) -> Result<BackendLatent<B>, KernelError> {
+    pub(super) fn latent(
+        &mut self,
+        part: &LatentPart<'_>,
+    ) -> Result<BackendLatent<B>, KernelError> {
         let LatentPart { q_down, q, kv, kv_norm, keys, values } = part;
         Ok(LatentWeights {
             q_down: match q_down {

@@ -180,7 +180,11 @@ impl<'a> Part<'a> {
         Ok(NormPart { weight, bias })
     }
 
-    pub(super) fn weight(&self, name: &str, shape: [usize; 2]) -> Result<TensorView<'a>, ModelError> {
+    pub(super) fn weight(
+        &self,
+        name: &str,
+        shape: [usize; 2],
+    ) -> Result<TensorView<'a>, ModelError> {
         self.tensors().weight(name, &shape)
     }
 
@@ -204,9 +208,9 @@ impl<'a> Layer<'a> {
         let qkv = match &latent {
             Some(_) => Vec::new(),
             None => vec![
-            Outputs::of(Module::Q, rope.rows(config.head_dim, shard.heads.clone())),
-            Outputs::of(Module::K, rope.rows(config.head_dim, shard.kv_heads.clone())),
-            Outputs::of(Module::V, vec![self.features(&shard.kv_heads)]),
+                Outputs::of(Module::Q, rope.rows(config.head_dim, shard.heads.clone())),
+                Outputs::of(Module::K, rope.rows(config.head_dim, shard.kv_heads.clone())),
+                Outputs::of(Module::V, vec![self.features(&shard.kv_heads)]),
             ],
         };
         let norm = |name: Option<&str>| name.map(|name| self.norm(name)).transpose();
