@@ -29,7 +29,7 @@ pub(crate) const PLANNING: Duration = Duration::from_secs(10);
 /// Error caused by bf16 inputs of products in small random models; measured in emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
-pub(crate) const VARIANTS: [&str; 40] = [
+pub(crate) const VARIANTS: [&str; 42] = [
     "llama-gqa",
     "llama-gqa-sharded",
     "llama-tied",
