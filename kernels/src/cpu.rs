@@ -8,7 +8,8 @@
 //! - `pack`: the weight layout
 //! - `products` over `gemm`: matrix products, and an MLP's gate and up
 //! - `attend` over `attention`: paged attention; `qkv`: norm, RoPE and KV cache after the QKV
-//!   projection; `qk_norm`: q and k normalised over all heads; `latent`: multi-head latent attention
+//!   projection; `qk_norm`: q and k normalised over all heads; `latent`: multi-head latent
+//!   attention
 //! - `rows` over `elementwise`: embedding, norms, RoPE and activations
 //! - `experts`: mixtures of experts (MoE)
 //! - `steps` over [`sample`], `mask`: sampling, token masks

@@ -183,7 +183,7 @@ impl Attention {
         format!("tutti_latent_{which}{}", if self.fp8 { "_fp8" } else { "" })
     }
 
-    /// Places of the sequences' tokens: the cache, block tables, and what kernels know of sequences.
+    /// Where sequences' tokens are: the cache, block tables, and what kernels know of sequences.
     fn place(
         &self,
         random: &mut Random,

@@ -18,8 +18,8 @@
 //! CUDA kernels, emulated:
 //! - [`cuda_emulation`]: compiles and launches them
 //! - [`cuda_products`], [`cuda_int4`], [`cuda_int8`]: matrix products
-//! - [`cuda_attention`], [`cuda_latent`], [`cuda_rows`], [`cuda_norms`], [`cuda_experts`]: the other
-//!   parts of a layer
+//! - [`cuda_attention`], [`cuda_latent`], [`cuda_rows`], [`cuda_norms`], [`cuda_experts`]: the
+//!   other parts of a layer
 //! - [`cuda_sampling`], [`cuda_select`], [`cuda_masks`]: sampling
 //! - [`cuda_peers`]: the exchange between GPUs
 #![allow(

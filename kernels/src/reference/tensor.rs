@@ -177,8 +177,8 @@ impl ReferenceKvCache {
         (layer * self.num_slots() + slot) * self.width()
     }
 
-    /// Stores K and V of all heads at one slot, rounded to what the cache holds. V is empty if it is
-    /// a part of K.
+    /// Stores K and V of all heads at one slot, rounded to what the cache holds. V is empty if it
+    /// is a part of K.
     pub(super) fn store(&mut self, layer: usize, slot: usize, k: &[f32], v: &[f32]) {
         let (start, width) = (self.start(layer, slot), self.width());
         for (to, from) in [(&mut self.keys, k), (&mut self.values, v)] {

@@ -67,8 +67,8 @@ pub enum Projection<M, S, V> {
 /// Weights of multi-head latent attention.
 #[derive(Debug)]
 pub struct LatentWeights<M, S, V> {
-    /// If there are two projections that make q: the first, and the norm of what it makes; the same on
-    /// all ranks.
+    /// If there are two projections that make q: the first, and the norm of what it makes; the same
+    /// on all ranks.
     pub q_down: Option<(M, V)>,
     /// The only or second projection that makes q, `[heads * (plain + rotated), in]`.
     pub q: M,
@@ -216,8 +216,8 @@ pub fn load<B: Backend>(
             .iter()
             .map(|rope| {
                 let (mut cos, mut sin) = rope.tables(config.rope_dim(), max_positions);
-                // Without a norm on q to carry it, the scores' factor is split between q and k. That
-                // of latents is an argument.
+                // Without a norm on q to carry it, the scores' factor is split between q and k.
+                // That of latents is an argument.
                 let carries = config.qk_norm || config.latent.is_some();
                 if !carries && config.query_scale != 1.0 {
                     let scale = config.query_scale.sqrt();

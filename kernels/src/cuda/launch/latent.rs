@@ -39,8 +39,8 @@ pub struct LatentFinish {
     pub cache: LayerCache,
 }
 
-/// `tutti_latent_finish`, `tutti_latent_finish_fp8`, with the elements of a head without positions, of
-/// a latent, and those that are rotated.
+/// `tutti_latent_finish`, `tutti_latent_finish_fp8`, with the elements of a head without
+/// positions, of a latent, and those that are rotated.
 #[must_use]
 pub fn latent_finish(
     io: &LatentFinish,
@@ -86,8 +86,8 @@ pub fn heads_product(
     call(Entry(HEADS_PRODUCT.0 + which), grid, 256, args.f32(scale).ptr(live))
 }
 
-/// `tutti_latent_attention`, `tutti_latent_attention_fp8`, for the number of sequences at an address,
-/// and not for those with one row if that is true.
+/// `tutti_latent_attention`, `tutti_latent_attention_fp8`, for the number of sequences at an
+/// address, and not for those with one row if that is true.
 #[must_use]
 pub fn latent_attention(
     io: &AttentionIo,
@@ -114,8 +114,8 @@ pub fn latent_attention(
     call(entry, (rows, shape.num_heads.div_ceil(16), 1), 256, args)
 }
 
-/// `tutti_latent_decode`, `tutti_latent_decode_fp8`, with as many blocks as `multiprocessors` run at
-/// once, and `tutti_decode_reduce`.
+/// `tutti_latent_decode`, `tutti_latent_decode_fp8`, with as many blocks as `multiprocessors` run
+/// at once, and `tutti_decode_reduce`.
 #[must_use]
 pub fn latent_decode(
     io: &AttentionIo,

@@ -165,8 +165,8 @@ impl<B: Backend> Pass<'_, B> {
         backend.paged_attention(q, layer.sinks.as_ref(), at, cache, attended)
     }
 
-    /// Multi-head latent attention over `normed`, before its output projection. Adapters are refused
-    /// when a model is loaded.
+    /// Multi-head latent attention over `normed`, before its output projection. Adapters are
+    /// refused when a model is loaded.
     fn attend_latents(
         &mut self,
         index: usize,
