@@ -82,7 +82,7 @@ pub struct ModelConfig {
     /// (OLMo 2); never in addition to `qk_norm`.
     pub qk_norm_whole: bool,
     /// Factor of attention scores in addition to `1 / sqrt(head_dim)`. A model with a factor other
-    /// than 1 either normalises its heads or rotates them whole.
+    /// than 1 either normalises its heads or rotates them whole, or has latents.
     pub query_scale: f32,
     /// Factor of the embeddings.
     pub embedding_scale: f64,
@@ -279,7 +279,7 @@ impl ModelConfig {
             qk_norm: architecture.normalises_heads(&raw),
             qk_norm_whole: architecture.normalises_all_heads(),
             query_scale: match &latent {
-                Some(latent) => latent.query_scale(&config),
+                Some(latent) => latent.query_scale(&config)?,
                 None => query_scale * granite.query_scale(head_dim) as f32,
             },
             embedding_scale: match is_gemma {

@@ -74,7 +74,7 @@ pub(super) fn read(
         ExpertKeys::AfterFirst => {
             routing.normalise = raw.norm_topk_prob.unwrap_or(true);
             routing.scores = Scores::Sigmoid;
-            routing.scale = factor("routed_scaling_factor", raw.routed_scaling_factor)?;
+            routing.scale = factor("routed_scaling_factor", raw.routed_scaling_factor, 1.0)?;
             for (key, groups) in [("n_group", raw.n_group), ("topk_group", raw.topk_group)] {
                 if let Some(groups) = groups.filter(|groups| *groups != 1) {
                     return Err(format!("{key} is {groups}, only 1 group of experts is supported"));
@@ -110,6 +110,10 @@ struct Usual {
     shared: usize,
     /// The first layer with experts.
     first: usize,
+    /// Factor of the chosen experts' weights.
+    scale: f32,
+    /// Number of groups, and how many of them experts are chosen from.
+    groups: (usize, usize),
 }
 
 /// How DeepSeek's models choose experts.
@@ -120,6 +124,10 @@ fn grouped(
     routing: &mut Routing,
 ) -> Result<Usual, String> {
     let is_third = architecture == Architecture::DeepseekV3;
+    let usual = match is_third {
+        true => Usual { shared: 1, first: 3, scale: 2.5, groups: (8, 4) },
+        false => Usual { shared: 2, first: 0, scale: 1.0, groups: (1, 1) },
+    };
     let (methods, scores): (&[&str], _) = match is_third {
         true => (&["noaux_tc"], "sigmoid"),
         false => (&["greedy", "group_limited_greedy"], "softmax"),
@@ -135,7 +143,7 @@ fn grouped(
         return Err(format!("moe_layer_freq is {other}, only 1 is supported"));
     }
     routing.normalise = raw.norm_topk_prob.unwrap_or(is_third);
-    routing.scale = factor("routed_scaling_factor", raw.routed_scaling_factor)?;
+    routing.scale = factor("routed_scaling_factor", raw.routed_scaling_factor, usual.scale)?;
     if is_third {
         routing.scores = Scores::Sigmoid;
     } else if routing.normalise {
@@ -143,13 +151,10 @@ fn grouped(
         return Err(format!("norm_topk_prob is true, only false is supported for {name}"));
     }
     if is_third || config["topk_method"] == "group_limited_greedy" {
-        routing.groups = raw.n_group.unwrap_or(1);
-        routing.kept_groups = raw.topk_group.unwrap_or(routing.groups);
+        routing.groups = raw.n_group.unwrap_or(usual.groups.0);
+        routing.kept_groups = raw.topk_group.unwrap_or(usual.groups.1);
     }
-    Ok(match is_third {
-        true => Usual { shared: 1, first: 3 },
-        false => Usual { shared: 2, first: 0 },
-    })
+    Ok(usual)
 }
 
 /// Adds shared experts; `key` says how many.
@@ -169,9 +174,9 @@ fn share(routing: &mut Routing, shared: usize, key: &str) -> Result<(), String> 
     Ok(())
 }
 
-/// A factor, 1 by default.
-fn factor(key: &str, value: Option<f32>) -> Result<f32, String> {
-    match value.unwrap_or(1.0) {
+/// A factor that is `usual` if the file does not say it.
+fn factor(key: &str, value: Option<f32>, usual: f32) -> Result<f32, String> {
+    match value.unwrap_or(usual) {
         value if (1e-3..=1e3).contains(&value) => Ok(value),
         value => Err(format!("{key} is {value}, it must be in 0.001..=1000")),
     }

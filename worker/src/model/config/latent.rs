@@ -59,17 +59,23 @@ impl Latent {
 
     /// Factor of scores in addition to `1 / sqrt(width)`. The models' own is the root of the heads'
     /// size, times the square of YaRN's factor for all elements.
-    pub(super) fn query_scale(&self, config: &Value) -> f32 {
+    ///
+    /// # Errors
+    /// The key that is missing.
+    pub(super) fn query_scale(&self, config: &Value) -> Result<f32, String> {
         let heads = (self.plain + self.rotated) as f64;
         let stretched = match model_config::rope_scaling(config) {
             Some((table, kind)) if kind != "default" => {
-                let number = |key: &str| table[key].as_f64().unwrap_or(0.0);
-                let factor = number("factor").max(1.0);
-                0.1 * number("mscale_all_dim") * factor.ln() + 1.0
+                match (table["mscale_all_dim"].as_f64(), table["factor"].as_f64()) {
+                    (None | Some(0.0), _) => 1.0,
+                    // Nothing else stands in for it here, as it does for the table of angles.
+                    (_, None) => return Err("rope key factor is missing".to_owned()),
+                    (Some(all), Some(factor)) => 0.1 * all * factor.max(1.0).ln() + 1.0,
+                }
             }
             _ => 1.0,
         };
-        ((self.width() as f64 / heads).sqrt() * stretched * stretched) as f32
+        Ok(((self.width() as f64 / heads).sqrt() * stretched * stretched) as f32)
     }
 }
 
@@ -210,6 +216,45 @@ mod tests {
         newer["rope_parameters"] = rope;
         newer["head_dim"] = json!(64);
         assert_eq!(read(&newer).unwrap(), read(&third()).unwrap());
+    }
+
+    /// As DeepseekV3Config and DeepseekV2Config of transformers have it.
+    #[test]
+    fn what_is_not_said_is_as_transformers_has_it() {
+        let mut config = third();
+        let keys = [
+            "n_group",
+            "topk_group",
+            "routed_scaling_factor",
+            "norm_topk_prob",
+            "n_shared_experts",
+            "first_k_dense_replace",
+            "topk_method",
+            "scoring_func",
+        ];
+        for key in keys {
+            assert_eq!(with(&third(), key, Value::Null).unwrap(), read(&third()).unwrap(), "{key}");
+            config.as_object_mut().unwrap().remove(key);
+        }
+        assert_eq!(read(&config).unwrap(), read(&third()).unwrap());
+        let mut config = lite();
+        for key in keys {
+            config.as_object_mut().unwrap().remove(key);
+        }
+        let experts = read(&config).unwrap().experts.unwrap();
+        assert_eq!(experts.layers, [true; 3]);
+        assert_eq!(experts.routing, Routing { shared: 2, ..Routing::softmax(66, 8, false) });
+    }
+
+    #[test]
+    fn scores_are_stretched_by_a_factor_that_is_said() {
+        let mut config = lite();
+        let table = config["rope_scaling"].as_object_mut().unwrap();
+        table.remove("factor");
+        assert_eq!(read(&config).unwrap_err(), "rope key factor is missing");
+        // Without it, no factor is needed: that of angles follows from the lengths.
+        config["rope_scaling"]["mscale_all_dim"] = json!(0);
+        assert_eq!(read(&config).unwrap().query_scale, 3f32.sqrt());
     }
 
     #[test]
