@@ -62,7 +62,7 @@ pub use precision::Precision;
 
 pub use crate::pool::THREADS_MAX;
 
-use attention::{AttentionScratch, RowTile};
+use attention::{AttentionScratch, QueryTile};
 use experts::Grouping;
 use memory::Scratch;
 use precision::Arithmetic;
@@ -85,7 +85,7 @@ pub struct CpuBackend {
     acts: Scratch<u32>,
     /// Scratch: intermediates of fused operations.
     wide: Scratch<f32>,
-    tiles: Vec<RowTile>,
+    tiles: Vec<QueryTile>,
     grouping: Grouping,
     workers: Vec<Worker>,
 }

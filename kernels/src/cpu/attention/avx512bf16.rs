@@ -12,7 +12,7 @@ use super::super::fp8;
 use super::super::gemm::round_row;
 use super::super::kv::Pairs;
 use super::super::math::soft_capped;
-use super::{Attention, AttentionScratch, QUERIES, Query, RowTile, View};
+use super::{Attention, AttentionScratch, QUERIES, Query, QueryTile, View};
 
 /// Lanes per vector.
 pub(super) const LANES: usize = 16;
@@ -72,12 +72,11 @@ impl Loaded for u16 {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
 pub(super) fn run_tile<E: Loaded>(
     attention: &Attention<'_>,
-    tile: RowTile,
+    tile: QueryTile,
     view: &View<'_>,
     scratch: &mut AttentionScratch,
 ) {
-    let group = attention.shape.num_heads / attention.shape.num_kv_heads;
-    let total = tile.rows as usize * group;
+    let total = tile.count;
     // As even as possible. Slightly more queries than fit best go in one pass, which reads K and V
     // only once.
     let parts = if total <= QUERIES { 1 } else { total.div_ceil(SQUARE) };

@@ -9,17 +9,16 @@ use std::ops::Range;
 use super::super::kv::Pairs;
 use super::super::math::bf16_pair;
 use super::super::simd::{HIGH, LOW, PairSimd};
-use super::{Attention, AttentionScratch, Query, RowTile, View, softmax};
+use super::{Attention, AttentionScratch, Query, QueryTile, View, softmax};
 
 #[inline(always)]
 pub(super) fn run_tile<S: PairSimd, E: Pairs>(
     attention: &Attention<'_>,
-    tile: RowTile,
+    tile: QueryTile,
     view: &View<'_>,
     scratch: &mut AttentionScratch,
 ) {
-    let group = attention.shape.num_heads / attention.shape.num_kv_heads;
-    let total = tile.rows as usize * group;
+    let total = tile.count;
     let mut next = 0;
     while next < total {
         let query = |i| attention.query(&tile, view.kv_head, next + i);

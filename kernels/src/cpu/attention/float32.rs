@@ -3,7 +3,7 @@ use std::ops::Range;
 
 use super::super::kv::Floats;
 use super::super::simd::Simd;
-use super::{Attention, AttentionScratch, QUERIES, Query, RowTile, View, softmax};
+use super::{Attention, AttentionScratch, QUERIES, Query, QueryTile, View, softmax};
 
 /// Scores or weights of several queries: `[queries, stride]`; the first column is position `base`.
 #[derive(Clone, Copy)]
@@ -22,15 +22,14 @@ struct Weights<'a> {
 #[inline(always)]
 pub(super) fn run_tile<S: Simd, E: Floats>(
     attention: &Attention<'_>,
-    tile: RowTile,
+    tile: QueryTile,
     view: &View<'_>,
     scratch: &mut AttentionScratch,
 ) {
     let positions = tile.seq.table_len as usize * view.block_size;
     let scores = scratch.scores.reserved(positions * QUERIES);
     let queries = scratch.queries.reserved(view.head_dim * QUERIES);
-    let group = attention.shape.num_heads / attention.shape.num_kv_heads;
-    let total = tile.rows as usize * group;
+    let total = tile.count;
     let mut next = 0;
     while next < total {
         let query = |i| attention.query(&tile, view.kv_head, next + i);
