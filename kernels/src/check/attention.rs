@@ -102,10 +102,10 @@ pub(crate) fn bounds<V: Vector>(
 
 /// Checks that all positions and slots exist.
 pub(crate) fn places(
+    op: &'static str,
     batch: &Batch<'_>,
     (positions, slots): (usize, usize),
 ) -> Result<(), KernelError> {
-    let op = "qkv_rope_write";
     below_bound(op, "position", batch.positions, positions)?;
     below_bound(op, "slot", batch.slots, slots)
 }

@@ -19,7 +19,7 @@ impl AttentionOps for CpuBackend {
         check::qkv(&input, at, cache.shape(), q_out)?;
         let QkvInput { x, weights, addend, rope } = input;
         let AttentionAt { shape, batch, layer } = at;
-        check::places(batch, check::bounds(rope, shape, cache.shape()))?;
+        check::places("qkv_rope_write", batch, check::bounds(rope, shape, cache.shape()))?;
         q_out.set_rows(x.rows())?;
         let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, .. } = self;

@@ -22,7 +22,7 @@ impl LatentOps for CpuBackend {
         let parts = check::write(&input, at, cache.shape(), plain, q_out)?;
         let LatentInput { q, kv, norm, rope, scale } = input;
         let AttentionAt { shape, batch, layer } = at;
-        attention::places(batch, check::bounds(rope, parts, cache.shape()))?;
+        attention::places("latent_write", batch, check::bounds(rope, parts, cache.shape()))?;
         let (rows, heads) = (q.rows(), shape.num_heads);
         plain.set_rows(rows)?;
         q_out.set_rows(rows)?;

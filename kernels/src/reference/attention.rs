@@ -18,7 +18,7 @@ impl AttentionOps for ReferenceBackend {
         check::qkv(&input, at, cache.shape(), q_out)?;
         let QkvInput { x, weights, addend, rope } = input;
         let AttentionAt { shape, batch, layer } = at;
-        check::places(batch, check::bounds(rope, shape, cache.shape()))?;
+        check::places("qkv_rope_write", batch, check::bounds(rope, shape, cache.shape()))?;
         q_out.set_rows(x.rows())?;
         let (q_width, kv_width) =
             (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim);

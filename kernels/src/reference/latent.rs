@@ -17,7 +17,7 @@ impl LatentOps for ReferenceBackend {
         let parts = check::write(&input, at, cache.shape(), plain, q_out)?;
         let LatentInput { q, kv, norm, rope, scale } = input;
         let AttentionAt { shape, batch, layer } = at;
-        attention::places(batch, check::bounds(rope, parts, cache.shape()))?;
+        attention::places("latent_write", batch, check::bounds(rope, parts, cache.shape()))?;
         plain.set_rows(q.rows())?;
         q_out.set_rows(q.rows())?;
         for i in 0..q.rows() {
