@@ -41,7 +41,7 @@ impl AttentionOps for CudaBackend {
         let (rows, width) = (x.rows(), weights.weight.rows());
         let bounds = check::bounds(rope, shape, cache.shape());
         if self.step.is_unchecked(op, batch, bounds) {
-            check::places(batch, bounds)?;
+            check::places(op, batch, bounds)?;
             self.step.checked(op, bounds);
         }
         let addend = addend_at(op, addend)?;
@@ -96,7 +96,7 @@ impl AttentionOps for CudaBackend {
         match shape.latent {
             None => heads(op, shape)?,
             Some(_) => {
-                latents(op, shape)?;
+                latents(op, shape, None)?;
                 let is_plain = sinks.is_none() && shape.softcap.is_none();
                 ensure!(op, is_plain, "sinks or caps: GPUs do not take them with latents");
             }
@@ -139,6 +139,8 @@ impl AttentionOps for CudaBackend {
             None => launch::prefill_attention(&io, shape, tiles, counts.tiles, live_tiles),
         };
         let Some(prefill) = prefill.filter(|call| self.device.has_room(call)) else {
+            // The other kernel's results are as wide as K.
+            ensure!(op, shape.latent.is_none(), "the GPU has no room for its kernel for latents");
             let call = launch::attention_any(&io, shape, seqs, counts.rows, live);
             // SAFETY: shapes and block tables were checked.
             return unsafe { self.device.launch(call) };

@@ -5,25 +5,45 @@ use super::launch::{self, LATENT_MOST, LatentFinish};
 use super::step::LaunchRows;
 use super::tensors::{CudaBuffer, CudaKvCache, CudaVector, Element};
 use crate::backend::{AttentionAt, AttentionShape, Buffer as _, LatentInput, LatentOps};
-use crate::check::{attention, ensure, latent as check};
+use crate::check::{attention, ensure, latent as check, shape_error};
 use crate::error::KernelError;
 
-/// Checks the limits on latents that only GPUs have.
-pub(super) fn latents(op: &'static str, shape: &AttentionShape) -> Result<(), KernelError> {
-    let (head_dim, latent) = (shape.head_dim, shape.value_dim());
-    let (latent_most, width_most) = LATENT_MOST;
-    ensure!(
-        op,
-        latent <= latent_most && head_dim <= width_most,
-        "latents of {latent} in vectors of {head_dim}: GPUs take up to {latent_most} and \
-         {width_most}"
-    );
-    ensure!(
-        op,
-        latent.is_multiple_of(16) && head_dim.is_multiple_of(16),
-        "latents of {latent} in vectors of {head_dim}: GPUs take multiples of 16"
-    );
-    Ok(())
+impl CudaBackend {
+    /// Checks the limits on latents that only GPUs have: `latent` elements of `width`, and the
+    /// elements of a head without positions.
+    ///
+    /// # Errors
+    /// What GPUs do not take, and what they take.
+    pub fn check_latents(latent: usize, width: usize, plain: usize) -> Result<(), String> {
+        let (latent_most, width_most) = LATENT_MOST;
+        if latent > latent_most || width > width_most {
+            return Err(format!(
+                "latents of {latent} in vectors of {width}: GPUs take up to {latent_most} and \
+                 {width_most}"
+            ));
+        }
+        if !(latent.is_multiple_of(16) && width.is_multiple_of(16)) {
+            return Err(format!(
+                "latents of {latent} in vectors of {width}: GPUs take multiples of 16"
+            ));
+        }
+        if !plain.is_multiple_of(8) {
+            return Err(format!(
+                "heads have {plain} elements without positions: GPUs take a multiple of 8"
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// The same for an operation, with or without the elements of a head without positions.
+pub(super) fn latents(
+    op: &'static str,
+    shape: &AttentionShape,
+    plain: Option<usize>,
+) -> Result<(), KernelError> {
+    CudaBackend::check_latents(shape.value_dim(), shape.head_dim, plain.unwrap_or(0))
+        .map_err(|message| shape_error(op, message))
 }
 
 impl LatentOps for CudaBackend {
@@ -39,16 +59,10 @@ impl LatentOps for CudaBackend {
         let parts = check::write(&input, at, cache.shape(), plain, q_out)?;
         let LatentInput { q, kv, norm, rope, scale } = input;
         let AttentionAt { shape, batch, layer } = at;
-        latents(op, shape)?;
-        let per_head = parts.plain;
-        ensure!(
-            op,
-            per_head.is_multiple_of(8),
-            "heads have {per_head} elements without positions: GPUs take a multiple of 8"
-        );
+        latents(op, shape, Some(parts.plain))?;
         let bounds = check::bounds(rope, parts, cache.shape());
         if self.step.is_unchecked(op, batch, bounds) {
-            attention::places(batch, bounds)?;
+            attention::places(op, batch, bounds)?;
             self.step.checked(op, bounds);
         }
         let from = q.of(Element::F32, op, "q")?.ptr;
@@ -111,5 +125,27 @@ impl LatentOps for CudaBackend {
         let call = launch::heads_product(from, w.at, to, sizes, stride, scale, live);
         // SAFETY: shapes were checked.
         unsafe { self.device.launch(call) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_that_gpus_do_not_take_are_named() {
+        let check = CudaBackend::check_latents;
+        for (latent, width, plain) in [(512, 576, 128), (32, 48, 24), (16, 32, 8)] {
+            assert_eq!(check(latent, width, plain), Ok(()));
+        }
+        for (latent, width, plain, expected) in [
+            (528, 576, 128, "latents of 528 in vectors of 576: GPUs take up to 512 and 576"),
+            (512, 592, 128, "latents of 512 in vectors of 592: GPUs take up to 512 and 576"),
+            (40, 64, 128, "latents of 40 in vectors of 64: GPUs take multiples of 16"),
+            (48, 56, 128, "latents of 48 in vectors of 56: GPUs take multiples of 16"),
+            (512, 576, 20, "heads have 20 elements without positions: GPUs take a multiple of 8"),
+        ] {
+            assert_eq!(check(latent, width, plain), Err(expected.to_owned()));
+        }
     }
 }
