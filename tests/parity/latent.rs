@@ -2,7 +2,7 @@
 //! not, and what is refused.
 use kernels::fp8;
 use serde_json::json;
-use shared::protocol::Lora;
+use shared::protocol::{Lora, Quantization};
 use testkit::models::variant;
 use worker::model::config::ModelConfig;
 use worker::model::lora::LoraFiles;
@@ -99,4 +99,27 @@ fn adapters_are_refused() {
         assert!(error(lora).contains("LoRA adapters of models with multi-head latent attention"));
     }
     assert!(LoraFiles::open(&Lora::fixed([], 16), &config).is_ok());
+}
+
+/// What all ranks have counts for each of them.
+#[test]
+fn weights_are_counted_as_ranks_keep_them() {
+    let folder = variant("deepseek-v3");
+    let needs = |degree| worker::check::model(&folder, degree, Quantization::None).unwrap();
+    let (one, two) = (needs(1).weight_bytes, needs(2).weight_bytes);
+    // Of 3 layers q's and the latents' first projections, and of 2 the routers.
+    assert_eq!(two - one, 2 * (3 * (40 + 48 + 16) * 64 + 2 * 8 * 64));
+}
+
+/// As GLM's and DeepSeek's files have one.
+#[test]
+fn a_layer_that_is_not_loaded_takes_no_memory() {
+    let folder = Folder::copy_of("glm4-moe");
+    let needs = || worker::check::model(folder.path(), 1, Quantization::None).unwrap();
+    let without = needs();
+    folder.edit(|tensors| {
+        let name = "model.layers.3.eh_proj.weight".to_owned();
+        tensors.push(Tensor { name, ..tensors[0].clone() });
+    });
+    assert_eq!(needs(), without);
 }
