@@ -39,6 +39,21 @@ __device__ __forceinline__ uint32_t first_seen(uint32_t position, uint32_t windo
     return window == 0 || position < window ? 0 : position + 1 - window;
 }
 
+// The sequence that a row belongs to: the last one that does not begin after it.
+__device__ __forceinline__ uint32_t seq_of_row(const TuttiSeq* seqs, uint32_t count, uint32_t row) {
+    uint32_t low = 0;
+    uint32_t high = count;
+    while (high - low > 1) {
+        const uint32_t middle = (low + high) / 2;
+        if (seqs[middle].row_start <= row) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
 // A sequence of one row; can be read before earlier kernels are complete.
 struct Single {
     uint32_t row;

@@ -13,21 +13,6 @@ constexpr uint32_t WARPS = 4;
 // Head dimensions per lane.
 constexpr uint32_t DIMS = 8;
 
-// The sequence that a row belongs to: the last one that does not begin after it.
-__device__ __forceinline__ uint32_t seq_of_row(const TuttiSeq* seqs, uint32_t count, uint32_t row) {
-    uint32_t low = 0;
-    uint32_t high = count;
-    while (high - low > 1) {
-        const uint32_t middle = (low + high) / 2;
-        if (seqs[middle].row_start <= row) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
-}
-
 template <class Kv>
 __device__ __forceinline__ void attention_any(const tutti_bf16* q, const Kv* k_cache,
                                               const Kv* v_cache, TUTTI_ATTENTION_ANY_ARGUMENTS) {

@@ -200,8 +200,8 @@ __device__ __forceinline__ void experts_down(const tutti_bf16* x, const typename
 
 extern "C" __global__ void __launch_bounds__(32)
     tutti_route(const float* logits, const float* bias, uint32_t* experts, float* weights,
-                uint32_t num_experts, uint32_t chosen, uint32_t shared, uint32_t flags, float scale,
-                const uint32_t* live) {
+                uint32_t num_experts, uint32_t chosen, uint32_t shared, uint32_t groups,
+                uint32_t kept_groups, uint32_t flags, float scale, const uint32_t* live) {
     using namespace tutti;
     release_successors();
     wait_for_predecessors();
@@ -213,17 +213,50 @@ extern "C" __global__ void __launch_bounds__(32)
     const bool is_gated = (flags & TUTTI_ROUTE_GATED) != 0;
     const float* own = logits + static_cast<size_t>(blockIdx.x) * (num_experts + is_gated);
     const size_t out = static_cast<size_t>(blockIdx.x) * (chosen + shared);
+    const auto key_of = [&](uint32_t expert) {
+        const float key = own[expert];
+        return is_sigmoid ? sigmoid(key) + (bias == nullptr ? 0.0f : bias[expert]) : key;
+    };
+    // Bit i: the row chooses experts of group i.
+    const uint32_t group_size = num_experts / groups;
+    uint32_t allowed = ALL_LANES;
+    if (kept_groups < groups) {
+        // Lane i keeps the score of group i.
+        float score = -INFINITY;
+        for (uint32_t group = 0; group < groups; group++) {
+            float sum = 0.0f;
+            Pick first = {};
+            for (uint32_t i = 0; i < (is_sigmoid ? 2 : 1); i++) {
+                Pick best = {-INFINITY, NO_EXPERT};
+                for (uint32_t at = lane; at < group_size; at += 32) {
+                    const uint32_t expert = group * group_size + at;
+                    const Pick pick = {ordered(key_of(expert)), expert};
+                    if (pick.before(best) && (i == 0 || first.before(pick))) {
+                        best = pick;
+                    }
+                }
+                first = first_of_warp(best);
+                sum += first.logit;
+            }
+            score = lane == group ? sum : score;
+        }
+        allowed = 0;
+        for (uint32_t i = 0; i < kept_groups; i++) {
+            const bool is_left = lane < groups && (allowed >> lane & 1) == 0;
+            const Pick own_group = {is_left ? score : -INFINITY, is_left ? lane : NO_EXPERT};
+            allowed |= 1u << first_of_warp(own_group).expert;
+        }
+    }
     Pick last = {};
     // Lane i keeps the i-th choice.
     uint32_t mine = NO_EXPERT;
     for (uint32_t i = 0; i < chosen; i++) {
         Pick best = {-INFINITY, NO_EXPERT};
         for (uint32_t expert = lane; expert < num_experts; expert += 32) {
-            float key = own[expert];
-            if (is_sigmoid) {
-                key = sigmoid(key) + (bias == nullptr ? 0.0f : bias[expert]);
+            if ((allowed >> expert / group_size & 1) == 0) {
+                continue;
             }
-            const Pick pick = {ordered(key), expert};
+            const Pick pick = {ordered(key_of(expert)), expert};
             if (pick.before(best) && (i == 0 || last.before(pick))) {
                 best = pick;
             }

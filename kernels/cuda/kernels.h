@@ -434,6 +434,69 @@ __global__ void tutti_attention_any(TUTTI_BF16_ATTENTION_ARGUMENTS, TUTTI_ATTENT
 __global__ void tutti_attention_any_fp8(TUTTI_FP8_ATTENTION_ARGUMENTS,
                                         TUTTI_ATTENTION_ANY_ARGUMENTS);
 
+/* ---- latent.cu ------------------------------------------------------------------------------
+ * Multi-head latent attention: see kernels::backend::latent. A token has one vector of latent +
+ * rotated elements in a layer's cache, bf16 or FP8 [num_blocks, block_size, latent + rotated]: at
+ * most TUTTI_LATENT_MAX, and TUTTI_LATENT_WIDTH_MAX together, multiples of 16. */
+#define TUTTI_LATENT_MAX 512
+#define TUTTI_LATENT_WIDTH_MAX 576
+
+/* kv: the latent divided by its root mean square, times norm, and the rest rotated, to the cache.
+ * q: of each head, `plain` elements to plain_out; the others are rotated and, times scale, become
+ * the last `rotated` elements of each head of q_out. q f32 [rows, num_heads, plain + rotated];
+ * kv f32 [rows, latent + rotated]; norm f32 [latent]; cos, sin f32 [positions, rotated / 2];
+ * plain_out bf16 [rows, num_heads, plain]; q_out bf16 [rows, num_heads, latent + rotated].
+ * grid (rows, ceil((num_heads + 1) / 8)), block 256; `live` counts rows. */
+#define TUTTI_LATENT_IN_ARGUMENTS                                                                  \
+    const float *q, const float *kv, const float *norm, const float *cos, const float *sin,        \
+        const uint32_t *positions, const uint32_t *slots, tutti_bf16 *plain_out, tutti_bf16 *q_out
+#define TUTTI_LATENT_SIZE_ARGUMENTS                                                                \
+    uint32_t num_heads, uint32_t plain, uint32_t latent, uint32_t rotated, float eps, float scale, \
+        const uint32_t *live
+__global__ void tutti_latent_finish(TUTTI_LATENT_IN_ARGUMENTS, tutti_bf16* k_cache,
+                                    TUTTI_LATENT_SIZE_ARGUMENTS);
+__global__ void tutti_latent_finish_fp8(TUTTI_LATENT_IN_ARGUMENTS, tutti_fp8* k_cache,
+                                        TUTTI_LATENT_SIZE_ARGUMENTS);
+
+/* out[row, head] = scale * x[row, head] W[head]^T: the first n of each head's head_stride elements.
+ * x bf16 [rows, x_stride], heads of k elements, a multiple of 8; w bf16 [heads * n, w_stride], rows
+ * 16-byte aligned as those of x; out bf16 [rows, out_stride]. The name's number is the most rows
+ * that one grid.x computes; the result is the same bits with each.
+ * grid (ceil(rows / number), ceil(n / 128), heads), block 256; `live` counts rows. */
+#define TUTTI_HEADS_PRODUCT_ARGUMENTS                                                              \
+    const tutti_bf16 *x, const tutti_bf16 *w, tutti_bf16 *out, uint32_t rows, uint32_t n,          \
+        uint32_t k, uint32_t x_stride, uint32_t w_stride, uint32_t out_stride,                     \
+        uint32_t head_stride, float scale, const uint32_t *live
+__global__ void tutti_heads_product_8(TUTTI_HEADS_PRODUCT_ARGUMENTS);
+__global__ void tutti_heads_product_32(TUTTI_HEADS_PRODUCT_ARGUMENTS);
+
+/* Causal attention of any row; V is the first `latent` elements of K. q bf16 [rows, num_heads,
+ * latent + rotated], out bf16 [rows, num_heads, latent]. `num_seqs`: a word in device memory.
+ * `skips_single`: not of sequences with one row.
+ * grid (rows, ceil(num_heads / 16)), block 256; `live` counts rows. */
+#define TUTTI_LATENT_ATTENTION_ARGUMENTS                                                           \
+    const TuttiSeq *seqs, const uint32_t *num_seqs, const uint32_t *block_tables, tutti_bf16 *out, \
+        uint32_t num_heads, uint32_t latent, uint32_t rotated, uint32_t block_shift,               \
+        uint32_t window, float scale, uint32_t skips_single, const uint32_t *live
+__global__ void tutti_latent_attention(const tutti_bf16* q, const tutti_bf16* k_cache,
+                                       TUTTI_LATENT_ATTENTION_ARGUMENTS);
+__global__ void tutti_latent_attention_fp8(const tutti_bf16* q, const tutti_fp8* k_cache,
+                                           TUTTI_LATENT_ATTENTION_ARGUMENTS);
+
+/* The same for sequences with one row, whose tokens are split: see tutti_decode_attention_16, which
+ * has the same lists; tutti_decode_reduce combines the parts, with `latent` as head_dim.
+ * partial_out f32 [seqs, num_heads, max_splits, latent].
+ * grid (any, ceil(num_heads / 16)), block 256. */
+#define TUTTI_LATENT_DECODE_ARGUMENTS                                                              \
+    const TuttiSeq *seqs, const uint32_t *parts, const uint32_t *block_tables, float *partial_out, \
+        float *partial_ml, tutti_bf16 *out, uint32_t num_heads, uint32_t latent, uint32_t rotated, \
+        uint32_t block_shift, uint32_t window, uint32_t max_splits, uint32_t least_split,          \
+        float scale, const uint32_t *live
+__global__ void tutti_latent_decode(const tutti_bf16* q, const tutti_bf16* k_cache,
+                                    TUTTI_LATENT_DECODE_ARGUMENTS);
+__global__ void tutti_latent_decode_fp8(const tutti_bf16* q, const tutti_fp8* k_cache,
+                                        TUTTI_LATENT_DECODE_ARGUMENTS);
+
 /* ---- skinny.cu ------------------------------------------------------------------------------
  * out = x W^T + bias for few rows of x: streams the weights once per 64 rows. The name's number is
  * the most rows of x that one grid.y computes: take the smallest that holds all rows; the result
@@ -521,12 +584,15 @@ __global__ void tutti_skinny_gate_up_int4_32(TUTTI_SKINNY_GATE_UP_INT4_ARGUMENTS
 
 /* The `chosen` experts with the largest logits, or with SIGMOID with the largest scores plus
  * `bias` (null: none; not read otherwise), largest first, ties by lower index (NaN comes last).
+ * Only experts of the `kept_groups` best of `groups` groups of one size, at most 32: a group's score
+ * is its largest, or with SIGMOID the sum of its two largest.
  * Then the `shared` experts num_experts, num_experts + 1, .. . The chosen experts' weights are
  * their scores times `scale`. logits f32 [rows, num_experts + (GATED ? 1 : 0)]; bias f32 [num_experts];
  * experts u32, weights f32 [rows, chosen + shared], at most 32 of them. grid (rows), block 32. */
 __global__ void tutti_route(const float* logits, const float* bias, uint32_t* experts,
                             float* weights, uint32_t num_experts, uint32_t chosen, uint32_t shared,
-                            uint32_t flags, float scale, const uint32_t* live);
+                            uint32_t groups, uint32_t kept_groups, uint32_t flags, float scale,
+                            const uint32_t* live);
 
 /* Groups slots by expert, `chunk_rows` rows at a time. For the rows from c * chunk_rows on, block c
  * writes num_tiles[c] tiles to tiles[c * tiles_stride ..], ordered by expert, then by slot, and the

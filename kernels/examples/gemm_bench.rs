@@ -154,12 +154,14 @@ fn attention(isa: Isa, precision: Precision, threads: usize) -> Result<(), Kerne
         norm_eps: 1e-6,
         sliding_window: None,
         softcap: None,
+        latent: None,
     };
     let context = 4096usize;
     let kv = KvShape {
         num_layers: 8,
         num_kv_heads: 4,
         head_dim: 64,
+        latent: None,
         block_size: 16,
         num_blocks: context / 16,
         storage: KvStorage::AsTaken,

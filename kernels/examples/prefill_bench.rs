@@ -28,6 +28,7 @@ const SHAPE: AttentionShape = AttentionShape {
     norm_eps: 1e-5,
     sliding_window: None,
     softcap: None,
+    latent: None,
 };
 const QKV: usize = (SHAPE.num_heads + 2 * SHAPE.num_kv_heads) * SHAPE.head_dim;
 
@@ -101,6 +102,7 @@ fn main() -> Result<(), KernelError> {
         num_layers: LAYERS,
         num_kv_heads: SHAPE.num_kv_heads,
         head_dim: SHAPE.head_dim,
+        latent: None,
         block_size: BLOCK,
         num_blocks: table.len(),
         storage: KvStorage::AsTaken,

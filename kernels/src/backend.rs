@@ -1,7 +1,7 @@
 //! The operations a device must offer. The decoder is written once, over [`Backend`], which
 //! combines all of these traits:
 //! - [`tensors`]: what a device holds, and how it is loaded
-//! - [`rows`], [`products`], [`attention`], [`qk_norm`], [`experts`]: the arithmetic
+//! - [`rows`], [`products`], [`attention`], [`qk_norm`], [`latent`], [`experts`]: the arithmetic
 //! - [`exchange`]: exchanges between ranks
 //! - [`steps`]: steps as a whole, and sampling
 //!
@@ -44,6 +44,7 @@ pub mod attention;
 pub mod exchange;
 pub mod experts;
 pub mod inspect;
+pub mod latent;
 pub mod products;
 pub mod qk_norm;
 pub mod rows;
@@ -59,6 +60,7 @@ pub use attention::AttentionOps;
 pub use exchange::ExchangeOps;
 pub use experts::ExpertOps;
 pub use inspect::Inspect;
+pub use latent::{LatentInput, LatentOps};
 pub use products::ProductOps;
 pub use qk_norm::{QkNorm, QkNormOps};
 pub use rows::RowOps;
@@ -71,12 +73,28 @@ pub use crate::weights::{BlockScales, DType, HostMatrix, Scales};
 
 /// A device. Only its executor thread calls these methods.
 pub trait Backend:
-    Tensors + RowOps + ProductOps + AttentionOps + QkNormOps + ExpertOps + ExchangeOps + StepOps
+    Tensors
+    + RowOps
+    + ProductOps
+    + AttentionOps
+    + QkNormOps
+    + LatentOps
+    + ExpertOps
+    + ExchangeOps
+    + StepOps
 {
 }
 
 impl<B> Backend for B where
-    B: Tensors + RowOps + ProductOps + AttentionOps + QkNormOps + ExpertOps + ExchangeOps + StepOps
+    B: Tensors
+        + RowOps
+        + ProductOps
+        + AttentionOps
+        + QkNormOps
+        + LatentOps
+        + ExpertOps
+        + ExchangeOps
+        + StepOps
 {
 }
 
@@ -84,6 +102,6 @@ impl<B> Backend for B where
 pub mod prelude {
     pub use super::{
         AttentionOps as _, Buffer as _, ExchangeOps as _, ExpertOps as _, Inspect as _,
-        ProductOps as _, QkNormOps as _, RowOps as _, StepOps as _, Tensors as _,
+        LatentOps as _, ProductOps as _, QkNormOps as _, RowOps as _, StepOps as _, Tensors as _,
     };
 }

@@ -8,7 +8,8 @@
 //! - `pack`: the weight layout
 //! - `products` over `gemm`: matrix products, and an MLP's gate and up
 //! - `attend` over `attention`: paged attention; `qkv`: norm, RoPE and KV cache after the QKV
-//!   projection; `qk_norm`: q and k normalised over all heads
+//!   projection; `qk_norm`: q and k normalised over all heads; `latent`: multi-head latent
+//!   attention
 //! - `rows` over `elementwise`: embedding, norms, RoPE and activations
 //! - `experts`: mixtures of experts (MoE)
 //! - `steps` over [`sample`], `mask`: sampling, token masks
@@ -37,6 +38,7 @@ mod fp8;
 mod gemm;
 pub mod isa;
 mod kv;
+mod latent;
 mod loading;
 mod mask;
 mod math;
@@ -60,7 +62,7 @@ pub use precision::Precision;
 
 pub use crate::pool::THREADS_MAX;
 
-use attention::{AttentionScratch, RowTile};
+use attention::{AttentionScratch, QueryTile};
 use experts::Grouping;
 use memory::Scratch;
 use precision::Arithmetic;
@@ -83,7 +85,7 @@ pub struct CpuBackend {
     acts: Scratch<u32>,
     /// Scratch: intermediates of fused operations.
     wide: Scratch<f32>,
-    tiles: Vec<RowTile>,
+    tiles: Vec<QueryTile>,
     grouping: Grouping,
     workers: Vec<Worker>,
 }

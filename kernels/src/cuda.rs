@@ -14,8 +14,8 @@
 //! - `backend`: a rank; `step`: the state of a step, and its graph; `uploads`: lists copied to the
 //!   GPU; `readback`: rows copied to the host
 //! - [`tensors`]: buffers, weights, caches; `swap`: blocks in host memory
-//! - the operations: `loading`, `rows`, `attention`, `qk_norm`, `products` (of many rows:
-//!   `matmul`), `experts`, `exchange`, `sample`; what sampling keeps: `sampling`, `results`;
+//! - the operations: `loading`, `rows`, `attention`, `qk_norm`, `latent`, `products` (of many
+//!   rows: `matmul`), `experts`, `exchange`, `sample`; what sampling keeps: `sampling`, `results`;
 //!   `edits`: PURE: rows whose logits are edited
 //! - [`measure`], [`compare`]: how fast, and how right, for checks on a GPU; `late`: inputs that
 //!   arrive late
@@ -39,6 +39,7 @@ mod failure;
 mod fatbin;
 mod group;
 mod late;
+mod latent;
 pub mod launch;
 pub mod libraries;
 mod loading;

@@ -5,10 +5,11 @@
 //! so it must be obvious rather than fast.
 //!
 //! Map: `tensor` (buffers, matrices, the cache) and `loading`, `rows`, `products`, `attention`
-//! (QKV, RoPE, attention), `qk_norm`, `experts`, `exchange`, `steps` over `sampler`.
+//! (QKV, RoPE, attention), `qk_norm`, `latent`, `experts`, `exchange`, `steps` over `sampler`.
 mod attention;
 mod exchange;
 mod experts;
+mod latent;
 mod loading;
 mod products;
 mod qk_norm;

@@ -64,6 +64,7 @@ impl Case for Attention {
             num_layers: 2,
             num_kv_heads,
             head_dim,
+            latent: None,
             block_size,
             num_blocks: blocks,
             storage: self.storage,
@@ -131,6 +132,7 @@ pub(crate) fn cases(quick: bool) -> Vec<Attention> {
                 norm_eps: 1e-6,
                 sliding_window,
                 softcap: None,
+                latent: None,
             };
             let storage = KvStorage::AsTaken;
             cases.push(Attention { shape, extras, sinks: false, storage });
@@ -155,6 +157,7 @@ pub(crate) fn cases(quick: bool) -> Vec<Attention> {
                 norm_eps: 1e-5,
                 sliding_window,
                 softcap: None,
+                latent: None,
             };
             let storage = KvStorage::AsTaken;
             cases.push(Attention { shape, extras: false, sinks: true, storage });

@@ -29,7 +29,7 @@ pub(crate) const PLANNING: Duration = Duration::from_secs(10);
 /// Error caused by bf16 inputs of products in small random models; measured in emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
-pub(crate) const VARIANTS: [&str; 40] = [
+pub(crate) const VARIANTS: [&str; 42] = [
     "llama-gqa",
     "llama-gqa-sharded",
     "llama-tied",
@@ -63,6 +63,8 @@ pub(crate) const VARIANTS: [&str; 40] = [
     "minimax-m2",
     "qwen2-moe",
     "glm4-moe",
+    "deepseek-v2",
+    "deepseek-v3",
     "qwen3-moe",
     "qwen3-moe-stacked",
     "llama-gptq",

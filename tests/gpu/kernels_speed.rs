@@ -70,6 +70,7 @@ pub(crate) fn attention(options: &Options, ordinal: u32, shape: &Shape, table: &
         norm_eps: 1e-5,
         sliding_window: None,
         softcap: None,
+        latent: None,
     };
     for case in cases {
         let contexts: Vec<usize> =

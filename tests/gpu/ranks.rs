@@ -171,6 +171,7 @@ fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
         norm_eps: 1e-5,
         sliding_window: None,
         softcap: None,
+        latent: None,
     };
     let wrong = |message: String| KernelError::Shape { op: "exchange", message };
     for _ in 0..3 {

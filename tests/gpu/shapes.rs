@@ -10,7 +10,7 @@ use worker::model::config::ModelConfig;
 use worker::model::decoder::Decoder;
 use worker::model::shard::Shard;
 use worker::model::size;
-use worker::model::weights::{BackendWeights, LayerWeights, Mlp, Norm, Weights};
+use worker::model::weights::{BackendWeights, LayerWeights, Mlp, Norm, Projection, Weights};
 
 use crate::goldens::PLANNING;
 use crate::speed::{BLOCK_SIZE, Sizes};
@@ -194,7 +194,12 @@ impl Shape {
             layers.push(LayerWeights {
                 rope: 0,
                 input_norm: Some(Norm::Rms(backend.load_vector(&ones)?)),
-                qkv: QkvWeights { weight: qkv, bias: None, q_norm: None, k_norm: None },
+                projection: Projection::Qkv(QkvWeights {
+                    weight: qkv,
+                    bias: None,
+                    q_norm: None,
+                    k_norm: None,
+                }),
                 qk_norm: None,
                 sinks: None,
                 output: vec![output],

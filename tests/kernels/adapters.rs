@@ -152,6 +152,7 @@ fn an_addend_comes_before_norms_and_rotation() {
         norm_eps: 1e-5,
         sliding_window: None,
         softcap: None,
+        latent: None,
     };
     let (hidden, rows) = (24, 3);
     let width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim;
@@ -177,6 +178,7 @@ fn an_addend_comes_before_norms_and_rotation() {
                 num_layers: 1,
                 num_kv_heads: 2,
                 head_dim: 16,
+                latent: None,
                 block_size: 16,
                 num_blocks: 1,
                 storage: KvStorage::AsTaken,

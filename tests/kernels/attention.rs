@@ -89,6 +89,7 @@ impl Case {
             num_layers: LAYERS,
             num_kv_heads: self.shape.num_kv_heads,
             head_dim: self.shape.head_dim,
+            latent: None,
             block_size: self.block_size,
             num_blocks,
             storage: self.storage,
@@ -248,6 +249,7 @@ pub(crate) fn shape(
         norm_eps: 1e-6,
         sliding_window: window,
         softcap: None,
+        latent: None,
     }
 }
 

@@ -12,16 +12,16 @@ use crate::support::{Random, assert_close, bits, expert_activated};
 
 /// Runs `tutti_route`.
 fn route(logits: &[f32], experts: usize, top_k: usize, normalise: bool, live: Arg) -> Chosen {
-    route_with(logits, Arg::Null, (experts, top_k, 0), (u32::from(normalise), 1.0), live)
+    route_with(logits, Arg::Null, (experts, top_k, 0), (u32::from(normalise), 1.0, (1, 1)), live)
 }
 
-/// The same with all arguments: a bias, how many experts can be chosen, are, and are shared, flags
-/// and a factor.
+/// The same with all arguments: a bias, how many experts can be chosen, are, and are shared, flags,
+/// a factor, and how many groups there are and are kept.
 fn route_with(
     logits: &[f32],
     bias: Arg,
     (experts, chosen, shared): (usize, usize, usize),
-    (flags, scale): (u32, f32),
+    (flags, scale, (groups, kept)): (u32, f32, (usize, usize)),
     live: Arg,
 ) -> Chosen {
     let rows = logits.len() / (experts + usize::from(flags & GATED != 0));
@@ -33,6 +33,8 @@ fn route_with(
         Arg::U32(experts as u32),
         Arg::U32(chosen as u32),
         Arg::U32(shared as u32),
+        Arg::U32(groups as u32),
+        Arg::U32(kept as u32),
         Arg::U32(flags),
         Arg::F32(scale),
         live,
@@ -94,14 +96,17 @@ fn what_is_not_a_number_is_chosen_last() {
 }
 
 #[test]
-fn shared_experts_follow_the_chosen_ones() {
+fn rows_choose_of_their_best_groups_and_shared_experts_follow() {
     let mut random = Random(72);
     let sigmoid = |x: f32| 1.0 / (1.0 + (-f64::from(x)).exp());
-    for (experts, chosen, shared, flags, scale) in [
-        (60, 4, 4, GATED, 1.0),
-        (5, 2, 1, GATED | NORMALISE, 1.0),
-        (128, 8, 1, SIGMOID | NORMALISE, 2.5),
-        (40, 30, 2, SIGMOID, 0.5),
+    for (experts, chosen, shared, flags, scale, (groups, kept)) in [
+        (60, 4, 4, GATED, 1.0, (1, 1)),
+        (5, 2, 1, GATED | NORMALISE, 1.0, (1, 1)),
+        (128, 8, 1, SIGMOID | NORMALISE, 2.5, (1, 1)),
+        (40, 30, 2, SIGMOID, 0.5, (1, 1)),
+        (160, 6, 2, 0, 16.0, (8, 3)),
+        (256, 8, 1, SIGMOID | NORMALISE, 2.5, (8, 4)),
+        (96, 5, 0, SIGMOID, 1.0, (32, 2)),
     ] {
         let (rows, top_k) = (3, chosen + shared);
         let width = experts + usize::from(flags & GATED != 0);
@@ -109,7 +114,8 @@ fn shared_experts_follow_the_chosen_ones() {
         let bias = random.vec(experts);
         let of = if flags & SIGMOID == 0 { Arg::Null } else { f32s(&bias) };
         let sizes = (experts, chosen, shared);
-        let (found, weights) = route_with(&logits, of, sizes, (flags, scale), u32s(&[2]));
+        let (found, weights) =
+            route_with(&logits, of, sizes, (flags, scale, (groups, kept)), u32s(&[2]));
         assert!(found[2 * top_k..].iter().all(|expert| *expert == u32::MAX), "not live");
         for row in 0..2 {
             let logits = &logits[row * width..][..width];
@@ -120,7 +126,16 @@ fn shared_experts_follow_the_chosen_ones() {
                     _ => (sigmoid(logits[i]), sigmoid(logits[i]) + f64::from(bias[i])),
                 })
                 .unzip();
-            let mut want: Vec<usize> = (0..experts).collect();
+            let size = experts / groups;
+            let score_of = |group: &usize| -> f64 {
+                let mut own = key[group * size..(group + 1) * size].to_vec();
+                own.sort_by(|a, b| b.total_cmp(a));
+                own[..if flags & SIGMOID == 0 { 1 } else { 2.min(size) }].iter().sum()
+            };
+            let mut best: Vec<usize> = (0..groups).collect();
+            best.sort_by(|a, b| score_of(b).total_cmp(&score_of(a)));
+            let is_kept = |expert: &usize| best[..kept].contains(&(expert / size));
+            let mut want: Vec<usize> = (0..experts).filter(is_kept).collect();
             want.sort_by(|a, b| key[*b].total_cmp(&key[*a]));
             want.truncate(chosen);
             let sum: f64 = match flags & (SIGMOID | NORMALISE) {

@@ -128,7 +128,8 @@ impl Layer {
 
     /// The experts of one row and their weights, in f64.
     pub(crate) fn choose(&self, x: &[f32]) -> Vec<(usize, f64)> {
-        let Routing { num_experts, top_k, normalise, scores, scale, shared, gated } = self.routing;
+        let Routing { num_experts, top_k, normalise, scores, scale, shared, gated, .. } =
+            self.routing;
         let routed = num_experts - shared;
         let logits: Vec<f64> = self.router.product(x, None).into_iter().map(|(x, _)| x).collect();
         let bias = |i: usize| self.bias(0, 0, routed).map_or(0.0, |bias| f64::from(bias[i]));
@@ -140,7 +141,20 @@ impl Layer {
                 Scores::Sigmoid => (sigmoid(logits[i]), sigmoid(logits[i]) + bias(i)),
             })
             .unzip();
-        let mut order: Vec<usize> = (0..routed).collect();
+        let Routing { groups, kept_groups, .. } = self.routing;
+        let size = routed / groups;
+        let mut best: Vec<(f64, usize)> = (0..groups)
+            .map(|group| {
+                let mut own = key[group * size..(group + 1) * size].to_vec();
+                own.sort_by(|a, b| b.total_cmp(a));
+                let counted = if scores == Scores::Sigmoid { 2 } else { 1 };
+                (own.iter().take(counted).sum(), group)
+            })
+            .collect();
+        best.sort_by(|a, b| b.0.total_cmp(&a.0));
+        best.truncate(kept_groups);
+        let is_kept = |expert: &usize| best.iter().any(|(_, group)| *group == expert / size);
+        let mut order: Vec<usize> = (0..routed).filter(is_kept).collect();
         order.sort_by(|a, b| key[*b].total_cmp(&key[*a]));
         order.truncate(top_k - shared);
         let all = match (normalise, scores) {
@@ -177,6 +191,9 @@ const GATED: Routing = Routing { shared: 4, gated: true, ..routing(10, 6, false)
 const SIGMOID: Routing =
     Routing { shared: 1, scores: Scores::Sigmoid, scale: 2.5, ..routing(17, 5, true) };
 
+/// Sigmoids in groups and a shared expert, as in DeepSeek V3.
+const GROUPED: Routing = Routing { groups: 4, kept_groups: 2, ..SIGMOID };
+
 #[test]
 fn experts_match_the_naive_version() {
     let mut random = Random(61);
@@ -191,6 +208,13 @@ fn experts_match_the_naive_version() {
             (GATED, 33, 20, false),
             (SIGMOID, 34, 24, false),
             (Routing { normalise: false, ..SIGMOID }, 34, 24, true),
+            (GROUPED, 34, 24, false),
+            (
+                Routing { groups: 4, kept_groups: 2, scale: 16.0, ..routing(20, 5, false) },
+                33,
+                8,
+                false,
+            ),
         ] {
             let layer = Layer::random(&mut random, routing, hidden, inner);
             let layer = if is_int8 { layer.quantised() } else { layer };
@@ -236,7 +260,7 @@ fn experts_match_the_naive_version() {
 fn the_reference_makes_the_same() {
     let mut random = Random(62);
     let plain = [routing(6, 2, true), routing(11, 4, false)];
-    let routings = plain.into_iter().chain([GATED, SIGMOID]);
+    let routings = plain.into_iter().chain([GATED, SIGMOID, GROUPED]);
     for (routing, is_int8) in routings.flat_map(|it| [(it, false), (it, true)]) {
         let layer = Layer::random(&mut random, routing, 24, 20);
         let layer = if is_int8 { layer.quantised() } else { layer };

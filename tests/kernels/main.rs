@@ -6,7 +6,8 @@
 //!
 //! On CPUs:
 //! - [`products`], [`int4`], [`mxfp4`]: matrix products, by weight format
-//! - [`attention`]: QKV projection, rotation and paged attention
+//! - [`attention`]: QKV projection, rotation and paged attention; [`latent`]: multi-head latent
+//!   attention
 //! - [`rows`], [`norms`]: norms of rows; those that few models have
 //! - [`experts`]: mixtures of experts
 //! - [`adapters`]: the operations behind LoRA adapters
@@ -17,8 +18,8 @@
 //! CUDA kernels, emulated:
 //! - [`cuda_emulation`]: compiles and launches them
 //! - [`cuda_products`], [`cuda_int4`], [`cuda_int8`]: matrix products
-//! - [`cuda_attention`], [`cuda_rows`], [`cuda_norms`], [`cuda_experts`]: the other parts of a
-//!   layer
+//! - [`cuda_attention`], [`cuda_latent`], [`cuda_rows`], [`cuda_norms`], [`cuda_experts`]: the
+//!   other parts of a layer
 //! - [`cuda_sampling`], [`cuda_select`], [`cuda_masks`]: sampling
 //! - [`cuda_peers`]: the exchange between GPUs
 #![allow(
@@ -35,6 +36,7 @@ mod cuda_emulation;
 mod cuda_experts;
 mod cuda_int4;
 mod cuda_int8;
+mod cuda_latent;
 mod cuda_masks;
 mod cuda_norms;
 mod cuda_peers;
@@ -45,6 +47,7 @@ mod cuda_select;
 mod experts;
 mod int4;
 mod invariance;
+mod latent;
 mod masks;
 mod mxfp4;
 mod norms;

@@ -217,6 +217,7 @@ fn what_is_projected_before_is_rotated_and_written_as_always() {
         num_layers: 1,
         num_kv_heads: 2,
         head_dim: 16,
+        latent: None,
         block_size: 4,
         num_blocks: 2,
         storage: KvStorage::AsTaken,

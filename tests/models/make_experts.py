@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Makes the variants with experts (mixtral, qwen2-moe, qwen3-moe, qwen3-moe-stacked, glm4-moe,
-granite-moe, olmoe, minimax-m2) and their golden.json.
+granite-moe, olmoe, minimax-m2, deepseek-v2, deepseek-v3) and their golden.json.
 
 Random weights, but for the routers: an expert is chosen by the direction that it has in the embedding,
 and every token has the directions of as many experts as it is sent to. So no choice hangs on rounding:
 golden.json says how small the gap between the last chosen and the first not chosen expert gets.
-glm4-moe and minimax-m2 have an expert that is chosen because of its bias, whatever the token.
+glm4-moe, minimax-m2 and deepseek-v3 have an expert that is chosen because of its bias, whatever the token.
+DeepSeek's choose in groups: every token has an expert that would be chosen if its group were.
 Needs torch and transformers 5; tokenizer and templates are those of the variant qwen3.
 usage: make_experts.py OUT_DIR [NAME ..]        (SEEDS=12 seeds are tried for each)
 """
@@ -17,8 +18,8 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig, GraniteMoeConfig, MiniMaxM2Config,
-    MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig,
+    AutoModelForCausalLM, AutoTokenizer, DeepseekV2Config, DeepseekV3Config, Glm4MoeConfig,
+    GraniteMoeConfig, MiniMaxM2Config, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig,
 )
 
 import routing
@@ -107,6 +108,36 @@ VARIANTS = {
         ),
         {"old": True},
     ),
+    # Multi-head latent attention, with one projection for q; a softmax in groups, two shared experts.
+    "deepseek-v2": (
+        DeepseekV2Config(
+            **{**BASE, "num_key_value_heads": 4}, num_hidden_layers=3, intermediate_size=96,
+            moe_intermediate_size=32, rms_norm_eps=1e-6, q_lora_rank=None, kv_lora_rank=32,
+            qk_nope_head_dim=24, qk_rope_head_dim=16, v_head_dim=20, n_routed_experts=8, n_group=4,
+            topk_group=2, topk_method="group_limited_greedy", num_experts_per_tok=3,
+            n_shared_experts=2, routed_scaling_factor=1.5, first_k_dense_replace=1,
+            norm_topk_prob=False, tie_word_embeddings=False, rope_parameters=rope(10000.0),
+        ),
+        {"old": True},
+    ),
+    # The same with two projections for q, sigmoids in groups, a bias that changes choices, and YaRN,
+    # whose factors of all elements and of rotated ones differ.
+    "deepseek-v3": (
+        DeepseekV3Config(
+            **{**BASE, "num_key_value_heads": 4}, num_hidden_layers=3, intermediate_size=96,
+            moe_intermediate_size=32, rms_norm_eps=1e-5, q_lora_rank=40, kv_lora_rank=48,
+            qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=24, n_routed_experts=8, n_group=4,
+            topk_group=2, num_experts_per_tok=3, n_shared_experts=1, routed_scaling_factor=1.5,
+            first_k_dense_replace=1, norm_topk_prob=True, tie_word_embeddings=False,
+            num_mtp_layers=0,
+            rope_parameters={
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32,
+                "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.8,
+                "original_max_position_embeddings": 128,
+            },
+        ),
+        {"old": True},
+    ),
     # Every second layer has experts, whose weights do not add up to one; saved as transformers 5
     # holds them, all experts in one tensor.
     "qwen3-moe-stacked": (
@@ -129,31 +160,58 @@ PROMPTS = [
 ]
 
 
+def strengths(config, tokens, experts, biased, chosen):
+    """How much every token has of every expert's direction."""
+    strength = torch.zeros(tokens, experts)
+    groups = getattr(config, "n_group", None) or 1
+    if groups == 1:
+        sent = biased + torch.rand(tokens, experts - biased).argsort(1)[:, :chosen]
+        return strength.scatter_(1, sent, 1.6 + 0.8 * torch.rand(tokens, chosen))
+    # Of each group, the first two of its experts that are not biased, in random order. A sigmoid's
+    # groups go by two experts, so the second group has one that repels; a softmax's, by the best.
+    size = experts // groups
+    parts = [[2.0, 0.6], [1.2, -1.2]] if biased else [[2.0, 0.7], [1.6, -0.3], [1.3, 0.0]]
+    order = biased + torch.rand(tokens, groups - biased).argsort(1)
+    for token in range(tokens):
+        for group, part in zip(order[token], parts):
+            own = group * size + torch.randperm(size)[:2]
+            strength[token, own] = torch.tensor(part)
+    return strength + 0.1 * torch.rand(tokens, experts)
+
+
 def initialised(config, seed):
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     experts = getattr(config, "num_local_experts", None) or config.num_experts
     # The first is chosen by its bias, not by tokens.
-    biased = int(config.model_type in ("glm4_moe", "minimax_m2"))
+    biased = int(config.model_type in ("glm4_moe", "minimax_m2", "deepseek_v3"))
     chosen = config.num_experts_per_tok - biased
+    # Where the strengths of directions are compared, nothing else has a part in them.
+    is_grouped = (getattr(config, "n_group", None) or 1) > 1
     directions = torch.linalg.qr(torch.randn(config.hidden_size, experts))[0].T
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("norm.weight"):
-                p.copy_(1 + 0.04 * torch.randn_like(p))
+                # Routers read the one after attention.
+                spread = 0.002 if is_grouped and "post_attention" in name else 0.04
+                p.copy_(1 + spread * torch.randn_like(p))
             elif "embed" in name:
-                sent = biased + torch.rand(p.shape[0], experts - biased).argsort(1)[:, :chosen]
-                strength = torch.zeros(p.shape[0], experts)
-                strength.scatter_(1, sent, 1.6 + 0.8 * torch.rand(p.shape[0], chosen))
-                p.copy_(0.2 * torch.randn_like(p) + strength @ directions)
+                strength = strengths(config, p.shape[0], experts, biased, chosen)
+                noise = 0.2 * torch.randn_like(p)
+                if is_grouped:
+                    noise -= noise @ directions.T @ directions
+                p.copy_(noise + strength @ directions)
             elif "lm_head" in name:
-                p.copy_(0.35 * torch.randn_like(p))
+                # Rounding to bf16 moves the hidden states of those with groups more, by transformers'
+                # own computation; 0.35 would take their logits beyond the tests' tolerance.
+                p.copy_((0.2 if is_grouped else 0.35) * torch.randn_like(p))
             elif name.removesuffix(".weight").endswith(ROUTERS):
-                p.copy_(0.8 * directions + 0.01 * torch.randn_like(p))
+                p.copy_(0.8 * directions if is_grouped else 0.8 * directions + 0.01 * torch.randn_like(p))
             elif "o_proj" in name or "down_proj" in name:
                 # Little of what layers add to the residual stream lies in the routers' directions.
                 made = 1.6 * torch.randn_like(p) / p.shape[-1] ** 0.5
-                p.copy_(made - (1 - KEPT) * directions.T @ (directions @ made))
+                kept = 0 if is_grouped else KEPT
+                p.copy_(made - (1 - kept) * directions.T @ (directions @ made))
             else:
                 p.copy_(1.1 * torch.randn_like(p) / p.shape[-1] ** 0.5)
         for name, buffer in model.named_buffers():
@@ -180,8 +238,8 @@ def rename_for_transformers_4(path):
     parameters = config.pop("rope_parameters")
     if "partial_rotary_factor" in parameters:
         config["partial_rotary_factor"] = parameters["partial_rotary_factor"]
-    config["rope_theta"] = parameters["rope_theta"]
-    config["rope_scaling"] = None
+    config["rope_theta"], kind = parameters.pop("rope_theta"), parameters.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {"type": kind, **parameters}
     config["torch_dtype"] = config.pop("dtype")
     if config["model_type"] == "qwen3_moe" and "num_local_experts" in config:
         config["num_experts"] = config.pop("num_local_experts")

@@ -6,6 +6,20 @@ import torch
 import golden
 
 
+def in_groups(module, keys):
+    """What experts are sorted by, where a router chooses in groups, and the gap between the last group
+    kept and the first not kept."""
+    groups, kept = module.num_group, module.topk_group
+    grouped = keys.view(len(keys), groups, -1)
+    # With a bias, a group goes by its two best experts.
+    counted = 2 if hasattr(module, "e_score_correction_bias") else 1
+    scores = grouped.topk(counted, -1).values.sum(-1)
+    ordered = scores.sort(-1, descending=True)
+    inside = torch.zeros_like(scores).scatter_(1, ordered.indices[:, :kept], 1.0)
+    masked = grouped.masked_fill(inside[:, :, None] == 0, float("-inf")).flatten(1)
+    return masked, ordered.values[:, kept - 1] - ordered.values[:, kept]
+
+
 def logits_and_gaps(model, ids, router):
     """Logits of every position, and each position's smallest gap of router logits over the layers.
     `router` is what the names of the modules that choose end with."""
@@ -18,8 +32,12 @@ def logits_and_gaps(model, ids, router):
         bias = getattr(module, "e_score_correction_bias", inputs[1] if len(inputs) > 1 else None)
         if bias is not None:
             keys = keys.sigmoid() + bias
+        spread = keys.std(-1)
+        if (getattr(module, "num_group", None) or 1) > 1:
+            keys, gap = in_groups(module, keys)
+            gaps.append(gap / spread)
         ordered = keys.sort(-1, descending=True).values
-        gaps.append((ordered[:, top - 1] - ordered[:, top]) / ordered.std(-1))
+        gaps.append((ordered[:, top - 1] - ordered[:, top]) / spread)
 
     for name, module in model.named_modules():
         if name.endswith(router):

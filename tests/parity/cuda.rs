@@ -81,6 +81,8 @@ variants! {
     mixtral_tp2: "mixtral", 2;
     qwen2_moe_tp2: "qwen2-moe", 2;
     glm4_moe: "glm4-moe", 1;
+    deepseek_v2: "deepseek-v2", 1;
+    deepseek_v3_tp2: "deepseek-v3", 2;
     minimax_m2_tp2: "minimax-m2", 2;
     qwen3_moe: "qwen3-moe", 1;
     qwen3_moe_stacked_tp2: "qwen3-moe-stacked", 2;

@@ -2,6 +2,7 @@
 use std::net::TcpListener;
 use std::time::Duration;
 
+use serde_json::json;
 use shared::ids::{Epoch, ReplicaId};
 use shared::protocol::{
     CollectiveSpec, Dtype, EngineConfig, Form, KvCacheDtype, Lora, Quantization,
@@ -11,6 +12,7 @@ use worker::device::{CpuDevice, CudaDevice, Device};
 use worker::engine_rank::EngineRank;
 use worker::rank::{AbortSlot, FormObserver, Rank as _};
 
+use crate::checkpoint::Folder;
 use crate::rig::fake_nccl_options;
 
 /// Relays rank 0's group id to rank 1 and, if requested, ends the epoch while the rank loads.
@@ -254,4 +256,25 @@ fn a_folder_that_was_replaced_is_loaded_anew() {
     assert!(loaded && second != first);
     std::fs::write(&file, &whole).unwrap();
     assert_eq!(form().unwrap(), (true, first));
+}
+
+/// Before weights are read, which would say that a tensor has another shape.
+#[test]
+fn gpus_refuse_sizes_of_latents_before_they_load() {
+    let folder = Folder::copy_of("deepseek-v3");
+    folder.configure("kv_lora_rank", json!(40));
+    let device = CudaDevice {
+        options: fake_nccl_options(0),
+        memory_utilization: 0.9,
+        memory_free: 1 << 32,
+        warmup: Duration::ZERO,
+        uuid: String::new(),
+    };
+    let slots = [AbortSlot::default(), AbortSlot::default()];
+    let mut rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
+    let form = Form { model: folder.path().to_str().unwrap().to_owned(), ..alone(1, None) };
+    let mut observer = FormReporter { epoch: Epoch(1), other: &slots[1], ends: None };
+    let error = rank.form(&form, &slots[0], &mut observer).unwrap_err();
+    let expected = "latents of 40 in vectors of 56: GPUs take multiples of 16";
+    assert!(error.permanent && error.to_string().contains(expected), "{error}");
 }

@@ -77,6 +77,7 @@ fn random_models() {
     check(&variant("gemma3"), 0.15);
     // K is normalised over all heads before it is rounded.
     check(&variant("olmo2"), 0.15);
+    check(&variant("deepseek-v3"), 0.15);
 }
 
 fn bits(seq: &Seq) -> Vec<u32> {
@@ -129,9 +130,9 @@ fn kernels_for_gpus_make_the_same() {
             tensor.data = tensor.data.repeat(4);
         }
     });
-    for (model, degree) in
-        [(wide.path(), 1), (wide.path(), 2), (&variant("gemma3"), 2), (&variant("olmo2"), 2)]
-    {
+    let folders = ["gemma3", "olmo2", "deepseek-v2"].map(variant);
+    let others = folders.iter().map(|folder| (folder.as_path(), 2));
+    for (model, degree) in [(wide.path(), 1), (wide.path(), 2)].into_iter().chain(others) {
         let oracle = some_answers(On::ReferenceFp8, model, 1, 3, 4);
         let emulated = some_answers(On::FakeCudaFp8, model, degree, 3, 4);
         close(&emulated, &oracle, 0.3, &model.display().to_string());

@@ -159,6 +159,8 @@ variants! {
     granite_moe: "granite-moe",
     qwen2_moe: "qwen2-moe",
     glm4_moe: "glm4-moe",
+    deepseek_v2: "deepseek-v2",
+    deepseek_v3: "deepseek-v3",
     olmoe: "olmoe",
     minimax_m2: "minimax-m2",
     qwen3_moe: "qwen3-moe",

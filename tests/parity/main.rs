@@ -17,6 +17,7 @@
 //! - `family`: scaled rotary embeddings, fused projections, text models within multimodal ones
 //! - `fp8`: K and V in FP8, on every device and degree
 //! - [`forming`]: ranks on stand-ins, formed as by a coordinator
+//! - `latent`: multi-head latent attention in published checkpoints
 //! - [`masks`]: structured output by token masks, on every device and degree
 //! - [`odd`]: sizes, types and values that the repository's models do not have
 //! - [`plans`]: plans that do not fit are refused; plans at the bounds run
@@ -51,6 +52,7 @@ mod forming;
 mod fp8;
 mod goldens;
 mod invariance;
+mod latent;
 mod masks;
 mod nccl;
 mod odd;

@@ -192,6 +192,7 @@ fn kernels_for_gpus_make_the_same() {
         ("qwen3-moe", 2),
         ("llama-int8", 1),
         ("qwen3-fp8-blocks", 2),
+        ("deepseek-v2", 2),
         ("gpt-oss", 1),
     ] {
         let oracle = some_answers(On::ReferenceInt8, &variant(model), 1, 3, 4);
@@ -225,6 +226,7 @@ fn experts() {
     check(&variant("mixtral"), RANDOM);
     check(&variant("qwen3-moe"), RANDOM);
     check(&variant("qwen3-moe-stacked"), RANDOM);
+    check(&variant("deepseek-v3"), RANDOM);
     check(&variant("gpt-oss"), RANDOM);
     check(&variant("gpt-oss-mxfp4"), RANDOM);
 }

@@ -97,6 +97,7 @@ pub(crate) fn begin(backend: &mut CudaBackend, sampling: &[SampleRow<'_>], feed:
         norm_eps: 1e-6,
         sliding_window: None,
         softcap: None,
+        latent: None,
     };
     let inputs = StepInputs {
         ids: &all,

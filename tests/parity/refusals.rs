@@ -40,6 +40,7 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
         num_layers: 1,
         num_kv_heads: 1,
         head_dim: 8,
+        latent: None,
         block_size: 4,
         num_blocks: 2,
         storage: KvStorage::AsTaken,
@@ -112,6 +113,7 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
         norm_eps: 0.0,
         sliding_window: None,
         softcap: None,
+        latent: None,
     };
     let seq = SeqRows { row_start: 0, num_rows: 2, context_len: 2, table_start: 0, table_len: 1 };
     let (seqs, far) = ([seq], [SeqRows { context_len: 9, ..seq }]);
@@ -139,6 +141,7 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
         AttentionShape { head_dim: 6, ..shape },
         AttentionShape { sliding_window: Some(0), ..shape },
         AttentionShape { softcap: Some(f32::NAN), ..shape },
+        AttentionShape { latent: Some(4), ..shape },
     ] {
         says(backend.qkv_rope_write(qkv(&weights, None), at(&shape, &good), cache, q));
     }
@@ -150,6 +153,7 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
     for batch in [Batch { block_tables: &[2], ..good }, Batch { seqs: &far, ..good }] {
         says(backend.paged_attention(q, None, at(&shape, &batch), cache, &mut out));
     }
+    says(backend.heads_product(q, &experts, 1.0, &mut out));
     says(backend.swap_out(cache, &mut host, &[(2, 0)]));
     says(backend.swap_in(cache, &mut host, &[(0, 0), (0, 1)]));
 

@@ -219,12 +219,12 @@ fn run<B: Backend>(
     kv_cache_dtype: KvCacheDtype,
     make: impl Fn(Box<dyn Collective>) -> B + Copy + Send,
 ) -> Outcome {
-    run_load(load(), degree, blocks, options, kv_cache_dtype, make)
+    run_load(("llama-gqa", load()), degree, blocks, options, kv_cache_dtype, make)
 }
 
-/// As [`run`], with a load of one's own.
+/// As [`run`], with a model and a load of one's own.
 fn run_load<B: Backend>(
-    load: Vec<GenerateRequest>,
+    (model, load): (&str, Vec<GenerateRequest>),
     degree: u32,
     (blocks, host): (u32, u32),
     (prefix_caching, speculation): (bool, Option<Speculation>),
@@ -263,7 +263,7 @@ fn run_load<B: Backend>(
             ranks.push(plans);
             let (sender, sizes) = (sender.clone(), sizes.clone());
             threads.push(scope.spawn(move || {
-                let model = variant("llama-gqa");
+                let model = variant(model);
                 let engine = engine_of(&model, rank, degree, make(collective), sizes).unwrap();
                 let drafts = speculation.is_some_and(|it| it.method == Method::DraftModel);
                 // The same model: nearly all of its drafts are right.
@@ -407,18 +407,29 @@ fn on_an_emulated_gpu_by_one_rank_and_by_two() {
     assert_eq!(swapped.choices, undisturbed.choices);
 }
 
-/// Two short requests, of which one has to wait for the other: blocks of FP8 have half the bytes.
-#[test]
-fn in_fp8_on_an_emulated_gpu() {
+/// Two short requests, of which one has to wait for the other.
+fn waits_on_an_emulated_gpu(model: &str, kv_cache_dtype: KvCacheDtype) {
     let options = || CudaOptions { graphs: true, batch_invariant: true, ..CudaOptions::default() };
     let run = |blocks| {
         let load = load().into_iter().filter(|request| matches!(request.id.0, 4 | 6));
         let load = load.map(|request| GenerateRequest { max_tokens: 12, ..request }).collect();
         let make = |collective| fake_cuda_with(options(), collective);
-        run_load(load, 1, blocks, (false, None), KvCacheDtype::Fp8, make)
+        run_load((model, load), 1, blocks, (false, None), kv_cache_dtype, make)
     };
     let (undisturbed, swapped) = (run((100, 0)), run((FEW, 100)));
     assert_eq!((undisturbed.preemptions, undisturbed.choices.len()), (0, 2));
     assert!(swapped.swapped.1 > 2 && swapped.recomputed == 0, "{:?}", swapped.swapped);
     assert_eq!(swapped.choices, undisturbed.choices);
+}
+
+/// Blocks of FP8 have half the bytes.
+#[test]
+fn in_fp8_on_an_emulated_gpu() {
+    waits_on_an_emulated_gpu("llama-gqa", KvCacheDtype::Fp8);
+}
+
+/// Blocks of latents have no V.
+#[test]
+fn latents_on_an_emulated_gpu() {
+    waits_on_an_emulated_gpu("deepseek-v2", KvCacheDtype::Auto);
 }

@@ -54,16 +54,19 @@ pub fn model(
     quantization: Quantization,
 ) -> Result<ModelNeeds, ModelError> {
     let config = ModelConfig::load(folder)?;
-    Shard::new(&config, 0, degree)?;
+    let part = Shard::new(&config, 0, degree)?;
     let whole = Shard::new(&config, 0, 1)?;
     let files = WeightFiles::open(folder)?;
     weights::check(&Source { files: &files, config: &config, shard: &whole })?;
-    let (files, stored_bytes) = files.size();
+    let (files, stored_bytes) = files.size(config.num_layers);
+    // Assumes that 4-bit matrices stay in 4 bits, as on CPUs.
+    let bytes = |shard| size::weight_bytes(&config, shard, quantization, &|_, _| true);
     // Otherwise ranks keep what the files have, or less.
-    let weight_bytes = match (quantization, config.quantised) {
-        (Quantization::None, None) => stored_bytes,
-        // Assumes that 4-bit matrices stay in 4 bits, as on CPUs.
-        _ => size::weight_bytes(&config, &whole, quantization, &|_, _| true),
+    let weight_bytes = match (quantization, config.quantised, config.latent) {
+        // What makes latents is on every rank.
+        (.., Some(_)) => bytes(&part) * u64::from(degree),
+        (Quantization::None, None, None) => stored_bytes,
+        _ => bytes(&whole),
     };
     let (layers, max_positions) = (config.num_layers, config.max_positions);
     Ok(ModelNeeds { files, weight_bytes, layers, max_positions })

@@ -103,7 +103,8 @@ pub trait Device: Debug {
     /// Checks, before anything is loaded, that a shard can fit.
     ///
     /// # Errors
-    /// [`ModelError::Fit`]: how much is missing, and what would help.
+    /// [`ModelError::Fit`]: how much memory is missing, and what would help; or the size that the
+    /// device does not take.
     fn check_fit(
         &self,
         backend: &Self::Backend,
@@ -329,6 +330,12 @@ impl Device for CudaDevice {
         ShardOptions { quantization, adapters, draft }: ShardOptions<'_>,
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
+        for config in [Some(config), draft.map(DraftFiles::config)].into_iter().flatten() {
+            if let Some(latent) = &config.latent {
+                CudaBackend::check_latents(latent.rank, latent.width(), latent.plain)
+                    .map_err(ModelError::Fit)?;
+            }
+        }
         let is_packed = config.quantised.is_some_and(|quantised| quantised.packed.is_some());
         let widens = (quantization == Quantization::Int8 || is_packed)
             && backend.widens_int8(sizes.max_num_batched_tokens as usize);

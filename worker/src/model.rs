@@ -56,7 +56,7 @@ pub enum ModelError {
         /// What does not divide, and which degrees are possible.
         message: String,
     },
-    /// The device has too little memory.
+    /// The device has too little memory, or does not take the model's sizes.
     #[error("{0}")]
     Fit(String),
     /// The device does not support the requested precision of matrix products.

@@ -11,12 +11,23 @@ pub struct KvShape {
     pub num_kv_heads: usize,
     /// Elements per head.
     pub head_dim: usize,
+    /// If so many of K's first elements are also V (multi-head latent attention): V has no place of
+    /// its own unless the device's layout needs one.
+    pub latent: Option<usize>,
     /// Number of tokens per block.
     pub block_size: usize,
     /// Number of blocks.
     pub num_blocks: usize,
     /// How its elements are stored.
     pub storage: KvStorage,
+}
+
+impl KvShape {
+    /// Returns the number of elements of V per head.
+    #[must_use]
+    pub fn value_dim(&self) -> usize {
+        self.latent.unwrap_or(self.head_dim)
+    }
 }
 
 /// How a KV cache stores its elements. Everything else of attention is the same: queries, softmax
@@ -98,6 +109,16 @@ pub struct AttentionShape {
     pub sliding_window: Option<u32>,
     /// Replaces every score `s` by `cap * tanh(s / cap)`, before the softmax (Gemma 2).
     pub softcap: Option<f32>,
+    /// As in [`KvShape::latent`].
+    pub latent: Option<usize>,
+}
+
+impl AttentionShape {
+    /// Returns the number of elements of V, and of results, per head.
+    #[must_use]
+    pub fn value_dim(&self) -> usize {
+        self.latent.unwrap_or(self.head_dim)
+    }
 }
 
 /// The layer and the sequences that attention is computed for.
@@ -210,17 +231,35 @@ pub struct Routing {
     /// Whether the shared experts' weight is the sigmoid of one more output of the router, its
     /// last (Qwen2-MoE); otherwise it is 1.
     pub gated: bool,
+    /// Number of groups of consecutive experts, of one size. A row only chooses experts of its
+    /// best groups; a group is as good as its best expert or, with sigmoids, as the sum of its two
+    /// best (DeepSeek V2 and V3).
+    pub groups: usize,
+    /// Number of groups that a row chooses from.
+    pub kept_groups: usize,
 }
 
 impl Routing {
     /// Upper limits of `num_experts` and `top_k`.
     pub const MOST: (usize, usize) = (1024, 32);
 
+    /// Upper limit of `groups`.
+    pub const GROUPS_MOST: usize = 32;
+
     /// A softmax over `num_experts` experts, of which none is shared.
     #[must_use]
     pub const fn softmax(num_experts: usize, top_k: usize, normalise: bool) -> Self {
-        let scores = Scores::Softmax;
-        Self { num_experts, top_k, normalise, scores, scale: 1.0, shared: 0, gated: false }
+        Self {
+            num_experts,
+            top_k,
+            normalise,
+            scores: Scores::Softmax,
+            scale: 1.0,
+            shared: 0,
+            gated: false,
+            groups: 1,
+            kept_groups: 1,
+        }
     }
 
     /// Returns the number of experts to choose from, and the number that a row chooses.
@@ -233,6 +272,38 @@ impl Routing {
     #[must_use]
     pub const fn num_logits(&self) -> usize {
         self.chosen().0 + self.gated as usize
+    }
+
+    /// Returns the number of experts per group.
+    #[must_use]
+    pub const fn group_size(&self) -> usize {
+        self.chosen().0 / if self.groups > 0 { self.groups } else { 1 }
+    }
+
+    /// Checks that the groups are of one size, and that rows find enough experts in theirs.
+    ///
+    /// # Errors
+    /// What is wrong.
+    pub fn check_groups(&self) -> Result<(), String> {
+        let Self { groups, kept_groups, .. } = *self;
+        let (experts, chosen) = self.chosen();
+        let most = Self::GROUPS_MOST.min(experts);
+        if !(1..=most).contains(&groups) || !experts.is_multiple_of(groups) {
+            return Err(format!(
+                "{experts} experts cannot be in {groups} groups: at least 1, at most {most}, of \
+                 one size"
+            ));
+        }
+        let size = self.group_size();
+        if !(1..=groups).contains(&kept_groups) || kept_groups * size < chosen {
+            return Err(format!(
+                "{chosen} experts cannot be chosen of {kept_groups} of {groups} groups of {size}"
+            ));
+        }
+        if groups > 1 && size < 2 && self.scores == Scores::Sigmoid {
+            return Err("a group has 1 expert, its score is the sum of two".to_owned());
+        }
+        Ok(())
     }
 
     /// Checks that the numbers are consistent and within [`Self::MOST`].
@@ -255,6 +326,7 @@ impl Routing {
                 format!("{shared} of the {top_k} experts of a row are shared: one must be chosen");
             return Err(KernelError::Shape { op, message });
         }
+        self.check_groups().map_err(|message| KernelError::Shape { op, message })?;
         if !(scale.is_finite() && scale > 0.0) {
             let message = format!("the weights' factor is {scale}, not finite and above 0");
             return Err(KernelError::Shape { op, message });

@@ -4,7 +4,7 @@ use crate::backend::{AttentionAt, AttentionShape, Batch, Buffer, KvShape, QkvInp
 use crate::error::KernelError;
 
 /// Checks that the heads are valid and that the cache has them and the layer.
-fn heads(
+pub(super) fn heads(
     op: &'static str,
     shape: &AttentionShape,
     kv: &KvShape,
@@ -28,8 +28,18 @@ fn heads(
         kv.head_dim,
         shape.head_dim
     );
+    let (of_cache, wanted) = (kv.latent, shape.latent);
+    ensure!(op, of_cache == wanted, "the cache has latents of {of_cache:?}, not {wanted:?}");
+    let least = wanted.is_none_or(|latent| latent > 0 && latent < head_dim);
+    ensure!(op, least, "{wanted:?} of {head_dim} elements are latent");
     ensure!(op, layer < kv.num_layers, "layer is {layer} of {}", kv.num_layers);
     ensure!(op, kv.block_size > 0, "block_size is 0");
+    Ok(())
+}
+
+/// Checks that V is not a part of K.
+fn separate(op: &'static str, shape: &AttentionShape) -> Result<(), KernelError> {
+    ensure!(op, shape.latent.is_none(), "V is a part of K, which latent_write writes");
     Ok(())
 }
 
@@ -92,10 +102,10 @@ pub(crate) fn bounds<V: Vector>(
 
 /// Checks that all positions and slots exist.
 pub(crate) fn places(
+    op: &'static str,
     batch: &Batch<'_>,
     (positions, slots): (usize, usize),
 ) -> Result<(), KernelError> {
-    let op = "qkv_rope_write";
     below_bound(op, "position", batch.positions, positions)?;
     below_bound(op, "slot", batch.slots, slots)
 }
@@ -110,6 +120,7 @@ pub(crate) fn qkv<B: Buffer, M: Matrix, V: Vector>(
     let op = "qkv_rope_write";
     let (QkvInput { x, weights, addend, rope }, batch) = (input, at.batch);
     heads(op, at.shape, kv, at.layer)?;
+    separate(op, at.shape)?;
     let AttentionShape { num_heads, num_kv_heads, head_dim, .. } = *at.shape;
     let rows = weights.weight.rows();
     let wanted = (num_heads + 2 * num_kv_heads) * head_dim;
@@ -125,7 +136,7 @@ pub(crate) fn qkv<B: Buffer, M: Matrix, V: Vector>(
 }
 
 /// Checks the rows to rotate.
-fn rotated<V: Vector>(
+pub(super) fn rotated<V: Vector>(
     op: &'static str,
     rows: usize,
     batch: &Batch<'_>,
@@ -151,6 +162,7 @@ pub(crate) fn projected<B: Buffer, V: Vector>(
     q_out: &B,
 ) -> Result<(), KernelError> {
     heads(op, at.shape, kv, at.layer)?;
+    separate(op, at.shape)?;
     let AttentionShape { num_heads, num_kv_heads, head_dim, .. } = *at.shape;
     width(op, "qkv", projected, (num_heads + 2 * num_kv_heads) * head_dim)?;
     width(op, "q_out", q_out, num_heads * head_dim)?;
@@ -167,9 +179,8 @@ pub(crate) fn attention<B: Buffer>(
 ) -> Result<(), KernelError> {
     let op = "paged_attention";
     heads(op, shape, kv, layer)?;
-    let wanted = shape.num_heads * shape.head_dim;
-    width(op, "q", q, wanted)?;
-    width(op, "out", out, wanted)?;
+    width(op, "q", q, shape.num_heads * shape.head_dim)?;
+    width(op, "out", out, shape.num_heads * shape.value_dim())?;
     vector(op, "sinks", sinks, shape.num_heads)
 }
 
@@ -216,6 +227,7 @@ mod tests {
             num_layers: 1,
             num_kv_heads: 1,
             head_dim: 8,
+            latent: None,
             block_size: 4,
             num_blocks,
             storage: KvStorage::AsTaken,

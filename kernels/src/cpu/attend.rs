@@ -19,7 +19,7 @@ impl AttentionOps for CpuBackend {
         check::qkv(&input, at, cache.shape(), q_out)?;
         let QkvInput { x, weights, addend, rope } = input;
         let AttentionAt { shape, batch, layer } = at;
-        check::places(batch, check::bounds(rope, shape, cache.shape()))?;
+        check::places("qkv_rope_write", batch, check::bounds(rope, shape, cache.shape()))?;
         q_out.set_rows(x.rows())?;
         let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, .. } = self;
@@ -52,7 +52,7 @@ impl AttentionOps for CpuBackend {
         for worker in &mut self.workers {
             worker.attention.reserve(self.isa, blocks, cache)?;
         }
-        attention::cut(batch, &mut self.tiles);
+        attention::cut(batch, shape, &mut self.tiles);
         let tiles = &self.tiles;
         let attention = Attention {
             isa: self.isa,
@@ -69,7 +69,8 @@ impl AttentionOps for CpuBackend {
         // rows as well as short ones. Tasks differ by their rows' positions, so they are handed out
         // in small batches.
         let tasks = tiles.len() * shape.num_kv_heads;
-        let group = shape.num_heads / shape.num_kv_heads;
+        // The queries of a row are the least that a task has, if it is not a part of a row.
+        let group = (shape.num_heads / shape.num_kv_heads).min(attention::queries_most(shape));
         let grain = (GRAIN / (positions * group * shape.head_dim).max(1)).max(1);
         self.pool.run(tasks.div_ceil(grain), &|index, worker| {
             // SAFETY: no two running tasks have the same worker.

@@ -24,27 +24,34 @@ use crate::error::KernelError;
 /// Maximum number of queries processed together.
 const QUERIES: usize = 8;
 /// Maximum number of rows per task.
-const TILE_ROWS: u32 = 16;
+const TILE_ROWS: usize = 16;
 
-/// The rows of one sequence that one task computes for one KV head.
+/// The queries of one sequence that one task computes for one KV head, counted row by row.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct RowTile {
+pub(crate) struct QueryTile {
     seq: SeqRows,
-    /// First row, counted within the sequence.
-    first: u32,
-    rows: u32,
+    /// First query, counted within the sequence.
+    first: usize,
+    count: usize,
+}
+
+/// Maximum number of queries per task. All heads share latents, so that a row, too, is divided
+/// among threads.
+pub(crate) fn queries_most(shape: &AttentionShape) -> usize {
+    match shape.latent {
+        Some(_) => QUERIES,
+        None => TILE_ROWS * (shape.num_heads / shape.num_kv_heads),
+    }
 }
 
 /// Cuts a batch into tiles.
-pub(crate) fn cut(batch: &Batch<'_>, tiles: &mut Vec<RowTile>) {
+pub(crate) fn cut(batch: &Batch<'_>, shape: &AttentionShape, tiles: &mut Vec<QueryTile>) {
+    let (group, most) = (shape.num_heads / shape.num_kv_heads, queries_most(shape));
     tiles.clear();
     for &seq in batch.seqs {
-        let mut first = 0;
-        while first < seq.num_rows {
-            let rows = TILE_ROWS.min(seq.num_rows - first);
-            tiles.push(RowTile { seq, first, rows });
-            first += rows;
-        }
+        let all = seq.num_rows as usize * group;
+        let tile = |first| QueryTile { seq, first, count: most.min(all - first) };
+        tiles.extend((0..all).step_by(most).map(tile));
     }
 }
 
@@ -112,9 +119,8 @@ pub(crate) struct Attention<'a> {
 }
 
 impl Attention<'_> {
-    /// Computes the query heads of one KV head for the rows of a tile; `scratch` has room for its
-    /// context.
-    pub(crate) fn tile(&self, tile: RowTile, kv_head: usize, scratch: &mut AttentionScratch) {
+    /// Computes the queries of a tile for one KV head; `scratch` has room for its context.
+    pub(crate) fn tile(&self, tile: QueryTile, kv_head: usize, scratch: &mut AttentionScratch) {
         let table_start = tile.seq.table_start as usize;
         let view = View {
             cache: self.cache,
@@ -123,30 +129,35 @@ impl Attention<'_> {
             table: &self.batch.block_tables[table_start..table_start + tile.seq.table_len as usize],
             block_size: self.cache.shape().block_size,
             head_dim: self.shape.head_dim,
+            value_dim: self.shape.value_dim(),
         };
         run_tile(self, tile, &view, scratch);
     }
 
     /// The position in `q`, the range of positions and the sink of query `index` of a tile.
-    fn query(&self, tile: &RowTile, kv_head: usize, index: usize) -> Query {
+    fn query(&self, tile: &QueryTile, kv_head: usize, index: usize) -> Query {
         let group = self.shape.num_heads / self.shape.num_kv_heads;
-        let row = tile.first as usize + index / group;
+        let index = tile.first + index;
+        let row = index / group;
         let end = (tile.seq.context_len - tile.seq.num_rows) as usize + row + 1;
         let start = self.shape.sliding_window.map_or(0, |n| end.saturating_sub(n as usize));
         let head = kv_head * group + index % group;
         let row = tile.seq.row_start as usize + row;
-        let offset = (row * self.shape.num_heads + head) * self.shape.head_dim;
+        let index = row * self.shape.num_heads + head;
+        let (offset, out) = (index * self.shape.head_dim, index * self.shape.value_dim());
         // No sink is the same as a sink of weight zero.
         let sink = self.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[head]);
-        Query { offset, start, end, sink }
+        Query { offset, out, start, end, sink }
     }
 }
 
 /// One head of one row.
 #[derive(Clone, Copy)]
 struct Query {
-    /// Offset in `q`, and of the result in `out`.
+    /// Offset in `q`.
     offset: usize,
+    /// Offset of the result in `out`.
+    out: usize,
     /// First position that it attends to.
     start: usize,
     /// One past the last position, which is its own.
@@ -163,11 +174,12 @@ struct View<'a> {
     table: &'a [u32],
     block_size: usize,
     head_dim: usize,
+    value_dim: usize,
 }
 
 impl View<'_> {
-    /// K and V of a block: `[head_dim, block_size]` and `[block_size, head_dim]`; of pairs,
-    /// `[head_dim / 2, block_size]` and `[block_size / 2, head_dim]`.
+    /// K and V of a block: `[head_dim, block_size]` and `[block_size, value_dim]`; of pairs,
+    /// `[head_dim / 2, block_size]` and `[block_size / 2, value_dim]`.
     #[inline(always)]
     fn block<E: Element>(&self, index: usize) -> (&[E], &[E]) {
         self.cache.block(self.layer, self.table[index] as usize, self.kv_head)
@@ -184,7 +196,7 @@ fn takes_vectors(isa: Isa, cache: &CpuKvCache) -> bool {
 /// Computes a tile with the given instruction set.
 fn run_tile(
     attention: &Attention<'_>,
-    tile: RowTile,
+    tile: QueryTile,
     view: &View<'_>,
     scratch: &mut AttentionScratch,
 ) {
@@ -193,7 +205,7 @@ fn run_tile(
 
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
-    fn avx512bf16(a: &Attention<'_>, t: RowTile, v: &View<'_>, s: &mut AttentionScratch) {
+    fn avx512bf16(a: &Attention<'_>, t: QueryTile, v: &View<'_>, s: &mut AttentionScratch) {
         match v.cache.kind() {
             Kind::Fp8Pairs => bfloat16::run_tile::<super::simd::Bf16, u16>(a, t, v, s),
             _ => bfloat16::run_tile::<super::simd::Bf16, u32>(a, t, v, s),
@@ -201,16 +213,16 @@ fn run_tile(
     }
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
-    fn avx512(a: &Attention<'_>, t: RowTile, v: &View<'_>, s: &mut AttentionScratch) {
+    fn avx512(a: &Attention<'_>, t: QueryTile, v: &View<'_>, s: &mut AttentionScratch) {
         run::<__m512>(a, t, v, s);
     }
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma")]
-    fn avx2(a: &Attention<'_>, t: RowTile, v: &View<'_>, s: &mut AttentionScratch) {
+    fn avx2(a: &Attention<'_>, t: QueryTile, v: &View<'_>, s: &mut AttentionScratch) {
         run::<__m256>(a, t, v, s);
     }
     #[inline(always)]
-    fn run<S: PairSimd>(a: &Attention<'_>, t: RowTile, v: &View<'_>, s: &mut AttentionScratch) {
+    fn run<S: PairSimd>(a: &Attention<'_>, t: QueryTile, v: &View<'_>, s: &mut AttentionScratch) {
         match v.cache.kind() {
             Kind::Pairs => bfloat16::run_tile::<S, u32>(a, t, v, s),
             Kind::Fp8Pairs => bfloat16::run_tile::<S, u16>(a, t, v, s),
@@ -277,4 +289,48 @@ fn softmax<S: Simd>(row: &mut [f32], len: usize, sink: f32, cap: Option<f32>) ->
         *lane += *x;
     }
     1.0 / (sum_lanes(lanes) + exp(sink - max))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_query_is_in_one_tile_and_rows_of_latents_are_divided() {
+        let shape = |num_heads, num_kv_heads, latent| AttentionShape {
+            num_heads,
+            num_kv_heads,
+            head_dim: 48,
+            norm_eps: 0.0,
+            sliding_window: None,
+            softcap: None,
+            latent,
+        };
+        let seq = |num_rows| SeqRows {
+            row_start: 0,
+            num_rows,
+            context_len: 40,
+            table_start: 0,
+            table_len: 3,
+        };
+        let seqs = [seq(1), seq(33)];
+        let batch = Batch { positions: &[], slots: &[], seqs: &seqs, block_tables: &[] };
+        let mut tiles = Vec::new();
+        for (shape, first, second) in [
+            (shape(8, 2, None), vec![4], vec![64, 64, 4]),
+            (shape(20, 1, Some(32)), vec![8, 8, 4], [vec![8; 82], vec![4]].concat()),
+        ] {
+            cut(&batch, &shape, &mut tiles);
+            for (rows, counts) in [(1, first), (33, second)] {
+                let own: Vec<&QueryTile> =
+                    tiles.iter().filter(|tile| tile.seq.num_rows == rows).collect();
+                assert_eq!(own.iter().map(|tile| tile.count).collect::<Vec<_>>(), counts);
+                let mut next = 0;
+                for tile in own {
+                    assert_eq!(tile.first, next);
+                    next += tile.count;
+                }
+            }
+        }
+    }
 }

@@ -32,14 +32,14 @@ pub struct CpuRoutes {
 /// Scratch for grouping, reused from call to call.
 #[derive(Debug, Default)]
 pub(super) struct Grouping {
-    groups: Vec<Group>,
+    pub(super) groups: Vec<Group>,
     /// The slot of each row of the groups.
     slots: Vec<usize>,
     /// The row in the groups of each slot; [`NO_PLACE`] for a slot without an expert.
     places: Vec<usize>,
     /// Number of slots per expert.
     counts: Vec<usize>,
-    tasks: Vec<Task>,
+    pub(super) tasks: Vec<Task>,
 }
 
 impl CpuRoutes {
@@ -97,7 +97,8 @@ fn choose(
             if let Some(bias) = bias {
                 scores.iter_mut().zip(bias).for_each(|(score, bias)| *score += bias);
             }
-            largest(scores, None, experts, weights);
+            let among = Among::best(routing, scores, None);
+            largest(scores, None, &among, experts, weights);
             let most = weights[0];
             let all = if routing.normalise { &*weights } else { &*scores };
             let sum = all.iter().map(|logit| exp(logit - most)).sum();
@@ -106,7 +107,8 @@ fn choose(
         }
         Scores::Sigmoid => {
             scores.iter_mut().for_each(|score| *score = sigmoid(*score));
-            largest(scores, bias, experts, weights);
+            let among = Among::best(routing, scores, bias);
+            largest(scores, bias, &among, experts, weights);
             match routing.normalise {
                 true => weights.iter().sum::<f32>() + SUM_LEAST,
                 false => 1.0,
@@ -121,13 +123,73 @@ fn choose(
 /// Added to sums of sigmoids, which could be 0; as in transformers.
 const SUM_LEAST: f32 = 1e-20;
 
+/// What an expert is sorted by.
+fn key(scores: &[f32], bias: Option<&[f32]>, expert: usize) -> f32 {
+    bias.map_or(scores[expert], |bias| scores[expert] + bias[expert])
+}
+
+/// The groups whose experts a row chooses from.
+struct Among {
+    /// Experts per group.
+    size: usize,
+    /// Bit `i`: group `i`.
+    groups: u32,
+}
+
+impl Among {
+    /// The best groups, ties by lowest number.
+    fn best(routing: &Routing, scores: &[f32], bias: Option<&[f32]>) -> Self {
+        let size = routing.group_size();
+        if routing.kept_groups == routing.groups {
+            return Self { size, groups: u32::MAX };
+        }
+        let mut sums = [f32::NEG_INFINITY; Routing::GROUPS_MOST];
+        for (group, sum) in sums[..routing.groups].iter_mut().enumerate() {
+            let (mut first, mut second) = (f32::NEG_INFINITY, f32::NEG_INFINITY);
+            for expert in group * size..(group + 1) * size {
+                // False for NaN, which comes last.
+                match key(scores, bias, expert) {
+                    key if key > first => (first, second) = (key, first),
+                    key if key > second => second = key,
+                    _ => {}
+                }
+            }
+            *sum = match routing.scores {
+                Scores::Softmax => first,
+                Scores::Sigmoid => first + second,
+            };
+        }
+        let mut groups = 0u32;
+        for _ in 0..routing.kept_groups {
+            let mut best: Option<usize> = None;
+            for group in (0..routing.groups).filter(|group| groups >> group & 1 == 0) {
+                if best.is_none_or(|best| sums[group] > sums[best]) {
+                    best = Some(group);
+                }
+            }
+            groups |= best.map_or(0, |best| 1 << best);
+        }
+        Self { size, groups }
+    }
+
+    fn has(&self, expert: usize) -> bool {
+        self.groups >> (expert / self.size) & 1 == 1
+    }
+}
+
 /// Finds the experts with the largest `scores + bias`, ties by lowest number, and their scores.
-fn largest(scores: &[f32], bias: Option<&[f32]>, experts: &mut [u32], found: &mut [f32]) {
+fn largest(
+    scores: &[f32],
+    bias: Option<&[f32]>,
+    among: &Among,
+    experts: &mut [u32],
+    found: &mut [f32],
+) {
     for (i, found) in found.iter_mut().enumerate() {
         let (chosen, rest) = experts.split_at_mut(i);
         let mut best: Option<(usize, f32)> = None;
-        for (expert, &score) in scores.iter().enumerate() {
-            let key = bias.map_or(score, |bias| score + bias[expert]);
+        for expert in (0..scores.len()).filter(|expert| among.has(*expert)) {
+            let key = key(scores, bias, expert);
             let is_better =
                 best.is_none_or(|(_, most)| key > most || (most.is_nan() && !key.is_nan()));
             if is_better && !chosen.contains(&(expert as u32)) {
@@ -141,6 +203,13 @@ fn largest(scores: &[f32], bias: Option<&[f32]>, experts: &mut [u32], found: &mu
 }
 
 impl Grouping {
+    /// A group for each of `heads` heads, with `rows` rows.
+    pub(super) fn one_per_head(&mut self, heads: usize, rows: usize) {
+        self.groups.clear();
+        let group = |head| Group { expert: head, rows: head * rows..(head + 1) * rows };
+        self.groups.extend((0..heads).filter(|_| rows > 0).map(group));
+    }
+
     /// Groups slots by expert: in the order of experts, then of rows.
     fn group(&mut self, experts: &[u32], num_experts: usize) {
         let Self { groups, slots, places, counts, .. } = self;

@@ -1,7 +1,8 @@
 //! The paged KV cache in host memory. Owns its layout; the scheduler decides who owns which block.
 //!
 //! K and V of one (layer, block, KV head) form one tile. K is transposed, so that scores of
-//! neighbouring tokens are computed in vector lanes, without sums across lanes.
+//! neighbouring tokens are computed in vector lanes, without sums across lanes. V is there even
+//! if it is a part of K (and then has fewer elements), since weighted sums take it as it is.
 //!
 //! - f32: K `[head_dim, block_size]`, then V `[block_size, head_dim]`.
 //! - bf16, two per word, the first in the low half: K `[head_dim / 2, block_size]`, where a word
@@ -74,11 +75,11 @@ fn element_bytes(kind: Kind) -> u64 {
 
 /// Elements of K, and of V, of one block and head.
 fn halves(shape: &KvShape, kind: Kind) -> (usize, usize) {
-    let KvShape { head_dim, block_size, .. } = *shape;
+    let (KvShape { head_dim, block_size, .. }, value_dim) = (*shape, shape.value_dim());
     match kind {
-        Kind::Floats | Kind::Fp8Floats => (head_dim * block_size, head_dim * block_size),
+        Kind::Floats | Kind::Fp8Floats => (head_dim * block_size, value_dim * block_size),
         Kind::Pairs | Kind::Fp8Pairs => {
-            (head_dim / 2 * block_size, block_size.div_ceil(2) * head_dim)
+            (head_dim / 2 * block_size, block_size.div_ceil(2) * value_dim)
         }
     }
 }
@@ -397,6 +398,7 @@ mod tests {
         num_layers: 2,
         num_kv_heads: 3,
         head_dim: 4,
+        latent: None,
         block_size: 5,
         num_blocks: 6,
         storage: KvStorage::AsTaken,
@@ -486,9 +488,10 @@ mod tests {
     #[test]
     fn blocks_keep_what_they_hold() {
         let shape = KvShape { num_layers: 3, num_kv_heads: 2, ..SHAPE };
-        for (precision, storage) in KINDS {
+        let all = KINDS.into_iter().flat_map(|it| [(it, None), (it, Some(2))]);
+        for ((precision, storage), latent) in all {
             let mut pool = Pool::new(2).unwrap();
-            let shape = KvShape { storage, ..shape };
+            let shape = KvShape { storage, latent, ..shape };
             let make = |num_blocks| CpuKvCache::new(KvShape { num_blocks, ..shape }, precision);
             let (mut cache, mut host) = (make(6).unwrap(), make(4).unwrap());
             let tile = cache.tile_len();

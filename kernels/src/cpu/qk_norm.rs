@@ -70,7 +70,7 @@ impl QkNormOps for CpuBackend {
     ) -> Result<(), KernelError> {
         attention::projected("rope_write", (qkv, rope), at, cache.shape(), q_out)?;
         let AttentionAt { shape, batch, layer } = at;
-        attention::places(batch, attention::bounds(rope, shape, cache.shape()))?;
+        attention::places("rope_write", batch, attention::bounds(rope, shape, cache.shape()))?;
         q_out.set_rows(qkv.rows())?;
         let (isa, projected) = (self.isa, qkv.values_mut());
         Heads { isa, projected, addend: None, norms: [None; 2], rope, shape, batch, layer }.finish(

@@ -2,6 +2,7 @@
 //! sequences for decoding, and a generic kernel for head dimensions without kernels of their own.
 use super::backend::{CudaBackend, ScratchKind};
 use super::batch::live;
+use super::latent::latents;
 use super::launch::{self, AttentionIo, DecodeWork, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
 use super::products::addend_at;
 use super::step::LaunchRows;
@@ -40,7 +41,7 @@ impl AttentionOps for CudaBackend {
         let (rows, width) = (x.rows(), weights.weight.rows());
         let bounds = check::bounds(rope, shape, cache.shape());
         if self.step.is_unchecked(op, batch, bounds) {
-            check::places(batch, bounds)?;
+            check::places(op, batch, bounds)?;
             self.step.checked(op, bounds);
         }
         let addend = addend_at(op, addend)?;
@@ -92,7 +93,14 @@ impl AttentionOps for CudaBackend {
         let AttentionAt { shape, batch, layer } = at;
         let op = "paged_attention";
         check::attention(q, sinks, at, cache.shape(), out)?;
-        heads(op, shape)?;
+        match shape.latent {
+            None => heads(op, shape)?,
+            Some(_) => {
+                latents(op, shape, None)?;
+                let is_plain = sinks.is_none() && shape.softcap.is_none();
+                ensure!(op, is_plain, "sinks or caps: GPUs do not take them with latents");
+            }
+        }
         let from = q.of(Element::Bf16, op, "q")?.ptr;
         let to = out.of(Element::Bf16, op, "out")?.ptr;
         let rows = q.rows();
@@ -121,9 +129,18 @@ impl AttentionOps for CudaBackend {
         ensure!(op, counts.rows <= out.rows_max(), "{} rows, too many", counts.rows);
         let tiles = self.step.at(layout.tiles);
         let live_tiles = self.step.at(live::TILES);
-        let prefill = launch::prefill_attention(&io, shape, tiles, counts.tiles, live_tiles);
+        let (seqs, live) = (self.step.at(live::SEQS), self.step.at(live::ROWS));
+        let prefill = match shape.latent {
+            // Tiles tell whether there are rows that are not decoded.
+            Some(_) => {
+                let seqs = (seqs, counts.items > 0);
+                Some(launch::latent_attention(&io, shape, seqs, counts.rows, live))
+            }
+            None => launch::prefill_attention(&io, shape, tiles, counts.tiles, live_tiles),
+        };
         let Some(prefill) = prefill.filter(|call| self.device.has_room(call)) else {
-            let (seqs, live) = (self.step.at(live::SEQS), self.step.at(live::ROWS));
+            // The other kernel's results are as wide as K.
+            ensure!(op, shape.latent.is_none(), "the GPU has no room for its kernel for latents");
             let call = launch::attention_any(&io, shape, seqs, counts.rows, live);
             // SAFETY: shapes and block tables were checked.
             return unsafe { self.device.launch(call) };
@@ -146,7 +163,12 @@ impl AttentionOps for CudaBackend {
                 live_items: self.step.at(live::ITEMS),
             };
             let multiprocessors = self.device.context.info().multiprocessors;
-            let calls = launch::decode_attention(&io, shape, &work, partials, multiprocessors);
+            let calls = match shape.latent {
+                Some(_) => {
+                    Some(launch::latent_decode(&io, shape, &work, partials, multiprocessors))
+                }
+                None => launch::decode_attention(&io, shape, &work, partials, multiprocessors),
+            };
             for call in calls.into_iter().flatten() {
                 // SAFETY: as above; the list names sequences of the batch, and the partial results
                 // have room for all splits of each.

@@ -7,6 +7,7 @@
 //! - `products`: products with weights
 //! - `norms`: norms that few models have
 //! - `attention`: QKV and attention
+//! - `latent`: multi-head latent attention
 //! - `experts`: mixtures of experts
 //! - `sample`: sampling
 //! - `ranks`: exchanges between GPUs
@@ -16,6 +17,7 @@ use super::module::{Args, Launch};
 mod attention;
 mod entries;
 pub mod experts;
+mod latent;
 mod norms;
 mod products;
 mod ranks;
@@ -28,6 +30,9 @@ pub use attention::{
 };
 use entries::*;
 pub use entries::{Entry, NAMES};
+pub use latent::{
+    LATENT_MOST, LatentFinish, heads_product, latent_attention, latent_decode, latent_finish,
+};
 pub use norms::{add_layernorm, qk_scale, qk_squares};
 use products::{SKINNY, by_rows};
 pub use products::{Weight, skinny, skinny_gate_up, widen_int4, widen_int8};

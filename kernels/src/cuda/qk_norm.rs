@@ -68,7 +68,7 @@ impl QkNormOps for CudaBackend {
         let rows = qkv.rows();
         let bounds = attention::bounds(rope, shape, cache.shape());
         if self.step.is_unchecked(op, batch, bounds) {
-            attention::places(batch, bounds)?;
+            attention::places(op, batch, bounds)?;
             self.step.checked(op, bounds);
         }
         let from = qkv.of(Element::F32, op, "qkv")?.ptr;

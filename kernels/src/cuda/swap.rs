@@ -17,7 +17,7 @@ use std::time::Duration;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// KV blocks in host memory: bf16 or FP8
-/// `[num_blocks, 2 * num_layers, num_kv_heads, block_size, head_dim]`, so that a block is
+/// `[num_blocks, planes, num_kv_heads, block_size, head_dim]`, so that a block is
 /// contiguous, and so are adjacent blocks.
 #[derive(Debug)]
 pub struct CudaHostKv {
@@ -92,7 +92,7 @@ impl CudaHostKv {
         for (name, (block, _)) in names.as_mut_slice().iter_mut().zip(pairs) {
             *name = *block;
         }
-        let planes = 2 * self.shape.num_layers;
+        let planes = cache.planes();
         let (elements, stride) = cache.block_and_plane();
         for BlockRun { start, len, host } in runs(pairs) {
             let names = names.device_ptr(start);

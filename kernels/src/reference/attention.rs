@@ -18,7 +18,7 @@ impl AttentionOps for ReferenceBackend {
         check::qkv(&input, at, cache.shape(), q_out)?;
         let QkvInput { x, weights, addend, rope } = input;
         let AttentionAt { shape, batch, layer } = at;
-        check::places(batch, check::bounds(rope, shape, cache.shape()))?;
+        check::places("qkv_rope_write", batch, check::bounds(rope, shape, cache.shape()))?;
         q_out.set_rows(x.rows())?;
         let (q_width, kv_width) =
             (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim);
@@ -101,17 +101,22 @@ pub(super) fn finish_heads(
     sin: &[f32],
     shape: &AttentionShape,
 ) {
-    let half = shape.head_dim / 2;
     for head in heads.chunks_exact_mut(shape.head_dim) {
         if let Some(norm) = norm {
             let plain = head.to_vec();
             rmsnorm(&plain, norm, shape.norm_eps, head);
         }
-        for i in 0..half {
-            let (x, y) = (head[i], head[i + half]);
-            head[i] = x * cos[i] - y * sin[i];
-            head[i + half] = y * cos[i] + x * sin[i];
-        }
+        rotate(head, cos, sin);
+    }
+}
+
+/// Rotates element `i` with `i + half`.
+pub(super) fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
+    let half = cos.len();
+    for i in 0..half {
+        let (x, y) = (head[i], head[i + half]);
+        head[i] = x * cos[i] - y * sin[i];
+        head[i + half] = y * cos[i] + x * sin[i];
     }
 }
 
@@ -132,7 +137,7 @@ fn attend(
     let slot = |position: usize| {
         table[position / block_size] as usize * block_size + position % block_size
     };
-    let head_dim = shape.head_dim;
+    let (head_dim, value_dim) = (shape.head_dim, shape.value_dim());
     let scale = 1.0 / (head_dim as f32).sqrt();
     let group = shape.num_heads / shape.num_kv_heads;
     for i in 0..seq.num_rows as usize {
@@ -141,8 +146,7 @@ fn attend(
         let window = shape.sliding_window.map_or(end, |window| window as usize);
         let visible = end.saturating_sub(window)..end;
         for head in 0..shape.num_heads {
-            let columns = head * head_dim..(head + 1) * head_dim;
-            let query = &q.row(row)[columns.clone()];
+            let query = &q.row(row)[head * head_dim..][..head_dim];
             scores.clear();
             scores.extend(visible.clone().map(|position| {
                 let score = scale * dot(query, cache.key(layer, slot(position), head / group));
@@ -151,7 +155,7 @@ fn attend(
             // An additional token, whose weight is discarded.
             scores.extend(sinks.map(|sinks| sinks[head]));
             softmax(scores);
-            let mixed = &mut out.row_mut(row)[columns];
+            let mixed = &mut out.row_mut(row)[head * value_dim..][..value_dim];
             mixed.fill(0.0);
             for (position, weight) in visible.clone().zip(scores.iter()) {
                 let value = cache.value(layer, slot(position), head / group);

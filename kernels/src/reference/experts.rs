@@ -41,7 +41,9 @@ fn choose(logits: &[f32], bias: Option<&[f32]>, routing: &Routing) -> Vec<(usize
             ((0..num_experts).map(|i| scores[i] + of(i)).collect(), scores)
         }
     };
-    let mut all: Vec<(usize, f32)> = scores.into_iter().enumerate().collect();
+    let is_kept = kept(&keys, routing);
+    let mut all: Vec<(usize, f32)> =
+        scores.into_iter().enumerate().filter(|(i, _)| is_kept[i / routing.group_size()]).collect();
     // Stable, so that the lowest number comes first among equals. NaN comes last; both zeros are
     // equal.
     let key = |i: usize| if keys[i].is_nan() { f32::NEG_INFINITY } else { keys[i] + 0.0 };
@@ -56,6 +58,23 @@ fn choose(logits: &[f32], bias: Option<&[f32]>, routing: &Routing) -> Vec<(usize
     let weight = gate.first().map_or(1.0, |logit| sigmoid(*logit));
     all.extend((num_experts..routing.num_experts).map(|expert| (expert, weight)));
     all
+}
+
+/// For each group, whether it is among the best; ties by lowest number.
+fn kept(keys: &[f32], routing: &Routing) -> Vec<bool> {
+    let score = |group: &[f32]| {
+        let mut sorted: Vec<f32> = group.iter().map(|key| key.max(f32::NEG_INFINITY)).collect();
+        sorted.sort_by(|a, b| b.total_cmp(a));
+        match routing.scores {
+            Scores::Softmax => sorted[0] + 0.0,
+            Scores::Sigmoid => sorted.iter().take(2).sum(),
+        }
+    };
+    let scores: Vec<f32> = keys.chunks(routing.group_size()).map(score).collect();
+    let mut best: Vec<usize> = (0..routing.groups).collect();
+    best.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]));
+    best.truncate(routing.kept_groups);
+    (0..routing.groups).map(|group| best.contains(&group)).collect()
 }
 
 /// Number of matrices in a stack, and rows and columns of each.

@@ -80,7 +80,8 @@ impl Tensors for ReferenceBackend {
 
     fn kv_block_bytes(&self, shape: &KvShape) -> u64 {
         let elements = shape.num_layers * shape.block_size * shape.num_kv_heads * shape.head_dim;
-        2 * (elements * size_of::<f32>()) as u64
+        let planes = if shape.latent.is_some() { 1 } else { 2 };
+        planes * (elements * size_of::<f32>()) as u64
     }
 
     fn new_host_kv(&mut self, shape: KvShape) -> Result<Self::HostKv, KernelError> {

@@ -65,7 +65,7 @@ impl QkNormOps for ReferenceBackend {
     ) -> Result<(), KernelError> {
         attention::projected("rope_write", (qkv, rope), at, cache.shape(), q_out)?;
         let AttentionAt { shape, batch, layer } = at;
-        attention::places(batch, attention::bounds(rope, shape, cache.shape()))?;
+        attention::places("rope_write", batch, attention::bounds(rope, shape, cache.shape()))?;
         q_out.set_rows(qkv.rows())?;
         let (q, kv) = (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim);
         for i in 0..qkv.rows() {

@@ -133,7 +133,8 @@ impl ReferenceMatrix {
 }
 
 /// K and V of every layer: `[num_layers][slots, num_kv_heads * head_dim]`, a slot being
-/// `block * block_size + offset`. Always f32; a cache in FP8 holds values that FP8 has.
+/// `block * block_size + offset`. V has no elements of its own if it is a part of K. Always f32; a
+/// cache in FP8 holds values that FP8 has.
 #[derive(Debug)]
 pub struct ReferenceKvCache {
     keys: Vec<f32>,
@@ -151,7 +152,11 @@ impl ReferenceKvCache {
             shape.head_dim,
         ];
         let what = "the KV cache";
-        Ok(Self { keys: zeroed(what, &sizes)?, values: zeroed(what, &sizes)?, shape })
+        let values = match shape.latent {
+            None => zeroed(what, &sizes)?,
+            Some(_) => Vec::new(),
+        };
+        Ok(Self { keys: zeroed(what, &sizes)?, values, shape })
     }
 
     /// The cache's dimensions.
@@ -172,10 +177,14 @@ impl ReferenceKvCache {
         (layer * self.num_slots() + slot) * self.width()
     }
 
-    /// Stores K and V of all heads at one slot, rounded to what the cache holds.
+    /// Stores K and V of all heads at one slot, rounded to what the cache holds. V is empty if it
+    /// is a part of K.
     pub(super) fn store(&mut self, layer: usize, slot: usize, k: &[f32], v: &[f32]) {
         let (start, width) = (self.start(layer, slot), self.width());
         for (to, from) in [(&mut self.keys, k), (&mut self.values, v)] {
+            if from.is_empty() {
+                continue;
+            }
             let to = &mut to[start..][..width];
             to.copy_from_slice(from);
             if self.shape.storage == KvStorage::Fp8 {
@@ -192,7 +201,9 @@ impl ReferenceKvCache {
             let source = other.start(layer, from as usize * size);
             let target = self.start(layer, to as usize * size);
             self.keys[target..][..len].copy_from_slice(&other.keys[source..][..len]);
-            self.values[target..][..len].copy_from_slice(&other.values[source..][..len]);
+            if self.shape.latent.is_none() {
+                self.values[target..][..len].copy_from_slice(&other.values[source..][..len]);
+            }
         }
     }
 
@@ -204,6 +215,9 @@ impl ReferenceKvCache {
 
     /// V of one head at one slot.
     pub(super) fn value(&self, layer: usize, slot: usize, head: usize) -> &[f32] {
+        if let Some(latent) = self.shape.latent {
+            return &self.key(layer, slot, head)[..latent];
+        }
         let start = self.start(layer, slot) + head * self.shape.head_dim;
         &self.values[start..][..self.shape.head_dim]
     }

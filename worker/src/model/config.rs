@@ -3,8 +3,8 @@
 //!
 //! - `architecture`: the differences between architectures
 //! - `rope`, `windows`, `experts`: the keys for rotary embeddings, sliding windows and experts
-//! - `gemma`, `gpt_oss`, `granite`: the keys that only these architectures have; `layer_norms`:
-//!   those of architectures with LayerNorms
+//! - `gemma`, `gpt_oss`, `granite`: the keys that only these architectures have; `latent`: those of
+//!   DeepSeek V2 and V3; `layer_norms`: those of architectures with LayerNorms
 //! - `published`, `layered`: tests with configurations as published
 use std::path::Path;
 
@@ -17,6 +17,7 @@ use self::architecture::{Architecture, Biases};
 pub use self::architecture::{Fused, MlpNames, NormKind, Norms};
 use self::gemma::Gemma;
 use self::granite::Granite;
+pub use self::latent::Latent;
 use self::layer_norms::Own as LayerNorms;
 use super::ModelError;
 use super::experts::ExpertsConfig;
@@ -28,6 +29,7 @@ mod experts;
 mod gemma;
 mod gpt_oss;
 mod granite;
+mod latent;
 mod layer_norms;
 mod rope;
 mod windows;
@@ -47,10 +49,12 @@ pub struct ModelConfig {
     pub num_layers: usize,
     /// Number of query heads.
     pub num_heads: usize,
-    /// Number of key and value heads (GQA); divides `num_heads`.
+    /// Number of key and value heads (GQA); divides `num_heads`. With latents there is one.
     pub num_kv_heads: usize,
-    /// Elements per head; even.
+    /// Elements per head; even. With latents, those that the cache has of a token.
     pub head_dim: usize,
+    /// Multi-head latent attention (DeepSeek V2 and V3), if the model has it.
+    pub latent: Option<Latent>,
     /// Size of the vocabulary, in tokens.
     pub vocab_size: usize,
     /// Maximum sequence length that the model supports, in tokens.
@@ -80,7 +84,7 @@ pub struct ModelConfig {
     /// (OLMo 2); never in addition to `qk_norm`.
     pub qk_norm_whole: bool,
     /// Factor of attention scores in addition to `1 / sqrt(head_dim)`. A model with a factor other
-    /// than 1 either normalises its heads or rotates them whole.
+    /// than 1 either normalises its heads or rotates them whole, or has latents.
     pub query_scale: f32,
     /// Factor of the embeddings.
     pub embedding_scale: f64,
@@ -216,8 +220,18 @@ impl ModelConfig {
         }
         let quantised = raw.quantization_config.as_ref().map(quantization::check).transpose()?;
         let hidden_size = size("hidden_size", raw.hidden_size)?;
-        let Heads { num_heads, num_kv_heads, head_dim } =
-            Heads::read(&raw, architecture, hidden_size)?;
+        let latent = match architecture.has_latents() {
+            true => Some(Latent::read(&config, architecture)?),
+            false => None,
+        };
+        let Heads { num_heads, num_kv_heads, head_dim } = match &latent {
+            None => Heads::read(&raw, architecture, hidden_size)?,
+            Some(latent) => Heads {
+                num_heads: size("num_attention_heads", raw.num_attention_heads)?,
+                num_kv_heads: 1,
+                head_dim: latent.width(),
+            },
+        };
         let key = architecture.eps_key();
         let norm_eps = match &config[key] {
             Value::Null => return Err(format!("key {key} is missing")),
@@ -231,10 +245,13 @@ impl ModelConfig {
         if architecture == Architecture::Olmoe && !clip.is_null() {
             return Err(format!("clip_qkv is {clip}, only null is supported"));
         }
-        let experts = experts::read(&raw, architecture, num_layers)?;
+        let experts = experts::read(&config, &raw, architecture, num_layers)?;
         let positions = model_config::positions(&config)?;
         let told = rope::told(&config, &raw, architecture, num_layers)?;
-        let ropes = rope::ropes(&config, &raw, architecture, head_dim, &told)?;
+        let ropes = {
+            let rotated = latent.map_or(head_dim, |latent| latent.rotated);
+            rope::ropes(&config, &raw, architecture, rotated, &told)?
+        };
         let Gemma { query_scale, caps: [attention_cap, logits_cap] } = match is_gemma {
             true => Gemma::read(&config, architecture, head_dim)?,
             false => Gemma { query_scale: 1.0, caps: [None; 2] },
@@ -260,6 +277,7 @@ impl ModelConfig {
             num_heads,
             num_kv_heads,
             head_dim,
+            latent,
             vocab_size: size("vocab_size", raw.vocab_size)?,
             max_positions: size("max_position_embeddings", Some(positions.most as usize))?,
             norm_eps: granite.norm_eps(norm_eps) as f32,
@@ -273,7 +291,10 @@ impl ModelConfig {
             fused: architecture.fused(),
             qk_norm: architecture.normalises_heads(&raw),
             qk_norm_whole: architecture.normalises_all_heads(),
-            query_scale: query_scale * granite.query_scale(head_dim) as f32,
+            query_scale: match &latent {
+                Some(latent) => latent.query_scale(&config)?,
+                None => query_scale * granite.query_scale(head_dim) as f32,
+            },
             embedding_scale: match is_gemma {
                 true => (hidden_size as f64).sqrt(),
                 false => granite.embedding_scale(),
@@ -297,6 +318,18 @@ impl ModelConfig {
     #[must_use]
     pub fn has_own_head(&self) -> bool {
         !self.tied && self.classifier.is_none()
+    }
+
+    /// Returns the number of elements of V per head, as the output projection takes them.
+    #[must_use]
+    pub fn value_dim(&self) -> usize {
+        self.latent.map_or(self.head_dim, |latent| latent.value)
+    }
+
+    /// Returns the number of elements per head that RoPE tables are for.
+    #[must_use]
+    pub fn rope_dim(&self) -> usize {
+        self.latent.map_or(self.head_dim, |latent| latent.rotated)
     }
 
     /// Whether the MLPs of dense layers have a gate.

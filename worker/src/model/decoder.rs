@@ -8,7 +8,7 @@ use kernels::{Backend, KernelError};
 use shared::protocol::{EngineConfig, KvCacheDtype};
 
 use self::pass::{Pass, Pending};
-use super::config::ModelConfig;
+use super::config::{Latent, ModelConfig};
 use super::lora::Adapters;
 use super::shard::Shard;
 use super::weights::{BackendWeights, ClassHead};
@@ -42,7 +42,9 @@ struct Buffers<B: Backend> {
     q: B::Buffer,
     /// What q and k need to be normalised over all heads, if they are.
     qk_norm: Option<QkNormBuffers<B>>,
-    /// Output of attention, `[tokens, heads * head_dim]`.
+    /// What multi-head latent attention needs, if the model has it.
+    latent: Option<LatentBuffers<B>>,
+    /// Output of attention, `[tokens, heads * head_dim]`; with latents, `[tokens, heads * rank]`.
     attended: B::Buffer,
     /// Inner activations of the MLP, `[tokens, intermediate]`; if some layer has an MLP.
     inner: Option<B::Buffer>,
@@ -67,6 +69,43 @@ impl<B: Backend> QkNormBuffers<B> {
         let [q, k] = norm.columns;
         let projected = backend.new_buffer(rows_max, q + 2 * k)?;
         Ok(Self { norm, projected, squares: backend.new_buffer(rows_max, 2)? })
+    }
+}
+
+struct LatentBuffers<B: Backend> {
+    /// What the first of two projections makes, and its norm, `[tokens, q_rank]`.
+    down: Option<[B::Buffer; 2]>,
+    /// q as projected, `[tokens, heads * (plain + rotated)]`.
+    q: B::Buffer,
+    /// Latents and rotated parts of K, as projected, `[tokens, rank + rotated]`.
+    kv: B::Buffer,
+    /// The parts of q without positions, `[tokens, heads * plain]`.
+    plain: B::Buffer,
+    /// What heads make of attention's output, `[tokens, heads * value]`.
+    mixed: B::Buffer,
+}
+
+impl<B: Backend> LatentBuffers<B> {
+    fn new(
+        backend: &mut B,
+        rows_max: usize,
+        heads: usize,
+        sizes: &Latent,
+    ) -> Result<Self, KernelError> {
+        let Latent { q_rank, plain, rotated, value, .. } = *sizes;
+        Ok(Self {
+            down: match q_rank {
+                None => None,
+                Some(rank) => Some([
+                    backend.new_buffer(rows_max, rank)?,
+                    backend.new_input_buffer(rows_max, rank)?,
+                ]),
+            },
+            q: backend.new_buffer(rows_max, heads * (plain + rotated))?,
+            kv: backend.new_buffer(rows_max, sizes.width())?,
+            plain: backend.new_input_buffer(rows_max, heads * plain)?,
+            mixed: backend.new_input_buffer(rows_max, heads * value)?,
+        })
     }
 }
 
@@ -113,7 +152,8 @@ impl<B: Backend> Decoder<B> {
         rows_max: usize,
     ) -> Result<Self, KernelError> {
         let hidden = config.hidden_size;
-        let heads = shard.heads.len() * config.head_dim;
+        let heads = shard.heads.len();
+        let per_head = config.latent.map_or(config.head_dim, |latent| latent.rank);
         let everywhere = shard.rank == 0 || backend.may_sample_everywhere();
         let all_logits = if everywhere { rows_max } else { 1 };
         let buffers = Buffers {
@@ -122,12 +162,16 @@ impl<B: Backend> Decoder<B> {
             deltas: (0..=shard.parts.ilog2() + u32::from(config.is_parallel))
                 .map(|_| backend.new_buffer(tokens_max, hidden))
                 .collect::<Result<_, _>>()?,
-            q: backend.new_input_buffer(tokens_max, heads)?,
+            q: backend.new_input_buffer(tokens_max, heads * config.head_dim)?,
             qk_norm: match shard.qk_norm(&config) {
                 None => None,
                 Some(norm) => Some(QkNormBuffers::new(backend, tokens_max, norm)?),
             },
-            attended: backend.new_input_buffer(tokens_max, heads)?,
+            latent: match &config.latent {
+                None => None,
+                Some(sizes) => Some(LatentBuffers::new(backend, tokens_max, heads, sizes)?),
+            },
+            attended: backend.new_input_buffer(tokens_max, heads * per_head)?,
             inner: match shard.intermediate.len() {
                 0 => None,
                 width => Some(backend.new_input_buffer(tokens_max, width)?),
@@ -146,9 +190,10 @@ impl<B: Backend> Decoder<B> {
             num_heads: shard.heads.len(),
             num_kv_heads: shard.kv_heads.len(),
             head_dim: config.head_dim,
-            norm_eps: config.norm_eps,
+            norm_eps: config.latent.map_or(config.norm_eps, |_| Latent::NORM_EPS),
             sliding_window: None,
             softcap: config.attention_cap,
+            latent: config.latent.map(|latent| latent.rank),
         };
         let mut windows = config.sliding_windows.clone();
         windows.sort_unstable();
@@ -230,6 +275,7 @@ impl<B: Backend> Decoder<B> {
             num_layers: self.config.num_layers,
             num_kv_heads: self.shard.kv_heads.len(),
             head_dim: self.config.head_dim,
+            latent: self.config.latent.map(|latent| latent.rank),
             block_size: sizes.block_size as usize,
             num_blocks: num_blocks as usize,
             storage: match sizes.kv_cache_dtype {

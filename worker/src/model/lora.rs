@@ -143,6 +143,11 @@ impl LoraFiles {
     /// # Errors
     /// [`ModelError`].
     pub fn open(lora: &Lora, config: &ModelConfig) -> Result<Self, ModelError> {
+        if config.latent.is_some() && !(lora.adapters.is_empty() && lora.places == 0) {
+            let message = "LoRA adapters of models with multi-head latent attention (DeepSeek's) are \
+                           not supported";
+            return Err(KernelError::Unsupported(message.to_owned()).into());
+        }
         let max_rank = largest_rank(lora);
         let open = |adapter| AdapterFiles::open(adapter, config, max_rank);
         let adapters = lora.adapters.iter().map(open).collect::<Result<_, _>>()?;

@@ -39,7 +39,7 @@ impl Module {
         match self {
             Self::Q => [q, hidden],
             Self::K | Self::V => [kv, hidden],
-            Self::O => [hidden, q],
+            Self::O => [hidden, config.num_heads * config.value_dim()],
             Self::Gate | Self::Up => [inner, hidden],
             Self::Down => [hidden, inner],
         }

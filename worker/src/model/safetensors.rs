@@ -231,12 +231,19 @@ impl WeightFiles {
         &self.folder
     }
 
-    /// Returns the number of files, and the bytes of a text model's weights in them.
+    /// Returns the number of files, and the bytes of a text model's weights in them. Behind its
+    /// layers may be others, which predict several tokens and are not loaded.
     #[must_use]
-    pub fn size(&self) -> (usize, u64) {
-        let text = ["model.embed_tokens.", "model.layers.", "model.norm.", "lm_head."];
-        let all = self.tensors.iter();
-        let all = all.filter(|(name, _)| text.iter().any(|part| name.starts_with(part)));
+    pub fn size(&self, num_layers: usize) -> (usize, u64) {
+        let beside = ["model.embed_tokens.", "model.norm.", "lm_head."];
+        let is_text = |name: &str| match name.strip_prefix("model.layers.") {
+            Some(rest) => rest
+                .split_once('.')
+                .and_then(|(layer, _)| layer.parse().ok())
+                .is_some_and(|layer: usize| layer < num_layers),
+            None => beside.iter().any(|part| name.starts_with(part)),
+        };
+        let all = self.tensors.iter().filter(|(name, _)| is_text(name));
         let infos = all.filter_map(|(_, place)| self.files[place.file].metadata.info(&place.name));
         let bytes = infos.map(|info| (info.data_offsets.1 - info.data_offsets.0) as u64).sum();
         (self.files.len(), bytes)

@@ -4,7 +4,7 @@ use kernels::backend::EXPERT_SLOTS;
 use kernels::weights::Int4Groups;
 use shared::protocol::{EngineConfig, KvCacheDtype, Quantization};
 
-use super::config::ModelConfig;
+use super::config::{Latent, ModelConfig};
 use super::shard::Shard;
 
 /// Bytes per output of a quantised matrix for its scale.
@@ -58,7 +58,18 @@ pub fn weight_bytes(
     let routing = config.experts.as_ref().map(|experts| experts.routing);
     let [experts, logits] =
         routing.map_or([0, 0], |routing| [routing.num_experts, routing.num_logits()].map(n));
-    let attention = matrix(q + 2 * kv, hidden, false) + row_parallel(q, false);
+    let attention = match &config.latent {
+        None => matrix(q + 2 * kv, hidden, false) + row_parallel(q, false),
+        Some(latent) => {
+            let Latent { q_rank, rank, plain, rotated, value } = *latent;
+            let heads = n(shard.heads.len());
+            q_rank.map_or(0, |q_rank| matrix(n(q_rank), hidden, false))
+                + matrix(heads * n(plain + rotated), q_rank.map_or(hidden, n), false)
+                + matrix(n(rank + rotated), hidden, false)
+                + as_is(heads * n(plain + value), n(rank))
+                + row_parallel(heads * n(value), false)
+        }
+    };
     let vocab = n(shard.vocab_width);
     // The matrix of classes is too small to count.
     let output = match (config.has_own_head(), quantization) {
@@ -98,7 +109,17 @@ pub fn activation_bytes(
     let inner = n(shard.intermediate.len());
     let deltas = u64::from(shard.parts.ilog2()) + 1 + u64::from(config.is_parallel);
     // Buffers, plus the intermediates of fused operations.
-    let row = hidden * (4 + 2 + 4 * deltas) + q * 2 * 2 + inner * 2 + (q + 2 * kv) * 4;
+    let projected = match &config.latent {
+        None => (q + 2 * kv) * 4,
+        Some(latent) => {
+            let Latent { q_rank, rank, plain, rotated, value } = *latent;
+            let heads = n(shard.heads.len());
+            n(q_rank.unwrap_or(0)) * (4 + 2)
+                + (heads * n(plain + rotated) + n(rank + rotated)) * 4
+                + heads * n(plain + value) * 2
+        }
+    };
+    let row = hidden * (4 + 2 + 4 * deltas) + q * 2 * 2 + inner * 2 + projected;
     let product = u64::from(sizes.max_num_batched_tokens.min(1024)) * inner * 2 * 4;
     let logits = n(shard.vocab_width) * n(shard.degree + 1) * 4;
     let experts = config.experts.as_ref().map_or(0, |experts| {
@@ -111,7 +132,15 @@ pub fn activation_bytes(
             + (tokens * top).min(EXPERT_SLOTS as u64) * hidden * (2 + 4)
     });
     // The largest quantised matrix of a layer, converted for products of many rows.
-    let widened = if widens { 2 * hidden * (q + 2 * kv).max(2 * inner) } else { 0 };
+    let projections = match &config.latent {
+        None => hidden * (q + 2 * kv),
+        Some(latent) => {
+            let heads = n(shard.heads.len());
+            let wide = heads * n(latent.plain + latent.rotated);
+            (wide * latent.q_rank.map_or(hidden, n)).max(hidden * heads * n(latent.value))
+        }
+    };
+    let widened = if widens { 2 * projections.max(2 * hidden * inner) } else { 0 };
     experts
         + widened
         + u64::from(sizes.max_num_batched_tokens) * row
@@ -126,7 +155,9 @@ pub fn sequence_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig)
         KvCacheDtype::Auto => 2,
         KvCacheDtype::Fp8 => 1,
     };
-    let token = config.num_layers * shard.kv_heads.len() * config.head_dim * 2 * element;
+    // K and V, unless one is a part of the other.
+    let planes = if config.latent.is_some() { 1 } else { 2 };
+    let token = config.num_layers * shard.kv_heads.len() * config.head_dim * planes * element;
     u64::from(sizes.max_model_len.next_multiple_of(sizes.block_size.max(1))) * token as u64
 }
 
@@ -243,6 +274,44 @@ mod tests {
             plain_bytes(&mixed, &whole, Quantization::None) / 2 + expert_layer - 2048 * 3 * 6144,
             plain_bytes(&sparse, &Shard::new(&sparse, 0, 1).unwrap(), Quantization::None) / 2
         );
+    }
+
+    /// DeepSeek-V3 without the layer that predicts several tokens: 671,026,419,200 parameters, of
+    /// which 61 x (7168 + 1536 + 512 + 7168) + 7168 are in norms and 58 x 256 in biases of routers.
+    #[test]
+    fn latents_are_counted_once_for_all_heads() {
+        let config = json!({"architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168,
+            "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 4096,
+            "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256,
+            "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+            "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "rms_norm_eps": 1e-6, "topk_group": 4, "v_head_dim": 128, "vocab_size": 129_280});
+        let config = ModelConfig::from_value(config).unwrap();
+        let whole = Shard::new(&config, 0, 1).unwrap();
+        let others = 61 * (7168 + 1536 + 512 + 7168) + 7168 + 58 * 256;
+        let bytes = plain_bytes(&config, &whole, Quantization::None);
+        assert_eq!(bytes / 2 + others, 671_026_419_200);
+        // The first projections and the routers are on every rank.
+        let alike = 2 * (61 * (1536 + 576) * 7168 + 58 * 256 * 7168u64);
+        let eighth = Shard::new(&config, 7, 8).unwrap();
+        let own = plain_bytes(&config, &eighth, Quantization::None);
+        assert_eq!((own - alike) * 8, bytes - alike);
+        let sizes = EngineConfig {
+            block_size: 16,
+            max_model_len: 4096,
+            max_num_seqs: 64,
+            max_num_batched_tokens: 2048,
+            kv_cache_bytes: 0,
+            swap_bytes: 0,
+            kv_cache_dtype: KvCacheDtype::Auto,
+        };
+        // 70,272 bytes a token, on every rank.
+        assert_eq!(sequence_bytes(&config, &whole, &sizes), 4096 * 61 * 576 * 2);
+        assert_eq!(sequence_bytes(&config, &eighth, &sizes), 4096 * 61 * 576 * 2);
+        let fp8 = EngineConfig { kv_cache_dtype: KvCacheDtype::Fp8, ..sizes.clone() };
+        assert_eq!(sequence_bytes(&config, &eighth, &fp8), 4096 * 61 * 576);
+        let bytes = |shard| activation_bytes(&config, shard, false, &sizes);
+        assert!(bytes(&eighth) < bytes(&whole) && bytes(&whole) < 4 << 30);
     }
 
     /// gpt-oss-20b: 24 layers with 32 experts, whose matrices have 4 bits in groups of 32;

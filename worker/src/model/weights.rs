@@ -1,6 +1,7 @@
 //! One rank's shard of the weights, packed for its backend.
 //!
 //! - `part`: which rectangle of each tensor a rank takes
+//! - `latent`: those of multi-head latent attention
 //! - `loader`: packs what was taken
 //! - `classes`: the matrix of a model that sorts texts into classes
 //!
@@ -25,6 +26,7 @@ use super::safetensors::WeightFiles;
 use super::shard::Shard;
 
 mod classes;
+mod latent;
 mod loader;
 mod part;
 
@@ -33,8 +35,8 @@ mod part;
 pub struct LayerWeights<M, S, V> {
     /// Norm before attention, or before attention and MLP.
     pub input_norm: Option<Norm<V>>,
-    /// q, k, v projections.
-    pub qkv: QkvWeights<M, V>,
+    /// What makes q, k and v.
+    pub projection: Projection<M, S, V>,
     /// Norm of q and of k over all heads, for this rank's columns of both, in place of norms in
     /// `qkv` (OLMo 2).
     pub qk_norm: Option<V>,
@@ -54,6 +56,33 @@ pub struct LayerWeights<M, S, V> {
     pub mlp: Mlp<M, S, V>,
     /// RMSNorm of the MLP's output, before the residual add (Gemma, OLMo 2).
     pub down_norm: Option<V>,
+}
+
+/// What makes q, k and v.
+#[derive(Debug)]
+pub enum Projection<M, S, V> {
+    /// A product for all of them.
+    Qkv(QkvWeights<M, V>),
+    /// Multi-head latent attention.
+    Latent(LatentWeights<M, S, V>),
+}
+
+/// Weights of multi-head latent attention.
+#[derive(Debug)]
+pub struct LatentWeights<M, S, V> {
+    /// If there are two projections that make q: the first, and the norm of what it makes; the same
+    /// on all ranks.
+    pub q_down: Option<(M, V)>,
+    /// The only or second projection that makes q, `[heads * (plain + rotated), in]`.
+    pub q: M,
+    /// Makes latents and rotated parts of K, `[rank + rotated, hidden]`; the same on all ranks.
+    pub kv: M,
+    /// RMSNorm of latents.
+    pub kv_norm: V,
+    /// What would make K of latents, transposed: `[rank, plain]` for each head. Never quantised.
+    pub keys: S,
+    /// What makes V of latents: `[value, rank]` for each head. Never quantised.
+    pub values: S,
 }
 
 /// A norm of the residual stream.
@@ -104,6 +133,8 @@ pub enum Mlp<M, S, V> {
 /// The weights in a backend's own types.
 pub type BackendWeights<B> =
     Weights<<B as Types>::Matrix, <B as Types>::Stack, <B as Types>::Vector>;
+pub(super) type BackendLatent<B> =
+    LatentWeights<<B as Types>::Matrix, <B as Types>::Stack, <B as Types>::Vector>;
 pub(super) type BackendLayer<B> =
     LayerWeights<<B as Types>::Matrix, <B as Types>::Stack, <B as Types>::Vector>;
 pub(super) type BackendMlp<B> =
@@ -190,9 +221,11 @@ pub fn load<B: Backend>(
         ropes: kinds
             .iter()
             .map(|rope| {
-                let (mut cos, mut sin) = rope.tables(config.head_dim, max_positions);
+                let (mut cos, mut sin) = rope.tables(config.rope_dim(), max_positions);
                 // Without a norm on q to carry it, the scores' factor is split between q and k.
-                if !config.qk_norm && config.query_scale != 1.0 {
+                // That of latents is an argument.
+                let carries = config.qk_norm || config.latent.is_some();
+                if !carries && config.query_scale != 1.0 {
                     let scale = config.query_scale.sqrt();
                     cos.iter_mut().chain(&mut sin).for_each(|value| *value *= scale);
                 }

@@ -14,7 +14,7 @@ fn folders() -> Vec<PathBuf> {
             folders.push(path);
         }
     }
-    assert_eq!(folders.len(), 48);
+    assert_eq!(folders.len(), 50);
     folders
 }
 

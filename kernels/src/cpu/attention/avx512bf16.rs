@@ -12,7 +12,7 @@ use super::super::fp8;
 use super::super::gemm::round_row;
 use super::super::kv::Pairs;
 use super::super::math::soft_capped;
-use super::{Attention, AttentionScratch, QUERIES, Query, RowTile, View};
+use super::{Attention, AttentionScratch, QUERIES, Query, QueryTile, View};
 
 /// Lanes per vector.
 pub(super) const LANES: usize = 16;
@@ -72,12 +72,11 @@ impl Loaded for u16 {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
 pub(super) fn run_tile<E: Loaded>(
     attention: &Attention<'_>,
-    tile: RowTile,
+    tile: QueryTile,
     view: &View<'_>,
     scratch: &mut AttentionScratch,
 ) {
-    let group = attention.shape.num_heads / attention.shape.num_kv_heads;
-    let total = tile.rows as usize * group;
+    let total = tile.count;
     // As even as possible. Slightly more queries than fit best go in one pass, which reads K and V
     // only once.
     let parts = if total <= QUERIES { 1 } else { total.div_ceil(SQUARE) };
@@ -170,8 +169,8 @@ fn run_queries<E: Loaded, const M: usize, const W: usize>(
     }
 
     let mut dim = 0;
-    while dim < head_dim {
-        let vectors = (head_dim - dim).div_ceil(LANES);
+    while dim < view.value_dim {
+        let vectors = (view.value_dim - dim).div_ceil(LANES);
         let from = Rows { start: base / 2, stride: layout.row / 2 };
         match vectors {
             1 => mix::<E, M, 1>(attention, view, queries, &span, weights, from, &inverse, dim),
@@ -406,7 +405,7 @@ fn mix<E: Loaded, const M: usize, const W: usize>(
     // The last vector may extend past the end of the head.
     let mut masks = [0; W];
     for (w, mask) in masks.iter_mut().enumerate() {
-        *mask = lanes(dim + w * LANES, &(0..view.head_dim));
+        *mask = lanes(dim + w * LANES, &(0..view.value_dim));
     }
     let mut sums = [[_mm512_setzero_ps(); W]; M];
     // Pairs to which all queries attend are read once for all of them. At the edges, some query
@@ -421,10 +420,10 @@ fn mix<E: Loaded, const M: usize, const W: usize>(
     tile.add_edge::<E, M>(common.end..last, &mut sums);
     for ((query, sums), &inverse) in queries.iter().zip(&sums).zip(inverse) {
         // SAFETY: one task computes this head of this row, and writes it here alone.
-        let out = unsafe { attention.out.slice(query.offset, view.head_dim) };
+        let out = unsafe { attention.out.slice(query.out, view.value_dim) };
         for (w, (&sum, &mask)) in sums.iter().zip(&masks).enumerate() {
             let result = _mm512_mul_ps(sum, _mm512_set1_ps(inverse));
-            let out = out[(dim + w * LANES).min(view.head_dim)..].as_mut_ptr();
+            let out = out[(dim + w * LANES).min(view.value_dim)..].as_mut_ptr();
             // SAFETY: the mask has no lane beyond the head's end, which is the slice's.
             unsafe { _mm512_mask_storeu_ps(out, mask, result) };
         }
@@ -456,10 +455,10 @@ impl<const W: usize> SumTile<'_, W> {
             let (block, offset) = (pair / per_block, pair % per_block);
             let count = (per_block - offset).min(pairs.end - pair);
             let values = view.block::<E>(block).1;
-            let values = &values[offset * view.head_dim..][..count * view.head_dim];
+            let values = &values[offset * view.value_dim..][..count * view.value_dim];
             let rows: [&[u32]; M] = rows(self.weights, from, pair, count);
             for i in 0..count {
-                let vectors = self.load(&masks, &values[i * view.head_dim..]);
+                let vectors = self.load(&masks, &values[i * view.value_dim..]);
                 for (sums, row) in own.iter_mut().zip(&rows) {
                     // SAFETY: rows have `count` words.
                     let word = unsafe { *row.get_unchecked(i) };
@@ -488,7 +487,7 @@ impl<const W: usize> SumTile<'_, W> {
         let mut own = *sums;
         for pair in pairs {
             let values = view.block::<E>(pair / per_block).1;
-            let values = &values[pair % per_block * view.head_dim..];
+            let values = &values[pair % per_block * view.value_dim..];
             let vectors = self.load(&masks, values);
             let rows: [&[u32]; M] = rows(self.weights, from, pair, 1);
             for ((sums, query), row) in own.iter_mut().zip(self.queries).zip(&rows) {
@@ -514,7 +513,7 @@ impl<const W: usize> SumTile<'_, W> {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
     #[inline]
     fn load<E: Loaded>(&self, masks: &[__mmask16; W], row: &[E]) -> [__m512i; W] {
-        let row = &row[..self.view.head_dim];
+        let row = &row[..self.view.value_dim];
         let mut vectors = [_mm512_setzero_si512(); W];
         for (w, (vector, &mask)) in vectors.iter_mut().zip(masks).enumerate() {
             let words = row.as_ptr().wrapping_add(self.dim + w * LANES);

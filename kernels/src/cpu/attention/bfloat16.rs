@@ -9,17 +9,16 @@ use std::ops::Range;
 use super::super::kv::Pairs;
 use super::super::math::bf16_pair;
 use super::super::simd::{HIGH, LOW, PairSimd};
-use super::{Attention, AttentionScratch, Query, RowTile, View, softmax};
+use super::{Attention, AttentionScratch, Query, QueryTile, View, softmax};
 
 #[inline(always)]
 pub(super) fn run_tile<S: PairSimd, E: Pairs>(
     attention: &Attention<'_>,
-    tile: RowTile,
+    tile: QueryTile,
     view: &View<'_>,
     scratch: &mut AttentionScratch,
 ) {
-    let group = attention.shape.num_heads / attention.shape.num_kv_heads;
-    let total = tile.rows as usize * group;
+    let total = tile.count;
     let mut next = 0;
     while next < total {
         let query = |i| attention.query(&tile, view.kv_head, next + i);
@@ -138,8 +137,8 @@ fn run_queries<S: PairSimd, E: Pairs, const Q: usize>(
     let weights = Weights { words, base: first_block * per_block, stride: pair_stride };
     let pairs = queries.map(|query| OwnPairs::of(&query, block_size));
     let mut dim = 0;
-    while dim < head_dim {
-        let left = head_dim - dim;
+    while dim < view.value_dim {
+        let left = view.value_dim - dim;
         // The more square the tile of sums, the fewer the loads.
         if Q >= 4 && S::ACCUMULATORS >= 16 && left >= 4 * S::LANES {
             for first in (0..Q).step_by(4) {
@@ -284,9 +283,9 @@ fn mix<S: PairSimd, E: Pairs, const Q: usize, const W: usize>(
         for (w, sum) in sums.iter().enumerate() {
             let first = dim + w * S::LANES;
             // The last vector may lie past the end of the head.
-            let len = S::LANES.min(view.head_dim.saturating_sub(first));
+            let len = S::LANES.min(view.value_dim.saturating_sub(first));
             // SAFETY: one task computes this head of this row, and writes it here alone.
-            let out = unsafe { attention.out.slice(query.offset + first.min(view.head_dim), len) };
+            let out = unsafe { attention.out.slice(query.out + first.min(view.value_dim), len) };
             sum.mul_add(S::splat(*inverse), S::splat(0.0)).store_some(out);
         }
     }
@@ -311,7 +310,7 @@ fn add_values<S: PairSimd, E: Pairs, const Q: usize, const W: usize>(
     // inlined here, and a call puts all sums into memory.
     let mut sums = [[S::splat(0.0); W]; Q];
     sums.copy_from_slice(all_sums);
-    let width = (view.head_dim - dim).min(W * S::LANES);
+    let width = (view.value_dim - dim).min(W * S::LANES);
     let per_block = view.block_size.div_ceil(2);
     let mut pair = pairs.start;
     while pair < pairs.end {
@@ -323,7 +322,7 @@ fn add_values<S: PairSimd, E: Pairs, const Q: usize, const W: usize>(
             *row = &row[pair - base..][..count];
         }
         for i in 0..count {
-            let values = &values[(offset + i) * view.head_dim + dim..][..width];
+            let values = &values[(offset + i) * view.value_dim + dim..][..width];
             let mut vectors = [S::splat_words(0); W];
             if width == W * S::LANES {
                 for (w, vector) in vectors.iter_mut().enumerate() {

@@ -3,7 +3,7 @@ use std::ops::Range;
 
 use super::super::kv::Floats;
 use super::super::simd::Simd;
-use super::{Attention, AttentionScratch, QUERIES, Query, RowTile, View, softmax};
+use super::{Attention, AttentionScratch, QUERIES, Query, QueryTile, View, softmax};
 
 /// Scores or weights of several queries: `[queries, stride]`; the first column is position `base`.
 #[derive(Clone, Copy)]
@@ -22,15 +22,14 @@ struct Weights<'a> {
 #[inline(always)]
 pub(super) fn run_tile<S: Simd, E: Floats>(
     attention: &Attention<'_>,
-    tile: RowTile,
+    tile: QueryTile,
     view: &View<'_>,
     scratch: &mut AttentionScratch,
 ) {
     let positions = tile.seq.table_len as usize * view.block_size;
     let scores = scratch.scores.reserved(positions * QUERIES);
     let queries = scratch.queries.reserved(view.head_dim * QUERIES);
-    let group = attention.shape.num_heads / attention.shape.num_kv_heads;
-    let total = tile.rows as usize * group;
+    let total = tile.count;
     let mut next = 0;
     while next < total {
         let query = |i| attention.query(&tile, view.kv_head, next + i);
@@ -118,8 +117,8 @@ fn run_queries<S: Simd, E: Floats, const Q: usize>(
 
     let weights = Weights { rows: scores, columns };
     let mut dim = 0;
-    while dim < view.head_dim {
-        let left = view.head_dim - dim;
+    while dim < view.value_dim {
+        let left = view.value_dim - dim;
         // The more square the tile of sums, the fewer the loads.
         if Q >= 4 && S::ACCUMULATORS >= 16 && left >= 4 * S::LANES {
             for first in (0..Q).step_by(4) {
@@ -234,9 +233,9 @@ fn mix<S: Simd, E: Floats, const Q: usize, const W: usize>(
     for ((query, sums), inverse) in queries.iter().zip(&sums).zip(inverse) {
         for (w, sum) in sums.iter().enumerate() {
             let first = dim + w * S::LANES;
-            let len = S::LANES.min(view.head_dim - first);
+            let len = S::LANES.min(view.value_dim - first);
             // SAFETY: one task computes this head of this row, and writes it here alone.
-            let out = unsafe { attention.out.slice(query.offset + first, len) };
+            let out = unsafe { attention.out.slice(query.out + first, len) };
             sum.mul_add(S::splat(inverse), S::splat(0.0)).store_some(out);
         }
     }
@@ -260,7 +259,7 @@ fn add_values<S: Simd, E: Floats, const Q: usize, const W: usize>(
     // inlined here, and a call puts all sums into memory.
     let mut sums = [[S::splat(0.0); W]; Q];
     sums.copy_from_slice(all_sums);
-    let width = (view.head_dim - dim).min(W * S::LANES);
+    let width = (view.value_dim - dim).min(W * S::LANES);
     let mut position = positions.start;
     while position < positions.end {
         let (_, values) = view.block::<E>(position / view.block_size);
@@ -271,7 +270,7 @@ fn add_values<S: Simd, E: Floats, const Q: usize, const W: usize>(
             *row = &row[position - base..][..count];
         }
         for i in 0..count {
-            let values = &values[(offset + i) * view.head_dim + dim..][..width];
+            let values = &values[(offset + i) * view.value_dim + dim..][..width];
             let mut vectors = [S::splat(0.0); W];
             if width == W * S::LANES {
                 for (w, vector) in vectors.iter_mut().enumerate() {

@@ -56,7 +56,7 @@ pub struct LayerCache {
 
 impl LayerCache {
     /// The one of two kernels that is for this storage.
-    fn pick(&self, bf16: Entry, fp8: Entry) -> Entry {
+    pub(super) fn pick(&self, bf16: Entry, fp8: Entry) -> Entry {
         match self.storage {
             KvStorage::AsTaken => bf16,
             KvStorage::Fp8 => fp8,
@@ -124,7 +124,7 @@ fn window(shape: &AttentionShape) -> u32 {
     shape.sliding_window.unwrap_or(0)
 }
 
-fn scale(shape: &AttentionShape) -> f32 {
+pub(super) fn scale(shape: &AttentionShape) -> f32 {
     1.0 / (shape.head_dim as f32).sqrt()
 }
 
@@ -172,7 +172,7 @@ impl Partials {
     #[must_use]
     pub fn elements(shape: &AttentionShape, n: usize) -> (usize, usize) {
         let splits = n * shape.num_heads * SPLITS_MAX as usize;
-        (splits * shape.head_dim, splits * 2)
+        (splits * shape.value_dim(), splits * 2)
     }
 }
 
@@ -233,10 +233,21 @@ pub fn decode_attention(
     let at_once = multiprocessors as usize * resident;
     let across = (at_once / blocks).clamp(1, work.parts_most.max(1));
     let attention = call(entry, (across, blocks, 1), 128, args);
+    Some([attention, decode_reduce(io, shape, work, partials, least)])
+}
+
+/// `tutti_decode_reduce`
+pub(super) fn decode_reduce(
+    io: &AttentionIo,
+    shape: &AttentionShape,
+    work: &DecodeWork,
+    partials: Partials,
+    least: u32,
+) -> Call {
     let args = Args::new().ptr(partials.out).ptr(partials.ml).ptr(io.seqs).ptr(work.items);
-    let args = words(args.ptr(io.out), [shape.num_heads, shape.head_dim]);
+    let args = words(args.ptr(io.out), [shape.num_heads, shape.value_dim()]);
     let args = args.u32(window(shape)).u32(SPLITS_MAX).u32(least).ptr(work.live_items);
-    Some([attention, call(DECODE_REDUCE, (shape.num_heads, work.items_most, 1), 128, args)])
+    call(DECODE_REDUCE, (shape.num_heads, work.items_most, 1), 128, args)
 }
 
 /// `tutti_attention_any`, `tutti_attention_any_fp8`

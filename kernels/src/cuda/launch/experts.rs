@@ -44,12 +44,12 @@ pub fn route(
     rows: usize,
     live: DevicePtr,
 ) -> Call {
-    let Routing { normalise, scores, scale, shared, gated, .. } = *routing;
+    let Routing { normalise, scores, scale, shared, gated, groups, kept_groups, .. } = *routing;
     let (num_experts, chosen) = routing.chosen();
     let flags = [(normalise, 1), (scores == Scores::Sigmoid, 2), (gated, 4)];
     let flags = flags.into_iter().filter(|(is_set, _)| *is_set).map(|(_, flag)| flag).sum();
     let args = Args::new().ptr(logits).maybe(bias).ptr(experts).ptr(weights);
-    let args = words(args, [num_experts, chosen, shared]);
+    let args = words(args, [num_experts, chosen, shared, groups, kept_groups]);
     call(ROUTE, (rows, 1, 1), 32, args.u32(flags).f32(scale).ptr(live))
 }
 

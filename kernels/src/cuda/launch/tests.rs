@@ -58,6 +58,7 @@ fn shape(head_dim: usize, num_heads: usize, num_kv_heads: usize) -> AttentionSha
         norm_eps: 1e-5,
         sliding_window: None,
         softcap: None,
+        latent: None,
     }
 }
 
@@ -192,6 +193,28 @@ fn all(sizes: Sizes) -> Vec<Call> {
         number,
         ptr,
     ));
+    let latent = AttentionShape { latent: Some(512), ..shape(576, heads, 1) };
+    for (io, cache) in [(io, cache), (fp8_io, fp8)] {
+        let finish = LatentFinish {
+            q: ptr,
+            kv: ptr,
+            norm: ptr,
+            cos: ptr,
+            sin: ptr,
+            positions: ptr,
+            slots: ptr,
+            plain_out: ptr,
+            q_out: ptr,
+            cache,
+        };
+        calls.push(latent_finish(&finish, &latent, [128, 512, 64], 1.0, number, ptr));
+        calls.push(latent_attention(&io, &latent, (ptr, true), number, ptr));
+        calls.extend(latent_decode(&io, &latent, &work(seqs), partials, 132));
+    }
+    for rows_of in [number.min(8), number.max(9)] {
+        let sizes = (rows_of, heads, 512, 128);
+        calls.push(heads_product(rows, rows, rows, sizes, 576, 1.0, ptr));
+    }
     calls.push(attention_any(&fp8_io, &shape(32, heads, kv_heads), ptr, number, ptr));
     for (io, head_dim) in every_head_dim(&io, &fp8_io) {
         let shape = shape(head_dim, heads, kv_heads);

@@ -9,7 +9,7 @@ use crate::backend::{KvShape, KvStorage};
 use crate::error::KernelError;
 
 /// A paged KV cache: K and V of each layer, bf16 or FP8
-/// `[num_blocks, num_kv_heads, block_size, head_dim]`.
+/// `[num_blocks, num_kv_heads, block_size, head_dim]`. V is not there if it is a part of K.
 #[derive(Debug)]
 pub struct CudaKvCache {
     memory: DeviceMemory,
@@ -55,6 +55,11 @@ impl CudaKvCache {
         self.memory.ptr()
     }
 
+    /// Number of planes: the K, and the V, of all layers.
+    pub(in crate::cuda) fn planes(&self) -> usize {
+        planes(&self.shape) * self.shape.num_layers
+    }
+
     /// Size of a block in one plane (the K or the V of a layer), and of a plane, in units of 2
     /// bytes.
     pub(in crate::cuda) fn block_and_plane(&self) -> (usize, usize) {
@@ -66,10 +71,11 @@ impl CudaKvCache {
     #[must_use]
     pub fn layer(&self, layer: usize) -> LayerCache {
         let plane = plane_block_bytes(&self.shape) * self.shape.num_blocks;
-        let keys = self.memory.ptr().offset(2 * layer * plane);
+        let planes = planes(&self.shape);
+        let keys = self.memory.ptr().offset(planes * layer * plane);
         LayerCache {
             keys,
-            values: keys.offset(plane),
+            values: keys.offset((planes - 1) * plane),
             block_shift: self.block_shift,
             storage: self.shape.storage,
         }
@@ -81,6 +87,11 @@ fn element_bytes(shape: &KvShape) -> usize {
         KvStorage::AsTaken => 2,
         KvStorage::Fp8 => 1,
     }
+}
+
+/// Planes of a layer.
+fn planes(shape: &KvShape) -> usize {
+    if shape.latent.is_some() { 1 } else { 2 }
 }
 
 /// Bytes of one block in one plane. Does not overflow for a cache that could be allocated.
@@ -95,7 +106,9 @@ fn plane_block_bytes(shape: &KvShape) -> usize {
 pub fn kv_block_bytes(shape: &KvShape) -> u64 {
     [shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.block_size]
         .into_iter()
-        .fold(2 * element_bytes(shape) as u64, |bytes, n| bytes.saturating_mul(n as u64))
+        .fold((planes(shape) * element_bytes(shape)) as u64, |bytes, n| {
+            bytes.saturating_mul(n as u64)
+        })
 }
 
 #[cfg(test)]
@@ -108,12 +121,16 @@ mod tests {
             num_layers: 32,
             num_kv_heads: 8,
             head_dim: 128,
+            latent: None,
             block_size: 16,
             num_blocks: 9,
             storage: KvStorage::AsTaken,
         };
         // 128 KiB per token, as for Llama 3.1 8B.
         assert_eq!(kv_block_bytes(&shape), 16 * 128 * 1024);
+        // DeepSeek V3: 1,152 bytes per token and layer.
+        let latent = KvShape { num_kv_heads: 1, head_dim: 576, latent: Some(512), ..shape };
+        assert_eq!(kv_block_bytes(&latent), 16 * 32 * 1152);
         let fp8 = KvShape { storage: KvStorage::Fp8, ..shape };
         assert_eq!(kv_block_bytes(&fp8), 16 * 64 * 1024);
     }

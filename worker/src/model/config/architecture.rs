@@ -13,6 +13,8 @@ pub(super) enum Architecture {
     Arcee,
     Cohere,
     Cohere2,
+    DeepseekV2,
+    DeepseekV3,
     Ernie45,
     Exaone4,
     Gemma2,
@@ -159,13 +161,19 @@ pub(super) enum ExpertKeys {
     /// The layers from `first_k_dense_replace` on have experts, and shared ones without a gate.
     /// Their scores are sigmoids.
     AfterFirst,
+    /// As `AfterFirst`, in groups of experts (DeepSeek V3).
+    AfterFirstGrouped,
+    /// The same with a softmax (DeepSeek V2).
+    AfterFirstGroupedSoftmax,
 }
 
 impl Architecture {
-    const ALL: [Self; 33] = [
+    const ALL: [Self; 35] = [
         Self::Arcee,
         Self::Cohere,
         Self::Cohere2,
+        Self::DeepseekV2,
+        Self::DeepseekV3,
         Self::Ernie45,
         Self::Exaone4,
         Self::Gemma2,
@@ -220,6 +228,8 @@ impl Architecture {
             Self::Arcee => "ArceeForCausalLM",
             Self::Cohere => "CohereForCausalLM",
             Self::Cohere2 => "Cohere2ForCausalLM",
+            Self::DeepseekV2 => "DeepseekV2ForCausalLM",
+            Self::DeepseekV3 => "DeepseekV3ForCausalLM",
             Self::Ernie45 => "Ernie4_5ForCausalLM",
             Self::Exaone4 => "Exaone4ForCausalLM",
             Self::Gemma2 => "Gemma2ForCausalLM",
@@ -288,7 +298,9 @@ impl Architecture {
             Self::SeedOss => (attention(true), raw.attention_out_bias.unwrap_or(false), mlp),
             // Their code reads none of these keys.
             Self::Qwen2 => (true, false, false),
-            Self::Exaone4
+            Self::DeepseekV2
+            | Self::DeepseekV3
+            | Self::Exaone4
             | Self::MiniMaxM2
             | Self::Ministral
             | Self::Mistral
@@ -427,9 +439,16 @@ impl Architecture {
             Self::Olmoe => Some(ExpertKeys::EveryLayerAsSaid),
             Self::Qwen3Moe => Some(ExpertKeys::SomeLayers),
             Self::Qwen2Moe => Some(ExpertKeys::GatedShared),
+            Self::DeepseekV2 => Some(ExpertKeys::AfterFirstGroupedSoftmax),
+            Self::DeepseekV3 => Some(ExpertKeys::AfterFirstGrouped),
             Self::Glm4Moe => Some(ExpertKeys::AfterFirst),
             _ => None,
         }
+    }
+
+    /// Whether its attention is multi-head latent attention.
+    pub(super) fn has_latents(self) -> bool {
+        matches!(self, Self::DeepseekV2 | Self::DeepseekV3)
     }
 
     /// Whether `sliding_window` applies only with `use_sliding_window`: files of these
@@ -443,6 +462,8 @@ impl Architecture {
         match self {
             Self::Arcee
             | Self::Cohere
+            | Self::DeepseekV2
+            | Self::DeepseekV3
             | Self::Ernie45
             | Self::Glm
             | Self::Glm4
@@ -487,7 +508,14 @@ impl Architecture {
     pub(super) fn interleaves_pairs(self) -> bool {
         matches!(
             self,
-            Self::Cohere | Self::Cohere2 | Self::Ernie45 | Self::Glm | Self::Glm4 | Self::Helium
+            Self::Cohere
+                | Self::Cohere2
+                | Self::DeepseekV2
+                | Self::DeepseekV3
+                | Self::Ernie45
+                | Self::Glm
+                | Self::Glm4
+                | Self::Helium
         )
     }
 

@@ -1,5 +1,6 @@
 //! The keys of `config.json` for mixtures of experts.
 use kernels::backend::{ExpertActivation, Routing, Scores};
+use serde_json::Value;
 
 use super::architecture::{Architecture, ExpertKeys};
 use super::{Raw, SIZE_MAX, gpt_oss, size};
@@ -10,6 +11,7 @@ use crate::model::experts::ExpertsConfig;
 /// # Errors
 /// The key, its value's problem and the bound.
 pub(super) fn read(
+    config: &Value,
     raw: &Raw,
     architecture: Architecture,
     num_layers: usize,
@@ -20,12 +22,14 @@ pub(super) fn read(
         ExpertKeys::EveryLayerAsSaid | ExpertKeys::SomeLayers | ExpertKeys::GatedShared => {
             "num_experts"
         }
-        ExpertKeys::AfterFirst => "n_routed_experts",
+        ExpertKeys::AfterFirst
+        | ExpertKeys::AfterFirstGrouped
+        | ExpertKeys::AfterFirstGroupedSoftmax => "n_routed_experts",
     };
     let (experts_most, top_most) = Routing::MOST;
     // transformers 5 can use num_local_experts for all.
-    let num_experts = match keys {
-        ExpertKeys::AfterFirst => raw.n_routed_experts.or(raw.num_local_experts),
+    let num_experts = match key {
+        "n_routed_experts" => raw.n_routed_experts.or(raw.num_local_experts),
         _ => raw.num_experts.or(raw.num_local_experts),
     };
     let num_experts = bounded(key, num_experts, experts_most)?;
@@ -59,10 +63,18 @@ pub(super) fn read(
             share(&mut routing, all / width, key)?;
             (width, some_layers(raw, num_layers)?, Some("shared_expert"))
         }
+        ExpertKeys::AfterFirstGrouped | ExpertKeys::AfterFirstGroupedSoftmax => {
+            let usual = grouped(config, raw, architecture, &mut routing)?;
+            share(&mut routing, raw.n_shared_experts.unwrap_or(usual.shared), "n_shared_experts")?;
+            routing.check_groups().map_err(|error| format!("n_group or topk_group: {error}"))?;
+            let first = raw.first_k_dense_replace.unwrap_or(usual.first);
+            let layers = (0..num_layers).map(|layer| layer >= first).collect();
+            (width()?, layers, (routing.shared > 0).then_some("shared_experts"))
+        }
         ExpertKeys::AfterFirst => {
             routing.normalise = raw.norm_topk_prob.unwrap_or(true);
             routing.scores = Scores::Sigmoid;
-            routing.scale = factor("routed_scaling_factor", raw.routed_scaling_factor)?;
+            routing.scale = factor("routed_scaling_factor", raw.routed_scaling_factor, 1.0)?;
             for (key, groups) in [("n_group", raw.n_group), ("topk_group", raw.topk_group)] {
                 if let Some(groups) = groups.filter(|groups| *groups != 1) {
                     return Err(format!("{key} is {groups}, only 1 group of experts is supported"));
@@ -76,8 +88,8 @@ pub(super) fn read(
         }
     };
     if !layers.contains(&true) {
-        return Err(match keys {
-            ExpertKeys::AfterFirst => "first_k_dense_replace leaves no layer with experts",
+        return Err(match key {
+            "n_routed_experts" => "first_k_dense_replace leaves no layer with experts",
             _ => "mlp_only_layers and decoder_sparse_step leave no layer with experts",
         }
         .into());
@@ -90,6 +102,59 @@ pub(super) fn read(
     let experts =
         ExpertsConfig { routing, intermediate_size, layers, activation, is_interleaved, shared };
     Ok(Some(experts))
+}
+
+/// What DeepSeek's models have where their files do not say it.
+struct Usual {
+    /// Number of shared experts.
+    shared: usize,
+    /// The first layer with experts.
+    first: usize,
+    /// Factor of the chosen experts' weights.
+    scale: f32,
+    /// Number of groups, and how many of them experts are chosen from.
+    groups: (usize, usize),
+}
+
+/// How DeepSeek's models choose experts.
+fn grouped(
+    config: &Value,
+    raw: &Raw,
+    architecture: Architecture,
+    routing: &mut Routing,
+) -> Result<Usual, String> {
+    let is_third = architecture == Architecture::DeepseekV3;
+    let usual = match is_third {
+        true => Usual { shared: 1, first: 3, scale: 2.5, groups: (8, 4) },
+        false => Usual { shared: 2, first: 0, scale: 1.0, groups: (1, 1) },
+    };
+    let (methods, scores): (&[&str], _) = match is_third {
+        true => (&["noaux_tc"], "sigmoid"),
+        false => (&["greedy", "group_limited_greedy"], "softmax"),
+    };
+    for (key, known) in [("topk_method", methods), ("scoring_func", &[scores][..])] {
+        if let Some(other) = config[key].as_str().filter(|said| !known.contains(said)) {
+            let known: Vec<String> = known.iter().map(|name| format!("\"{name}\"")).collect();
+            let known = known.join(" and ");
+            return Err(format!("{key} is \"{other}\", only {known} is supported"));
+        }
+    }
+    if let Some(other) = config["moe_layer_freq"].as_u64().filter(|every| *every != 1) {
+        return Err(format!("moe_layer_freq is {other}, only 1 is supported"));
+    }
+    routing.normalise = raw.norm_topk_prob.unwrap_or(is_third);
+    routing.scale = factor("routed_scaling_factor", raw.routed_scaling_factor, usual.scale)?;
+    if is_third {
+        routing.scores = Scores::Sigmoid;
+    } else if routing.normalise {
+        let name = architecture.name();
+        return Err(format!("norm_topk_prob is true, only false is supported for {name}"));
+    }
+    if is_third || config["topk_method"] == "group_limited_greedy" {
+        routing.groups = raw.n_group.unwrap_or(usual.groups.0);
+        routing.kept_groups = raw.topk_group.unwrap_or(usual.groups.1);
+    }
+    Ok(usual)
 }
 
 /// Adds shared experts; `key` says how many.
@@ -109,9 +174,9 @@ fn share(routing: &mut Routing, shared: usize, key: &str) -> Result<(), String> 
     Ok(())
 }
 
-/// A factor, 1 by default.
-fn factor(key: &str, value: Option<f32>) -> Result<f32, String> {
-    match value.unwrap_or(1.0) {
+/// A factor that is `usual` if the file does not say it.
+fn factor(key: &str, value: Option<f32>, usual: f32) -> Result<f32, String> {
+    match value.unwrap_or(usual) {
         value if (1e-3..=1e3).contains(&value) => Ok(value),
         value => Err(format!("{key} is {value}, it must be in 0.001..=1000")),
     }

@@ -171,7 +171,10 @@ fn rope(config: &Value, architecture: Architecture, head_dim: usize) -> Result<R
             ));
         }
     };
-    let is_interleaved = architecture.interleaves_pairs();
+    // DeepSeek V3's own key.
+    let may_interleave = config["rope_interleave"].as_bool() != Some(false)
+        || architecture != Architecture::DeepseekV3;
+    let is_interleaved = architecture.interleaves_pairs() && may_interleave;
     Ok(RopeConfig { dim, theta, scaling, is_interleaved })
 }
 

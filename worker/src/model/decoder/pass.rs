@@ -1,12 +1,14 @@
 //! One batch through the layers: norms, attention, MLPs, and the sums of their parts.
-use kernels::backend::{AttentionAt, AttentionShape, Batch, LayerNorm, QkvInput, RopeTable};
+use kernels::backend::{
+    AttentionAt, AttentionShape, Batch, LatentInput, LayerNorm, QkvInput, RopeTable,
+};
 use kernels::{Backend, KernelError};
 
-use super::{Buffers, ExpertBuffers, QkNormBuffers};
-use crate::model::config::{MlpActivation, ModelConfig};
+use super::{Buffers, ExpertBuffers, LatentBuffers, QkNormBuffers};
+use crate::model::config::{Latent, MlpActivation, ModelConfig};
 use crate::model::lora::{Adapters, Part, Place, Site};
 use crate::model::shard::Shard;
-use crate::model::weights::{BackendLayer, BackendMlp, Mlp, Norm};
+use crate::model::weights::{BackendLatent, BackendLayer, BackendMlp, Mlp, Norm, Projection};
 
 /// What the next norm must first add to the residual stream.
 pub(super) enum Pending<'a, V> {
@@ -95,7 +97,8 @@ impl<B: Backend> Pass<'_, B> {
     ) -> Result<(), KernelError> {
         self.attend(index, layer, rope, shape)?;
         let Self { backend, buffers, adapters, .. } = self;
-        let Buffers { deltas, attended, .. } = &mut **buffers;
+        let Buffers { deltas, attended, latent, .. } = &mut **buffers;
+        let attended = latent.as_ref().map_or(&*attended, |latent| &latent.mixed);
         RowParallel::output(index, layer, attended).sum(*backend, deltas, adapters)
     }
 
@@ -131,6 +134,10 @@ impl<B: Backend> Pass<'_, B> {
         rope: &RopeTable<B::Vector>,
         shape: &AttentionShape,
     ) -> Result<(), KernelError> {
+        let qkv = match &layer.projection {
+            Projection::Qkv(qkv) => qkv,
+            Projection::Latent(latent) => return self.attend_latents(index, latent, rope, shape),
+        };
         let Self { backend, cache, batch, shard, buffers, adapters, .. } = self;
         let Buffers { normed, q, qk_norm, attended, .. } = &mut **buffers;
         let at = Place { layer: index, site: Site::Qkv };
@@ -138,12 +145,12 @@ impl<B: Backend> Pass<'_, B> {
         let at = AttentionAt { shape, batch, layer: index };
         match &layer.qk_norm {
             None => {
-                let qkv = QkvInput { x: normed, weights: &layer.qkv, addend, rope };
-                backend.qkv_rope_write(qkv, at, cache, q)?;
+                let input = QkvInput { x: normed, weights: qkv, addend, rope };
+                backend.qkv_rope_write(input, at, cache, q)?;
             }
             Some(weight) => {
                 let QkNormBuffers { norm, projected, squares } = room(qk_norm)?;
-                backend.linear(normed, &layer.qkv.weight, layer.qkv.bias.as_ref(), projected)?;
+                backend.linear(normed, &qkv.weight, qkv.bias.as_ref(), projected)?;
                 if let Some(addend) = addend {
                     backend.add(projected, addend)?;
                 }
@@ -156,6 +163,37 @@ impl<B: Backend> Pass<'_, B> {
             }
         }
         backend.paged_attention(q, layer.sinks.as_ref(), at, cache, attended)
+    }
+
+    /// Multi-head latent attention over `normed`, before its output projection. Adapters are
+    /// refused when a model is loaded.
+    fn attend_latents(
+        &mut self,
+        index: usize,
+        weights: &BackendLatent<B>,
+        rope: &RopeTable<B::Vector>,
+        shape: &AttentionShape,
+    ) -> Result<(), KernelError> {
+        let Self { backend, cache, batch, config, buffers, .. } = self;
+        let Buffers { normed, q: q_out, latent, attended, .. } = &mut **buffers;
+        let LatentBuffers { down, q, kv, plain, mixed } = room(latent)?;
+        match &weights.q_down {
+            None => backend.linear(normed, &weights.q, None, q)?,
+            Some((matrix, norm)) => {
+                let [projected, compressed] = room(down)?;
+                backend.linear(normed, matrix, None, projected)?;
+                backend.add_rmsnorm(projected, None, norm, Latent::NORM_EPS, compressed)?;
+                backend.linear(compressed, &weights.q, None, q)?;
+            }
+        }
+        backend.linear(normed, &weights.kv, None, kv)?;
+        let at = AttentionAt { shape, batch, layer: index };
+        let scale = config.query_scale;
+        let input = LatentInput { q, kv, norm: &weights.kv_norm, rope, scale };
+        backend.latent_write(input, at, cache, plain, q_out)?;
+        backend.heads_product(plain, &weights.keys, scale, q_out)?;
+        backend.paged_attention(q_out, None, at, cache, attended)?;
+        backend.heads_product(attended, &weights.values, 1.0, mixed)
     }
 
     /// `inner` = the inner activations of a dense MLP over `normed`.

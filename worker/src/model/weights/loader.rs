@@ -5,7 +5,7 @@ use kernels::weights::{Int4Groups, int4_groups};
 use shared::protocol::Quantization;
 
 use super::part::{LayerPart, MlpPart, NormPart};
-use super::{BackendLayer, BackendMlp, LayerWeights, Mlp, Norm};
+use super::{BackendLayer, BackendMlp, LayerWeights, Mlp, Norm, Projection};
 use crate::model::experts::ExpertParts;
 
 /// Packs matrices and reports progress.
@@ -25,11 +25,14 @@ impl<B: Backend> Loader<'_, '_, B> {
         Ok(LayerWeights {
             input_norm: part.input_norm.as_ref().map(|norm| self.norm(norm)).transpose()?,
             rope: part.rope,
-            qkv: QkvWeights {
-                weight: self.matrix(&part.qkv)?,
-                bias: self.optional(part.qkv_bias.as_deref())?,
-                q_norm: self.optional(part.q_norm.as_deref())?,
-                k_norm: self.optional(part.k_norm.as_deref())?,
+            projection: match &part.latent {
+                Some(latent) => Projection::Latent(self.latent(latent)?),
+                None => Projection::Qkv(QkvWeights {
+                    weight: self.matrix(&part.qkv)?,
+                    bias: self.optional(part.qkv_bias.as_deref())?,
+                    q_norm: self.optional(part.q_norm.as_deref())?,
+                    k_norm: self.optional(part.k_norm.as_deref())?,
+                }),
             },
             qk_norm: self.optional(part.qk_norm.as_deref())?,
             sinks: self.optional(part.sinks.as_deref())?,

@@ -4,6 +4,7 @@ use std::ops::Range;
 use kernels::backend::{HostMatrix, Scales};
 use kernels::weights::{Int4Groups, int4_groups};
 
+use super::latent::LatentPart;
 use super::{Source, kinds};
 use crate::model::ModelError;
 use crate::model::config::NormKind;
@@ -16,6 +17,8 @@ use crate::model::safetensors::TensorView;
 pub(super) struct LayerPart<'a> {
     pub(super) input_norm: Option<NormPart>,
     pub(super) rope: usize,
+    pub(super) latent: Option<LatentPart<'a>>,
+    /// Empty with latents.
     pub(super) qkv: Vec<HostMatrix<'a>>,
     pub(super) qkv_bias: Option<Vec<f32>>,
     pub(super) q_norm: Option<Vec<f32>>,
@@ -84,7 +87,8 @@ impl MlpPart<'_> {
 impl<'a> LayerPart<'a> {
     /// All matrices.
     pub(super) fn matrices(&self) -> impl Iterator<Item = &HostMatrix<'a>> {
-        self.qkv.iter().chain(&self.output).chain(self.mlp.matrices())
+        let latent = self.latent.iter().flat_map(LatentPart::matrices);
+        latent.chain(&self.qkv).chain(&self.output).chain(self.mlp.matrices())
     }
 }
 
@@ -176,7 +180,11 @@ impl<'a> Part<'a> {
         Ok(NormPart { weight, bias })
     }
 
-    fn weight(&self, name: &str, shape: [usize; 2]) -> Result<TensorView<'a>, ModelError> {
+    pub(super) fn weight(
+        &self,
+        name: &str,
+        shape: [usize; 2],
+    ) -> Result<TensorView<'a>, ModelError> {
         self.tensors().weight(name, &shape)
     }
 
@@ -186,21 +194,25 @@ impl<'a> Part<'a> {
 }
 
 /// Finds the tensors of one layer.
-struct Layer<'a> {
-    part: Part<'a>,
-    index: usize,
+pub(super) struct Layer<'a> {
+    pub(super) part: Part<'a>,
+    pub(super) index: usize,
 }
 
 impl<'a> Layer<'a> {
     fn read(&self) -> Result<LayerPart<'a>, ModelError> {
         let Source { config, shard, .. } = self.part.0;
         let rope = &config.ropes[self.index];
+        let latent = config.latent.map(|latent| self.latent(&latent)).transpose()?;
         // Features of q and k in the order in which backends rotate them.
-        let qkv = [
-            Outputs::of(Module::Q, rope.rows(config.head_dim, shard.heads.clone())),
-            Outputs::of(Module::K, rope.rows(config.head_dim, shard.kv_heads.clone())),
-            Outputs::of(Module::V, vec![self.features(&shard.kv_heads)]),
-        ];
+        let qkv = match &latent {
+            Some(_) => Vec::new(),
+            None => vec![
+                Outputs::of(Module::Q, rope.rows(config.head_dim, shard.heads.clone())),
+                Outputs::of(Module::K, rope.rows(config.head_dim, shard.kv_heads.clone())),
+                Outputs::of(Module::V, vec![self.features(&shard.kv_heads)]),
+            ],
+        };
         let norm = |name: Option<&str>| name.map(|name| self.norm(name)).transpose();
         let stream = |name: Option<&str>| {
             name.map(|name| self.part.stream_norm(&self.name(name))).transpose()
@@ -209,6 +221,7 @@ impl<'a> Layer<'a> {
         Ok(LayerPart {
             input_norm: stream(config.norms.input)?,
             rope: ropes.iter().position(|kind| *kind == rope).unwrap_or(0),
+            latent,
             qkv: self.rows(&qkv)?,
             qkv_bias: self.biases(config.qkv_bias, &qkv)?,
             q_norm: self.head_norm("self_attn.q_norm")?.map(|mut norm| {
@@ -216,9 +229,12 @@ impl<'a> Layer<'a> {
                 norm
             }),
             k_norm: self.head_norm("self_attn.k_norm")?,
-            qk_norm: self.whole_norm(&qkv[..2])?,
+            qk_norm: self.whole_norm(&qkv)?,
             sinks: self.sinks()?,
-            output: self.cols(Module::O, &self.features(&shard.heads))?,
+            output: {
+                let (heads, value) = (&shard.heads, config.value_dim());
+                self.cols(Module::O, &(heads.start * value..heads.end * value))?
+            },
             output_bias: self.row_parallel_bias(config.output_bias, Module::O)?,
             output_norm: norm(config.norms.output)?,
             post_norm: stream(config.norms.post)?,
@@ -261,7 +277,7 @@ impl<'a> Layer<'a> {
         Err(ModelError::Tensor { file, tensor, message })
     }
 
-    fn name(&self, suffix: &str) -> String {
+    pub(super) fn name(&self, suffix: &str) -> String {
         format!("model.layers.{}.{suffix}", self.index)
     }
 
@@ -364,7 +380,7 @@ impl<'a> Layer<'a> {
     }
 }
 
-fn rows_of<'a>(tensor: &TensorView<'a>, rows: &Range<usize>) -> HostMatrix<'a> {
+pub(super) fn rows_of<'a>(tensor: &TensorView<'a>, rows: &Range<usize>) -> HostMatrix<'a> {
     tensor.cut(rows.clone(), 0..tensor.size().1)
 }
 
