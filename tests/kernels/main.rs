@@ -5,7 +5,7 @@
 //! the operations that it tests. Outputs are filled with NaN before every call.
 //!
 //! On CPUs:
-//! - [`products`], [`int4`], [`mxfp4`]: matrix products, by weight format
+//! - [`products`], [`int4`], [`mxfp4`], [`fp8`]: matrix products, by weight format
 //! - [`attention`]: QKV projection, rotation and paged attention
 //! - [`rows`], [`norms`]: norms of rows; those that few models have
 //! - [`experts`]: mixtures of experts
@@ -43,6 +43,7 @@ mod cuda_rows;
 mod cuda_sampling;
 mod cuda_select;
 mod experts;
+mod fp8;
 mod int4;
 mod invariance;
 mod masks;

@@ -62,7 +62,7 @@ pub fn model(
     // Otherwise ranks keep what the files have, or less.
     let weight_bytes = match (quantization, config.quantised) {
         (Quantization::None, None) => stored_bytes,
-        // Assumes that 4-bit matrices stay in 4 bits, as on CPUs.
+        // Assumes that matrices of 4 bits and in FP8 stay as they are, as on CPUs.
         _ => size::weight_bytes(&config, &whole, quantization, &|_, _| true),
     };
     let (layers, max_positions) = (config.num_layers, config.max_positions);

@@ -12,7 +12,7 @@ use kernels::cuda::capacity::{MeasuredMemory, MemoryNeed, check_fit};
 pub use kernels::cuda::devices::{Survey, survey_for};
 pub use kernels::cuda::nccl::environment::prepare as prepare_nccl;
 use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
-use kernels::weights::Int4Groups;
+use kernels::weights::Compact;
 use kernels::{Backend, Collective, CpuBackend, KernelError};
 use shared::protocol::{Dtype, EngineConfig, Quantization};
 
@@ -326,19 +326,19 @@ impl Device for CudaDevice {
         ShardOptions { quantization, adapters, draft }: ShardOptions<'_>,
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
-        let is_packed = config.quantised.is_some_and(|quantised| quantised.packed.is_some());
-        let widens = (quantization == Quantization::Int8 || is_packed)
+        let is_compact = config.quantised.is_some_and(|it| it.packed.is_some() || it.is_fp8);
+        let widens = (quantization == Quantization::Int8 || is_compact)
             && backend.widens_int8(sizes.max_num_batched_tokens as usize);
-        let keeps_int4 = |groups: &Int4Groups, is_stack: bool| backend.keeps_int4(groups, is_stack);
+        let keeps = |form: &Compact, is_stack: bool| backend.keeps(form, is_stack);
         let tokens = sizes.max_num_batched_tokens as usize;
         let need = |shard: &Shard| -> Result<MemoryNeed, ModelError> {
             let (matrices, room) = adapters.bytes(config, shard, tokens)?;
-            let weights = size::weight_bytes(config, shard, quantization, &keeps_int4) + matrices;
+            let weights = size::weight_bytes(config, shard, quantization, &keeps) + matrices;
             let activations = size::activation_bytes(config, shard, widens, sizes) + room;
             let (drafting, drafted) = draft.map_or((0, 0), |draft| draft.step_bytes(sizes));
             Ok(MemoryNeed {
                 degree: u32::try_from(shard.degree).unwrap_or(u32::MAX),
-                weights: weights + draft.map_or(0, |draft| draft.weight_bytes(&keeps_int4)),
+                weights: weights + draft.map_or(0, |draft| draft.weight_bytes(&keeps)),
                 activations: activations + drafting,
                 one_sequence: size::sequence_bytes(config, shard, sizes) + drafted,
             })

@@ -14,7 +14,7 @@ use super::tensors::{
 use crate::backend::{Choices, HostMatrix, Inspect, KvShape, Tensors};
 use crate::check;
 use crate::error::KernelError;
-use crate::weights::Int4Groups;
+use crate::weights::Compact;
 
 /// One of the load methods of [`Uploader`].
 type Load =
@@ -71,8 +71,15 @@ impl Tensors for CudaBackend {
         self.load_with(parts, Uploader::load_as_is)
     }
 
-    fn keeps_int4(&self, groups: &Int4Groups, is_stack: bool) -> bool {
-        !is_stack && int4_shift(groups).is_some()
+    fn keeps(&self, form: &Compact, is_stack: bool) -> bool {
+        match form {
+            Compact::Int4(groups) => !is_stack && int4_shift(groups).is_some(),
+            Compact::Fp8(_) => false,
+        }
+    }
+
+    fn load_bf16_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CudaMatrix, KernelError> {
+        self.load_with(parts, Uploader::load)
     }
 
     fn load_int8_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CudaMatrix, KernelError> {

@@ -9,7 +9,7 @@ use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::safetensors::WeightFiles;
 use super::shard::Shard;
-use super::size::{self, KeepsInt4};
+use super::size::{self, Keeps};
 use super::weights::{self, Source};
 use crate::engine::Draft;
 
@@ -57,8 +57,8 @@ impl DraftFiles {
 
     /// Size of its weights, in bytes.
     #[must_use]
-    pub fn weight_bytes(&self, keeps_int4: KeepsInt4<'_>) -> u64 {
-        size::weight_bytes(&self.config, &self.shard, QUANTIZATION, keeps_int4)
+    pub fn weight_bytes(&self, keeps: Keeps<'_>) -> u64 {
+        size::weight_bytes(&self.config, &self.shard, QUANTIZATION, keeps)
     }
 
     /// Bytes of its largest step's activations, and of its KV cache for one longest sequence.

@@ -1,47 +1,43 @@
 //! PURE: memory of one rank's share of a model on a device that keeps weights (except quantised
 //! ones), KV (unless it is in FP8) and the inputs of products in bf16, and everything else in f32.
 use kernels::backend::EXPERT_SLOTS;
-use kernels::weights::Int4Groups;
+use kernels::weights::{Compact, Fp8Groups, Int4Groups};
 use shared::protocol::{EngineConfig, KvCacheDtype, Quantization};
 
 use super::config::ModelConfig;
+use super::quantization::Quantised;
 use super::shard::Shard;
 
 /// Bytes per output of a quantised matrix for its scale.
 const SCALE: u64 = 4;
 
-/// Whether a device keeps a 4-bit matrix with these groups (or a stack of them, if true) in 4 bits.
-pub type KeepsInt4<'a> = &'a dyn Fn(&Int4Groups, bool) -> bool;
+/// Whether a device keeps a matrix in this form (or a stack of them, if true).
+pub type Keeps<'a> = &'a dyn Fn(&Compact, bool) -> bool;
 
-/// Size of a shard's weights, in bytes. Assumes that if some matrices are packed according to the
+/// Size of a shard's weights, in bytes. Assumes that if some matrices are quantised according to the
 /// configuration, all matrices of the layers are, and that the output head is not.
 #[must_use]
 pub fn weight_bytes(
     config: &ModelConfig,
     shard: &Shard,
     quantization: Quantization,
-    keeps_int4: KeepsInt4<'_>,
+    keeps: Keeps<'_>,
 ) -> u64 {
-    let packed = config.quantised.and_then(|quantised| quantised.packed);
-    let packed = packed.filter(|form| form.may_stay() && quantization == Quantization::None);
+    let quantised = config.quantised.filter(|_| quantization == Quantization::None);
     let n = |n: usize| n as u64;
     let hidden = n(config.hidden_size);
     let q = n(shard.heads.len() * config.head_dim);
     let kv = n(shard.kv_heads.len() * config.head_dim);
-    // Sizes of: a matrix that the files never have in 4 bits; a matrix of a layer; a matrix that
+    // Sizes of: a matrix that the files never have quantised; a matrix of a layer; a matrix that
     // always keeps the type of the products.
     let head = |rows: u64, cols: u64| match quantization {
         Quantization::None => 2 * rows * cols,
         Quantization::Int8 => rows * (cols + SCALE),
     };
     let matrix = |rows: u64, cols: u64, is_stack: bool| {
-        let groups = packed.filter(|form| is_stack || !form.is_of_experts()).map(|form| {
-            let len = form.group.map_or(cols, n).max(1);
-            let (len, count) = (len as usize, cols.div_ceil(len) as usize);
-            Int4Groups { first: 0, first_len: len, len, count, is_float: form.is_of_experts() }
-        });
-        match groups.filter(|groups| keeps_int4(groups, is_stack)) {
-            Some(groups) => groups.bytes(rows, cols),
+        let form = quantised.and_then(|quantised| compact(&quantised, cols, is_stack));
+        match form.filter(|form| keeps(form, is_stack)) {
+            Some(form) => form.bytes(rows, cols),
             None => head(rows, cols),
         }
     };
@@ -69,6 +65,19 @@ pub fn weight_bytes(
         + sparse * (as_is(logits, hidden) + experts * mlp(2, n(shard.expert.len()), true))
         + as_is(vocab, hidden)
         + output
+}
+
+/// The form in which matrices of `cols` inputs can stay, according to the configuration.
+fn compact(quantised: &Quantised, cols: u64, is_stack: bool) -> Option<Compact> {
+    let cols = cols as usize;
+    let Some(form) = quantised.packed else {
+        let width = quantised.block.map_or(usize::MAX, |block| block.1);
+        return Fp8Groups::new(0, cols, width).map(Compact::Fp8).filter(|_| quantised.is_fp8);
+    };
+    let len = form.group.unwrap_or(cols).max(1);
+    let (count, is_float) = (cols.div_ceil(len), form.is_of_experts());
+    let groups = Int4Groups { first: 0, first_len: len, len, count, is_float };
+    (form.may_stay() && (is_stack || !is_float)).then_some(Compact::Int4(groups))
 }
 
 /// The number of layers with an MLP, and with experts.
@@ -135,7 +144,7 @@ mod tests {
     use serde_json::json;
 
     use super::super::experts::ExpertsConfig;
-    use super::super::quantization::{PackedForm, Quantised};
+    use super::super::quantization::{PackedForm, check};
     use super::*;
 
     /// Llama 3.1 8B.
@@ -151,7 +160,7 @@ mod tests {
         weight_bytes(config, shard, quantization, &|_, _| false)
     }
 
-    fn int4_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantization) -> u64 {
+    fn compact_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantization) -> u64 {
         weight_bytes(config, shard, quantization, &|_, _| true)
     }
 
@@ -186,12 +195,32 @@ mod tests {
         let awq = ModelConfig { quantised, ..config.clone() };
         let layers = bytes / 2 - 2 * 128_256 * 4096;
         let int4 = layers / 2 + layers / 128 * 5 + 2 * 2 * 128_256 * 4096;
-        assert_eq!(int4_bytes(&awq, &whole, Quantization::None), int4);
-        assert_eq!(int4_bytes(&awq, &half, Quantization::None) * 2, int4);
-        assert_eq!(int4_bytes(&awq, &whole, Quantization::Int8), int8);
+        assert_eq!(compact_bytes(&awq, &whole, Quantization::None), int4);
+        assert_eq!(compact_bytes(&awq, &half, Quantization::None) * 2, int4);
+        assert_eq!(compact_bytes(&awq, &whole, Quantization::Int8), int8);
+        // FP8 has a byte per weight, with a scale per output, or for each 128 inputs of one.
+        let others = 2 * 2 * 128_256 * 4096;
+        let fp8 = |raw| ModelConfig { quantised: Some(check(&raw).unwrap()), ..config.clone() };
+        let plain = fp8(json!({"quant_method": "fp8"}));
+        let of_layers = 4 * (outputs - 128_256);
+        let bytes_of =
+            |config: &ModelConfig, shard: &Shard| compact_bytes(config, shard, Quantization::None);
+        assert_eq!(bytes_of(&plain, &whole), layers + of_layers + others);
+        let blocks = fp8(json!({"quant_method": "fp8", "weight_block_size": [128, 128]}));
+        assert_eq!(bytes_of(&blocks, &whole), layers + layers / 128 * 4 + others);
+        assert_eq!(bytes_of(&blocks, &half) * 2, bytes_of(&blocks, &whole));
+        assert_eq!(compact_bytes(&blocks, &whole, Quantization::Int8), int8);
+        assert_eq!(plain_bytes(&blocks, &whole, Quantization::None), bytes);
+        // Blocks that no device keeps, and integers.
+        let wide = fp8(json!({"quant_method": "fp8", "weight_block_size": [128, 256]}));
+        assert_eq!(bytes_of(&wide, &whole), bytes);
+        let group = json!({"num_bits": 8, "type": "int", "strategy": "channel"});
+        let integers = fp8(json!({"quant_method": "compressed-tensors", "format": "int-quantized",
+            "config_groups": {"group_0": {"weights": group}}}));
+        assert_eq!(bytes_of(&integers, &whole), bytes);
         // Other devices convert to bf16, and a checkpoint without 4-bit weights does not change.
         assert_eq!(plain_bytes(&awq, &whole, Quantization::None), bytes);
-        assert_eq!(int4_bytes(&config, &whole, Quantization::None), bytes);
+        assert_eq!(compact_bytes(&config, &whole, Quantization::None), bytes);
     }
 
     #[test]
@@ -266,7 +295,7 @@ mod tests {
             num_kv_heads: 8,
             head_dim: 64,
             vocab_size: 201_088,
-            quantised: Some(crate::model::quantization::check(&raw).unwrap()),
+            quantised: Some(check(&raw).unwrap()),
             ..config()
         };
         let whole = Shard::new(&config, 0, 1).unwrap();
@@ -275,12 +304,12 @@ mod tests {
         let bf16 = plain_bytes(&config, &whole, Quantization::None);
         assert_eq!(bf16, 2 * (expert_weights + others));
         // One f32 scale per group.
-        let int4 = int4_bytes(&config, &whole, Quantization::None);
+        let int4 = compact_bytes(&config, &whole, Quantization::None);
         assert_eq!(int4, expert_weights / 2 + expert_weights / 32 * 4 + 2 * others);
         // Groups that the division cuts have a scale in each part.
         let quarter = Shard::new(&config, 3, 4).unwrap();
         assert_eq!(quarter.expert, 2160..2880);
-        let all = 4 * int4_bytes(&config, &quarter, Quantization::None);
+        let all = 4 * compact_bytes(&config, &quarter, Quantization::None);
         assert!(all > int4 && all < int4 * 51 / 50, "{all} of {int4}");
     }
 

@@ -11,7 +11,7 @@
 use half::{bf16, f16};
 use kernels::backend::{Backend, DType, QkvWeights, RopeTable, Tensors as Types};
 use kernels::error::KernelError;
-use kernels::weights::Int4Groups;
+use kernels::weights::Compact;
 use shared::protocol::Quantization;
 
 use self::loader::{Loader, bytes};
@@ -165,7 +165,7 @@ pub fn load<B: Backend>(
     let dtype = embedding.first().map_or(DType::F32, |matrix| matrix.dtype);
 
     if quantization == Quantization::None {
-        warn_of_mixed_experts(&layers, &|groups| backend.keeps_int4(groups, true));
+        warn_of_mixed_experts(&layers, &|form| backend.keeps(form, true));
     }
     let matrices = layers.iter().flat_map(part::LayerPart::matrices);
     let total = embedding.iter().chain(lm_head.iter().flatten()).chain(matrices).map(bytes).sum();
@@ -221,17 +221,17 @@ fn padding(config: &ModelConfig, shard: &Shard) -> Vec<u8> {
 }
 
 /// Says in how many layers experts become larger than in the files: all matrices of a stack have
-/// one form, so packed ones, which `keeps` would leave packed, are unpacked if others of the stack
-/// (often a shared expert's) are not packed.
-fn warn_of_mixed_experts(layers: &[part::LayerPart<'_>], keeps: &dyn Fn(&Int4Groups) -> bool) {
+/// one form, so quantised ones, which `keeps` would leave as they are, become bf16 if others of the
+/// stack (often a shared expert's) are not quantised.
+fn warn_of_mixed_experts(layers: &[part::LayerPart<'_>], keeps: &dyn Fn(&Compact) -> bool) {
     let is_mixed = |layer: &&part::LayerPart<'_>| layer.mlp.has_mixed_experts(keeps);
     let count = layers.iter().filter(is_mixed).count();
     if count > 0 {
         tracing::warn!(
             layers = count,
-            "in some layers the checkpoint has 4-bit experts beside experts that are not \
+            "in some layers the checkpoint has experts of 4 or 8 bits beside experts that are not \
              quantised: the experts' projections of that kind (gate and up, or down) become \
-             bf16 in these layers, about four times as large"
+             bf16 in these layers, four times or twice as large"
         );
     }
 }

@@ -1,7 +1,7 @@
 //! Loads a rank's share of the weights into the backend: packs and counts it.
 use kernels::backend::{Backend, HostMatrix, QkvWeights};
 use kernels::error::KernelError;
-use kernels::weights::{Int4Groups, int4_groups};
+use kernels::weights::Compact;
 use shared::protocol::Quantization;
 
 use super::part::{LayerPart, MlpPart, NormPart};
@@ -66,7 +66,7 @@ impl<B: Backend> Loader<'_, '_, B> {
             Quantization::None => self.backend.load_stack(matrices),
             Quantization::Int8 => self.backend.load_int8_stack(matrices),
         }?;
-        self.advance(matrices, self.quantization, true);
+        self.loaded(matrices, true);
         Ok(stack)
     }
 
@@ -76,21 +76,27 @@ impl<B: Backend> Loader<'_, '_, B> {
             Quantization::None => self.backend.load_matrix(parts),
             Quantization::Int8 => self.backend.load_int8_matrix(parts),
         }?;
-        self.advance(parts, self.quantization, false);
+        self.loaded(parts, false);
         Ok(matrix)
     }
 
     /// Packs a matrix that is never quantised: an embedding, a router.
     pub(super) fn small(&mut self, parts: &[HostMatrix<'_>]) -> Result<B::Matrix, KernelError> {
-        let matrix = self.backend.load_matrix(parts)?;
-        self.advance(parts, Quantization::None, false);
+        let matrix = self.backend.load_bf16_matrix(parts)?;
+        self.advance(parts, &|matrix| held(matrix, Quantization::None, None));
         Ok(matrix)
     }
 
-    fn advance(&mut self, loaded: &[HostMatrix<'_>], kept: Quantization, is_stack: bool) {
+    /// Counts matrices that were loaded together according to `quantization`.
+    fn loaded(&mut self, matrices: &[HostMatrix<'_>], is_stack: bool) {
+        let kept = self.quantization;
+        let form = Compact::of(matrices).filter(|form| self.backend.keeps(form, is_stack));
+        self.advance(matrices, &|matrix| held(matrix, kept, form.as_ref()));
+    }
+
+    fn advance(&mut self, loaded: &[HostMatrix<'_>], held: &dyn Fn(&HostMatrix<'_>) -> u64) {
         self.done += loaded.iter().map(bytes).sum::<u64>();
-        let int4 = int4_groups(loaded).filter(|groups| self.backend.keeps_int4(groups, is_stack));
-        self.held += loaded.iter().map(|matrix| held(matrix, kept, int4.as_ref())).sum::<u64>();
+        self.held += loaded.iter().map(held).sum::<u64>();
         (self.progress)(self.done, self.total);
     }
 
@@ -121,12 +127,12 @@ pub(super) fn bytes(matrix: &HostMatrix<'_>) -> u64 {
     (matrix.rows * matrix.cols * matrix.dtype.bytes()) as u64
 }
 
-/// Size of a matrix as kept, in bytes; `int4` holds the groups of a matrix that stays in 4 bits.
-fn held(matrix: &HostMatrix<'_>, kept: Quantization, int4: Option<&Int4Groups>) -> u64 {
+/// Size of a matrix as kept, in bytes; `form` is that of a matrix that stays as it is.
+fn held(matrix: &HostMatrix<'_>, kept: Quantization, form: Option<&Compact>) -> u64 {
     let (rows, cols) = (matrix.rows as u64, matrix.cols as u64);
-    match (kept, int4) {
+    match (kept, form) {
         (Quantization::Int8, _) => rows * (cols + 4),
-        (Quantization::None, Some(groups)) => groups.bytes(rows, cols),
+        (Quantization::None, Some(form)) => form.bytes(rows, cols),
         (Quantization::None, None) if matrix.scales.is_some() => rows * cols * 2,
         (Quantization::None, None) => bytes(matrix),
     }

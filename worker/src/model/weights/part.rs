@@ -2,7 +2,7 @@
 use std::ops::Range;
 
 use kernels::backend::{HostMatrix, Scales};
-use kernels::weights::{Int4Groups, int4_groups};
+use kernels::weights::Compact;
 
 use super::{Source, kinds};
 use crate::model::ModelError;
@@ -66,16 +66,16 @@ impl<'a> MlpPart<'a> {
 }
 
 impl MlpPart<'_> {
-    /// Whether it has a stack of experts in which some are packed, would stay so according to
-    /// `keeps` if all were, and others are not packed.
-    pub(super) fn has_mixed_experts(&self, keeps: &dyn Fn(&Int4Groups) -> bool) -> bool {
+    /// Whether it has a stack of experts in which some are quantised, would stay so according to
+    /// `keeps` if all were, and others are not quantised.
+    pub(super) fn has_mixed_experts(&self, keeps: &dyn Fn(&Compact) -> bool) -> bool {
         let Self::Experts(parts) = self else { return false };
-        let is_packed = |matrix: &HostMatrix<'_>| matches!(matrix.scales, Some(Scales::Packed(_)));
         let is_mixed = |stack: &[HostMatrix<'_>]| {
-            let packed: Vec<_> = stack.iter().copied().filter(is_packed).collect();
-            !packed.is_empty()
-                && packed.len() < stack.len()
-                && int4_groups(&packed).is_some_and(|groups| keeps(&groups))
+            let quantised: Vec<_> =
+                stack.iter().copied().filter(|matrix| matrix.scales.is_some()).collect();
+            !quantised.is_empty()
+                && quantised.len() < stack.len()
+                && Compact::of(&quantised).is_some_and(|form| keeps(&form))
         };
         is_mixed(&parts.gate_up) || parts.down.iter().any(|stack| is_mixed(stack))
     }
@@ -382,14 +382,21 @@ mod tests {
     use crate::model::shard::Shard;
 
     #[test]
-    fn experts_are_mixed_if_some_of_a_stack_would_have_stayed_packed() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/models/qwen3-moe-w4a16");
+    fn experts_are_mixed_if_some_of_a_stack_would_have_stayed_quantised() {
+        for name in ["qwen3-moe-w4a16", "qwen3-moe-fp8"] {
+            check_mixing(name);
+        }
+    }
+
+    fn check_mixing(model: &str) {
+        let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/models");
+        let folder = models.join(model);
         let (files, config) =
             (WeightFiles::open(&folder).unwrap(), ModelConfig::load(&folder).unwrap());
         let shard = Shard::new(&config, 0, 1).unwrap();
         let part = Part(Source { files: &files, config: &config, shard: &shard });
         let layers = || (0..config.num_layers).map(|i| part.layer(i).unwrap().mlp);
-        assert!(layers().all(|mlp| !mlp.has_mixed_experts(&|_| true)), "all are packed");
+        assert!(layers().all(|mlp| !mlp.has_mixed_experts(&|_| true)), "all are quantised");
         let unpack = |matrices: &mut [HostMatrix<'_>]| {
             matrices.iter_mut().for_each(|matrix| matrix.scales = None);
         };
@@ -404,7 +411,7 @@ mod tests {
         assert!(edited(&|parts| unpack(&mut parts.down[0][..1]), true));
         // Two stacks, each of one form.
         assert!(!edited(&|parts| unpack(&mut parts.gate_up), true));
-        // The packed ones would become bf16 in any case.
+        // The quantised ones would become bf16 in any case.
         assert!(!edited(&|parts| unpack(&mut parts.gate_up[4..6]), false));
     }
 }
