@@ -16,7 +16,7 @@
 //!
 //! CUDA kernels, emulated:
 //! - [`cuda_emulation`]: compiles and launches them
-//! - [`cuda_products`], [`cuda_int4`], [`cuda_int8`]: matrix products
+//! - [`cuda_products`], [`cuda_fp8`], [`cuda_int4`], [`cuda_int8`]: matrix products
 //! - [`cuda_attention`], [`cuda_rows`], [`cuda_norms`], [`cuda_experts`]: the other parts of a
 //!   layer
 //! - [`cuda_sampling`], [`cuda_select`], [`cuda_masks`]: sampling
@@ -33,6 +33,7 @@ mod collectives;
 mod cuda_attention;
 mod cuda_emulation;
 mod cuda_experts;
+mod cuda_fp8;
 mod cuda_int4;
 mod cuda_int8;
 mod cuda_masks;

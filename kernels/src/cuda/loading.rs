@@ -9,7 +9,8 @@ use super::experts::{CudaRoutes, CudaStack};
 use super::stream::Stream;
 use super::swap::CudaHostKv;
 use super::tensors::{
-    CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element, Uploader, int4_shift, kv_block_bytes,
+    CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element, Uploader, fp8_shift, int4_shift,
+    kv_block_bytes,
 };
 use crate::backend::{Choices, HostMatrix, Inspect, KvShape, Tensors};
 use crate::check;
@@ -74,7 +75,7 @@ impl Tensors for CudaBackend {
     fn keeps(&self, form: &Compact, is_stack: bool) -> bool {
         match form {
             Compact::Int4(groups) => !is_stack && int4_shift(groups).is_some(),
-            Compact::Fp8(_) => false,
+            Compact::Fp8(groups) => fp8_shift(groups).is_some(),
         }
     }
 
@@ -87,7 +88,7 @@ impl Tensors for CudaBackend {
     }
 
     fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CudaStack, KernelError> {
-        self.load_stack_with(matrices, Uploader::load)
+        self.load_stack_with(matrices, Uploader::load_fp8)
     }
 
     fn load_int8_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CudaStack, KernelError> {
