@@ -122,17 +122,17 @@ impl Eight {
 /// (first row and rows, first column and columns, block): a scale per tensor and per channel; odd
 /// lengths; one group and several, cut at the front or only behind; short groups; partial panels;
 /// more groups than are converted at a time for many rows.
-const SHAPES: [((usize, usize), (usize, usize), (usize, usize)); 10] = [
-    ((0, 1), (0, 1), (ALL, ALL)),
-    ((5, 65), (2, 7), (ALL, ALL)),
-    ((3, 130), (9, 61), (1, ALL)),
-    ((0, 64), (0, 600), (1, ALL)),
-    ((0, 70), (0, 40), (128, 128)),
-    ((7, 130), (40, 201), (48, 40)),
-    ((64, 66), (64, 320), (128, 128)),
-    ((0, 128), (100, 90), (16, 16)),
-    ((11, 300), (96, 331), (128, 128)),
-    ((128, 70), (0, 1400), (128, 128)),
+const SHAPES: [[(usize, usize); 3]; 10] = [
+    [(0, 1), (0, 1), (ALL, ALL)],
+    [(5, 65), (2, 7), (ALL, ALL)],
+    [(3, 130), (9, 61), (1, ALL)],
+    [(0, 64), (0, 600), (1, ALL)],
+    [(0, 70), (0, 40), (128, 128)],
+    [(7, 130), (40, 201), (48, 40)],
+    [(64, 66), (64, 320), (128, 128)],
+    [(0, 128), (100, 90), (16, 16)],
+    [(11, 300), (96, 331), (128, 128)],
+    [(128, 70), (0, 1400), (128, 128)],
 ];
 
 #[test]
@@ -140,7 +140,7 @@ fn linear_matches_the_naive_product() {
     let mut random = Random(81);
     for (isa, precision) in variants() {
         let mut backend = backend_in(isa, precision, 2);
-        for (rows, cols, block) in SHAPES {
+        for [rows, cols, block] in SHAPES {
             let weight = Eight::random(&mut random, rows, cols, block);
             let (rows, cols) = (weight.rows, weight.cols);
             let packed = weight.load(&mut backend);
