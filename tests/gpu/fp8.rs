@@ -40,6 +40,8 @@ pub(crate) fn cases(quick: bool) -> Vec<Fp8> {
     let mut cases: Vec<Fp8> =
         [1, 9].map(|rows| of(rows, 80, 192, 64, (128, 128))).into_iter().flatten().collect();
     cases.extend(of(33, 80, 100, 3, (1, usize::MAX)));
+    // Enough rows to be widened first.
+    cases.extend(of(300, 80, 256, 0, (128, 128)));
     if !quick {
         for rows in [1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 130, 300] {
             cases.extend(of(rows, 520, 1024, 0, (128, 128)));

@@ -353,15 +353,18 @@ fn weights_of_4_and_8_bits_stay_small() {
     assert!(bytes("qwen3-fp8-blocks") < bytes("qwen3") * 4 / 5);
     assert!(bytes("qwen3-moe-fp8") < bytes("qwen3-moe") * 2 / 3);
     assert!(bytes_with("qwen3-moe-fp8", Quantization::Int8) < bytes("qwen3-moe-fp8"));
-    for model in [
-        "llama-gptq",
-        "qwen3-moe-w4a16",
-        "llama-w4a16",
-        "gpt-oss-mxfp4",
-        "qwen2-fp8",
-        "qwen3-fp8-blocks",
-        "qwen3-moe-fp8",
+    // Computed from the shapes in the files: 5 bytes for each output of a group of 4-bit integers,
+    // 4 of floats, 4 for each scale of FP8.
+    for (model, want) in [
+        ("llama-gptq", 146_688),
+        ("qwen3-moe-w4a16", 247_616),
+        ("llama-w4a16", 152_064),
+        ("gpt-oss-mxfp4", 290_304),
+        ("qwen2-fp8", 126_976),
+        ("qwen3-fp8-blocks", 159_744),
+        ("qwen3-moe-fp8", 369_408),
     ] {
+        assert_eq!(bytes(model), want, "{model}");
         let config = ModelConfig::load(&variant(model)).unwrap();
         let (files, shard) =
             (WeightFiles::open(&variant(model)).unwrap(), Shard::new(&config, 0, 1).unwrap());
@@ -371,6 +374,24 @@ fn weights_of_4_and_8_bits_stay_small() {
             weights::load(&mut backend, &source, Quantization::None, 32, &mut |_, _| {}).unwrap();
         assert_eq!(loaded.bytes, bytes(model), "{model}");
     }
+}
+
+/// Configurations do not list every matrix that the files have in bf16.
+#[test]
+fn weights_that_are_not_quantised_are_counted_as_they_are() {
+    let bytes = |model: &str, plain: &str| {
+        let folder = Folder::copy_of(model);
+        folder.edit(|tensors| {
+            let tensor = tensors.iter_mut().find(|tensor| tensor.name == plain).unwrap();
+            (tensor.dtype, tensor.data) = ("BF16".to_owned(), vec![0; 2 * tensor.data.len()]);
+        });
+        worker::check::model(folder.path(), 1, Quantization::None).unwrap().weight_bytes
+    };
+    let down = "model.layers.1.mlp.down_proj.weight";
+    assert_eq!(bytes("qwen2-fp8", down), 126_976 + 64 * (128 - 4));
+    // All gates and ups of the layer's ten experts become bf16.
+    let gate = "model.layers.2.mlp.experts.3.gate_proj.weight";
+    assert_eq!(bytes("qwen3-moe-fp8", gate), 369_408 + 10 * 2 * 40 * (64 - 4));
 }
 
 #[test]

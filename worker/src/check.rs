@@ -9,7 +9,6 @@ use crate::model::draft::DraftFiles;
 use crate::model::lora::LoraFiles;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
-use crate::model::size;
 use crate::model::weights::{self, Source};
 
 /// What a model needs.
@@ -57,16 +56,17 @@ pub fn model(
     Shard::new(&config, 0, degree)?;
     let whole = Shard::new(&config, 0, 1)?;
     let files = WeightFiles::open(folder)?;
-    weights::check(&Source { files: &files, config: &config, shard: &whole })?;
-    let (files, stored_bytes) = files.size();
+    let source = Source { files: &files, config: &config, shard: &whole };
+    weights::check(&source)?;
+    let (count, stored_bytes) = files.size();
     // Otherwise ranks keep what the files have, or less.
     let weight_bytes = match (quantization, config.quantised) {
         (Quantization::None, None) => stored_bytes,
         // Assumes that matrices of 4 bits and in FP8 stay as they are, as on CPUs.
-        _ => size::weight_bytes(&config, &whole, quantization, &|_, _| true),
+        _ => weights::kept_bytes(&source, quantization, &|_, _| true)?,
     };
     let (layers, max_positions) = (config.num_layers, config.max_positions);
-    Ok(ModelNeeds { files, weight_bytes, layers, max_positions })
+    Ok(ModelNeeds { files: count, weight_bytes, layers, max_positions })
 }
 
 /// Opens adapters' folders and checks them against the model. Returns the memory that they need on

@@ -38,14 +38,11 @@ pub struct Quantised {
     pub scale: &'static str,
     /// How integers are packed into words, if they are.
     pub packed: Option<PackedForm>,
-    /// Whether all weights that are not packed are in FP8, according to the configuration.
-    pub is_fp8: bool,
 }
 
 impl Quantised {
     /// Scales per tensor or per channel.
-    pub(crate) const PLAIN: Self =
-        Self { block: None, scale: SCALES[1], packed: None, is_fp8: false };
+    pub(crate) const PLAIN: Self = Self { block: None, scale: SCALES[1], packed: None };
 }
 
 /// Suffixes of scale tensors: DeepSeek's, and everyone else's. Weights are multiplied by the scale
@@ -59,13 +56,8 @@ const SCALES: [&str; 2] = ["_scale_inv", "_scale"];
 pub(crate) fn check(raw: &Value) -> Result<Quantised, String> {
     match raw["quant_method"].as_str() {
         Some("fp8") => Ok(match &raw["weight_block_size"] {
-            Value::Null => Quantised { is_fp8: true, ..Quantised::PLAIN },
-            sizes => Quantised {
-                block: Some(block(sizes)?),
-                scale: SCALES[0],
-                packed: None,
-                is_fp8: true,
-            },
+            Value::Null => Quantised::PLAIN,
+            sizes => Quantised { block: Some(block(sizes)?), scale: SCALES[0], packed: None },
         }),
         Some(method @ ("gptq" | "awq")) => {
             let found = if method == "gptq" { packed::gptq(raw) } else { packed::awq(raw) };
@@ -273,12 +265,12 @@ mod tests {
 
     #[test]
     fn what_can_be_read_says_how_its_scales_lie() {
-        let plain = Quantised { block: None, scale: "_scale", packed: None, is_fp8: true };
+        let plain = Quantised { block: None, scale: "_scale", packed: None };
         let deepseek = r#"{"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
             "weight_block_size": [128, 128]}"#;
         assert_eq!(
             read(deepseek).unwrap(),
-            Quantised { block: Some((128, 128)), scale: "_scale_inv", packed: None, is_fp8: true }
+            Quantised { block: Some((128, 128)), scale: "_scale_inv", packed: None }
         );
         let fp8 = r#"{"quant_method": "fp8", "activation_scheme": "static"}"#;
         assert_eq!(read(fp8).unwrap(), plain);
@@ -296,8 +288,7 @@ mod tests {
             "dynamic": false, "block_structure": null, "group_size": null}"#;
         assert_eq!(compressed(weights, "float-quantized"), plain);
         let weights = r#"{"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": true}"#;
-        let integers = Quantised { is_fp8: false, ..plain };
-        assert_eq!(compressed(weights, "int-quantized"), integers);
+        assert_eq!(compressed(weights, "int-quantized"), plain);
         let weights = r#"{"num_bits": 8, "type": "float", "strategy": "block",
             "block_structure": [128, 64]}"#;
         let by_block = Quantised { block: Some((128, 64)), ..plain };
@@ -311,6 +302,6 @@ mod tests {
                     "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}},
                 "group_1": {"format": "int-quantized",
                     "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}}}"#;
-        assert_eq!(read(mixed).unwrap(), integers);
+        assert_eq!(read(mixed).unwrap(), plain);
     }
 }

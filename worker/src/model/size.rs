@@ -1,11 +1,10 @@
 //! PURE: memory of one rank's share of a model on a device that keeps weights (except quantised
 //! ones), KV (unless it is in FP8) and the inputs of products in bf16, and everything else in f32.
 use kernels::backend::EXPERT_SLOTS;
-use kernels::weights::{Compact, Fp8Groups, Int4Groups};
+use kernels::weights::Compact;
 use shared::protocol::{EngineConfig, KvCacheDtype, Quantization};
 
 use super::config::ModelConfig;
-use super::quantization::Quantised;
 use super::shard::Shard;
 
 /// Bytes per output of a quantised matrix for its scale.
@@ -14,70 +13,40 @@ const SCALE: u64 = 4;
 /// Whether a device keeps a matrix in this form (or a stack of them, if true).
 pub type Keeps<'a> = &'a dyn Fn(&Compact, bool) -> bool;
 
-/// Size of a shard's weights, in bytes. Assumes that if some matrices are quantised according to the
-/// configuration, all matrices of the layers are, and that the output head is not.
+/// Size of a shard's weights, in bytes, if no matrix stays as a quantised checkpoint has it.
 #[must_use]
-pub fn weight_bytes(
-    config: &ModelConfig,
-    shard: &Shard,
-    quantization: Quantization,
-    keeps: Keeps<'_>,
-) -> u64 {
-    let quantised = config.quantised.filter(|_| quantization == Quantization::None);
+pub fn weight_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantization) -> u64 {
     let n = |n: usize| n as u64;
     let hidden = n(config.hidden_size);
     let q = n(shard.heads.len() * config.head_dim);
     let kv = n(shard.kv_heads.len() * config.head_dim);
-    // Sizes of: a matrix that the files never have quantised; a matrix of a layer; a matrix that
-    // always keeps the type of the products.
-    let head = |rows: u64, cols: u64| match quantization {
+    // Sizes of: a matrix that can be quantised; a matrix that always keeps the type of the products.
+    let matrix = |rows: u64, cols: u64| match quantization {
         Quantization::None => 2 * rows * cols,
         Quantization::Int8 => rows * (cols + SCALE),
-    };
-    let matrix = |rows: u64, cols: u64, is_stack: bool| {
-        let form = quantised.and_then(|quantised| compact(&quantised, cols, is_stack));
-        match form.filter(|form| keeps(form, is_stack)) {
-            Some(form) => form.bytes(rows, cols),
-            None => head(rows, cols),
-        }
     };
     let as_is = |rows: u64, cols: u64| 2 * rows * cols;
     // Each part of a row-parallel matrix has its own scales.
     let parts = n(shard.parts);
-    let row_parallel = |cols: u64, is_stack| parts * matrix(hidden, cols / parts, is_stack);
+    let row_parallel = |cols: u64| parts * matrix(hidden, cols / parts);
     // Gate and up, or up alone.
     let gates = if config.is_gated() { 2 } else { 1 };
-    let mlp = |ups: u64, inner: u64, is_stack| {
-        matrix(ups * inner, hidden, is_stack) + row_parallel(inner, is_stack)
-    };
+    let mlp = |ups: u64, inner: u64| matrix(ups * inner, hidden) + row_parallel(inner);
     let (dense, sparse) = layers(config);
     let routing = config.experts.as_ref().map(|experts| experts.routing);
     let [experts, logits] =
         routing.map_or([0, 0], |routing| [routing.num_experts, routing.num_logits()].map(n));
-    let attention = matrix(q + 2 * kv, hidden, false) + row_parallel(q, false);
+    let attention = matrix(q + 2 * kv, hidden) + row_parallel(q);
     let vocab = n(shard.vocab_width);
     let output = match (config.tied, quantization) {
         (true, Quantization::None) => 0,
-        (false, _) | (true, Quantization::Int8) => head(vocab, hidden),
+        (false, _) | (true, Quantization::Int8) => matrix(vocab, hidden),
     };
     n(config.num_layers) * attention
-        + dense * mlp(gates, n(shard.intermediate.len()), false)
-        + sparse * (as_is(logits, hidden) + experts * mlp(2, n(shard.expert.len()), true))
+        + dense * mlp(gates, n(shard.intermediate.len()))
+        + sparse * (as_is(logits, hidden) + experts * mlp(2, n(shard.expert.len())))
         + as_is(vocab, hidden)
         + output
-}
-
-/// The form in which matrices of `cols` inputs can stay, according to the configuration.
-fn compact(quantised: &Quantised, cols: u64, is_stack: bool) -> Option<Compact> {
-    let cols = cols as usize;
-    let Some(form) = quantised.packed else {
-        let width = quantised.block.map_or(usize::MAX, |block| block.1);
-        return Fp8Groups::new(0, cols, width).map(Compact::Fp8).filter(|_| quantised.is_fp8);
-    };
-    let len = form.group.unwrap_or(cols).max(1);
-    let (count, is_float) = (cols.div_ceil(len), form.is_of_experts());
-    let groups = Int4Groups { first: 0, first_len: len, len, count, is_float };
-    (form.may_stay() && (is_stack || !is_float)).then_some(Compact::Int4(groups))
 }
 
 /// The number of layers with an MLP, and with experts.
@@ -140,11 +109,9 @@ pub fn sequence_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig)
 #[cfg(test)]
 mod tests {
     use kernels::backend::{ExpertActivation, Routing};
-    use kernels::weights::Packing;
     use serde_json::json;
 
     use super::super::experts::ExpertsConfig;
-    use super::super::quantization::{PackedForm, check};
     use super::*;
 
     /// Llama 3.1 8B.
@@ -156,71 +123,24 @@ mod tests {
         ModelConfig::from_value(config).unwrap()
     }
 
-    fn plain_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantization) -> u64 {
-        weight_bytes(config, shard, quantization, &|_, _| false)
-    }
-
-    fn compact_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantization) -> u64 {
-        weight_bytes(config, shard, quantization, &|_, _| true)
-    }
-
     #[test]
     fn eight_billion_parameters_take_sixteen_billion_bytes() {
         let config = config();
         let whole = Shard::new(&config, 0, 1).unwrap();
-        let bytes = plain_bytes(&config, &whole, Quantization::None);
+        let bytes = weight_bytes(&config, &whole, Quantization::None);
         // 8.03e9 parameters, 266,240 of them in norms.
         assert_eq!(bytes / 2 + 266_240, 8_030_261_248);
         let half = Shard::new(&config, 1, 2).unwrap();
-        assert_eq!(plain_bytes(&config, &half, Quantization::None) * 2, bytes);
+        assert_eq!(weight_bytes(&config, &half, Quantization::None) * 2, bytes);
         let tied = ModelConfig { tied: true, ..config.clone() };
-        assert_eq!(plain_bytes(&tied, &whole, Quantization::None), bytes - 2 * 128_256 * 4096);
+        assert_eq!(weight_bytes(&tied, &whole, Quantization::None), bytes - 2 * 128_256 * 4096);
         // Everything but the embedding takes half the space, plus a scale per output: q, k, v,
         // output, gate, up and down of 32 layers, and the head.
         let outputs = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096) + 128_256;
         let int8 = bytes / 2 + 128_256 * 4096 + 4 * outputs;
-        assert_eq!(plain_bytes(&config, &whole, Quantization::Int8), int8);
+        assert_eq!(weight_bytes(&config, &whole, Quantization::Int8), int8);
         // The head is then a separate matrix, tied or not.
-        assert_eq!(plain_bytes(&tied, &whole, Quantization::Int8), int8);
-        // AWQ's usual form: embedding and head stay bf16; 128 inputs share a scale and a zero
-        // point.
-        let awq = PackedForm {
-            packing: Packing::Awq,
-            bits: 4,
-            group: Some(128),
-            is_listed: false,
-            has_zeros: true,
-        };
-        let quantised = Some(Quantised { packed: Some(awq), ..Quantised::PLAIN });
-        let awq = ModelConfig { quantised, ..config.clone() };
-        let layers = bytes / 2 - 2 * 128_256 * 4096;
-        let int4 = layers / 2 + layers / 128 * 5 + 2 * 2 * 128_256 * 4096;
-        assert_eq!(compact_bytes(&awq, &whole, Quantization::None), int4);
-        assert_eq!(compact_bytes(&awq, &half, Quantization::None) * 2, int4);
-        assert_eq!(compact_bytes(&awq, &whole, Quantization::Int8), int8);
-        // FP8 has a byte per weight, with a scale per output, or for each 128 inputs of one.
-        let others = 2 * 2 * 128_256 * 4096;
-        let fp8 = |raw| ModelConfig { quantised: Some(check(&raw).unwrap()), ..config.clone() };
-        let plain = fp8(json!({"quant_method": "fp8"}));
-        let of_layers = 4 * (outputs - 128_256);
-        let bytes_of =
-            |config: &ModelConfig, shard: &Shard| compact_bytes(config, shard, Quantization::None);
-        assert_eq!(bytes_of(&plain, &whole), layers + of_layers + others);
-        let blocks = fp8(json!({"quant_method": "fp8", "weight_block_size": [128, 128]}));
-        assert_eq!(bytes_of(&blocks, &whole), layers + layers / 128 * 4 + others);
-        assert_eq!(bytes_of(&blocks, &half) * 2, bytes_of(&blocks, &whole));
-        assert_eq!(compact_bytes(&blocks, &whole, Quantization::Int8), int8);
-        assert_eq!(plain_bytes(&blocks, &whole, Quantization::None), bytes);
-        // Blocks that no device keeps, and integers.
-        let wide = fp8(json!({"quant_method": "fp8", "weight_block_size": [128, 256]}));
-        assert_eq!(bytes_of(&wide, &whole), bytes);
-        let group = json!({"num_bits": 8, "type": "int", "strategy": "channel"});
-        let integers = fp8(json!({"quant_method": "compressed-tensors", "format": "int-quantized",
-            "config_groups": {"group_0": {"weights": group}}}));
-        assert_eq!(bytes_of(&integers, &whole), bytes);
-        // Other devices convert to bf16, and a checkpoint without 4-bit weights does not change.
-        assert_eq!(plain_bytes(&awq, &whole, Quantization::None), bytes);
-        assert_eq!(compact_bytes(&config, &whole, Quantization::None), bytes);
+        assert_eq!(weight_bytes(&tied, &whole, Quantization::Int8), int8);
     }
 
     #[test]
@@ -247,14 +167,14 @@ mod tests {
         let whole = Shard::new(&sparse, 0, 1).unwrap();
         // 30,532,122,624 parameters, of which 48 x (2 x 2048 + 2 x 128) + 2048 are in norms.
         assert_eq!(
-            plain_bytes(&sparse, &whole, Quantization::None) / 2 + 48 * 4352 + 2048,
+            weight_bytes(&sparse, &whole, Quantization::None) / 2 + 48 * 4352 + 2048,
             30_532_122_624
         );
         let half = Shard::new(&sparse, 0, 2).unwrap();
         let routers = 2 * 48 * 128 * 2048;
         assert_eq!(
-            (plain_bytes(&sparse, &half, Quantization::None) - routers) * 2,
-            plain_bytes(&sparse, &whole, Quantization::None) - routers
+            (weight_bytes(&sparse, &half, Quantization::None) - routers) * 2,
+            weight_bytes(&sparse, &whole, Quantization::None) - routers
         );
         let mixed = ModelConfig {
             intermediate_size: 6144,
@@ -267,50 +187,9 @@ mod tests {
         let whole = Shard::new(&mixed, 0, 1).unwrap();
         let expert_layer = 128 * 2048 * (3 * 768 + 1);
         assert_eq!(
-            plain_bytes(&mixed, &whole, Quantization::None) / 2 + expert_layer - 2048 * 3 * 6144,
-            plain_bytes(&sparse, &Shard::new(&sparse, 0, 1).unwrap(), Quantization::None) / 2
+            weight_bytes(&mixed, &whole, Quantization::None) / 2 + expert_layer - 2048 * 3 * 6144,
+            weight_bytes(&sparse, &Shard::new(&sparse, 0, 1).unwrap(), Quantization::None) / 2
         );
-    }
-
-    /// gpt-oss-20b: 24 layers with 32 experts, whose matrices have 4 bits in groups of 32;
-    /// attention, embedding and head are bf16.
-    #[test]
-    fn experts_alone_of_mxfp4_stay_small() {
-        let experts = ExpertsConfig {
-            routing: Routing::softmax(32, 4, true),
-            intermediate_size: 2880,
-            layers: vec![true; 24],
-            activation: ExpertActivation::Silu,
-            is_interleaved: true,
-            shared: None,
-        };
-        let raw = serde_json::json!({"quant_method": "mxfp4"});
-        let config = ModelConfig {
-            hidden_size: 2880,
-            intermediate_size: 0,
-            experts: Some(experts),
-            sinks: true,
-            num_layers: 24,
-            num_heads: 64,
-            num_kv_heads: 8,
-            head_dim: 64,
-            vocab_size: 201_088,
-            quantised: Some(check(&raw).unwrap()),
-            ..config()
-        };
-        let whole = Shard::new(&config, 0, 1).unwrap();
-        let expert_weights = 24 * 32 * 3 * 2880 * 2880u64;
-        let others = 24 * 2880 * (2 * 4096 + 2 * 512 + 32) + 2 * 201_088 * 2880u64;
-        let bf16 = plain_bytes(&config, &whole, Quantization::None);
-        assert_eq!(bf16, 2 * (expert_weights + others));
-        // One f32 scale per group.
-        let int4 = compact_bytes(&config, &whole, Quantization::None);
-        assert_eq!(int4, expert_weights / 2 + expert_weights / 32 * 4 + 2 * others);
-        // Groups that the division cuts have a scale in each part.
-        let quarter = Shard::new(&config, 3, 4).unwrap();
-        assert_eq!(quarter.expert, 2160..2880);
-        let all = 4 * compact_bytes(&config, &quarter, Quantization::None);
-        assert!(all > int4 && all < int4 * 51 / 50, "{all} of {int4}");
     }
 
     #[test]

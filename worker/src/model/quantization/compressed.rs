@@ -19,7 +19,6 @@ pub(super) fn read(raw: &Value) -> Result<Quantised, String> {
     check_others(raw)?;
     let format = &raw["format"];
     let mut found = Quantised::PLAIN;
-    let mut kinds = Vec::new();
     for (name, group) in groups {
         let weights = &group["weights"];
         if weights.is_null() {
@@ -32,19 +31,16 @@ pub(super) fn read(raw: &Value) -> Result<Quantised, String> {
                 return refuse("format \"pack-quantized\", several kinds of groups");
             }
             found.packed = Some(form);
-        } else {
-            let own = scaled_group(name, weights)?;
-            if found.block.is_some() && own.block.is_some() && found.block != own.block {
+        } else if let Some(own) = scaled_group(name, weights)? {
+            if found.block.is_some_and(|other| other != own) {
                 return refuse("with blocks of several sizes");
             }
-            found.block = own.block.or(found.block);
-            kinds.push(own.is_float);
+            found.block = Some(own);
         }
     }
     if is_packed(format) && found.packed.is_none() {
         return refuse("format \"pack-quantized\" without config_groups");
     }
-    found.is_fp8 = !kinds.is_empty() && kinds.iter().all(|is_float| *is_float);
     Ok(found)
 }
 
@@ -101,16 +97,8 @@ fn packed_group(name: &str, weights: &Value) -> Result<PackedForm, String> {
     }
 }
 
-/// Weights that are numbers with scales.
-struct Scaled {
-    /// Rows and columns that share a scale, if scales are per block.
-    block: Option<(usize, usize)>,
-    /// FP8, not integers.
-    is_float: bool,
-}
-
-/// Reads a group whose weights are numbers with scales.
-fn scaled_group(name: &str, weights: &Value) -> Result<Scaled, String> {
+/// Reads a group whose weights are numbers with scales; returns the block size, if it has blocks.
+fn scaled_group(name: &str, weights: &Value) -> Result<Option<(usize, usize)>, String> {
     let or = |key: &str, otherwise: &str| match &weights[key] {
         Value::Null => otherwise.to_owned(),
         value => text(value),
@@ -127,9 +115,8 @@ fn scaled_group(name: &str, weights: &Value) -> Result<Scaled, String> {
         let (bits, form) = (or("num_bits", "?"), if is_symmetric { "" } else { ", asymmetric" });
         return refuse(&format!("{name}: {bits} bits, {kind}, by {strategy}{form}"));
     }
-    let block = match strategy == "block" {
-        true => Some(block(&weights["block_structure"])?),
-        false => None,
-    };
-    Ok(Scaled { block, is_float: kind == "float" })
+    match strategy == "block" {
+        true => block(&weights["block_structure"]).map(Some),
+        false => Ok(None),
+    }
 }

@@ -4,9 +4,10 @@ use kernels::error::KernelError;
 use kernels::weights::Compact;
 use shared::protocol::Quantization;
 
-use super::part::{LayerPart, MlpPart, NormPart};
+use super::part::{Kind, LayerPart, MlpPart, NormPart};
 use super::{BackendLayer, BackendMlp, LayerWeights, Mlp, Norm};
 use crate::model::experts::ExpertParts;
+use crate::model::size::Keeps;
 
 /// Packs matrices and reports progress.
 pub(super) struct Loader<'a, 'p, B> {
@@ -125,6 +126,28 @@ impl<B: Backend> Loader<'_, '_, B> {
 /// Size of a matrix as stored, in bytes.
 pub(super) fn bytes(matrix: &HostMatrix<'_>) -> u64 {
     (matrix.rows * matrix.cols * matrix.dtype.bytes()) as u64
+}
+
+/// Size of matrices that are loaded together, as devices keep them that have at most 16 bits per
+/// weight, in bytes.
+pub(super) fn kept(
+    matrices: &[HostMatrix<'_>],
+    kind: Kind,
+    quantization: Quantization,
+    keeps: Keeps<'_>,
+) -> u64 {
+    let (quantization, form) = match kind {
+        Kind::Small => (Quantization::None, None),
+        Kind::Matrix | Kind::Stack => {
+            let form = Compact::of(matrices).filter(|form| keeps(form, kind == Kind::Stack));
+            (quantization, form)
+        }
+    };
+    let own = |matrix: &HostMatrix<'_>| {
+        let most = 2 * (matrix.rows * matrix.cols) as u64;
+        held(matrix, quantization, form.as_ref()).min(most)
+    };
+    matrices.iter().map(own).sum()
 }
 
 /// Size of a matrix as kept, in bytes; `form` is that of a matrix that stays as it is.

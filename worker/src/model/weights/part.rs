@@ -66,22 +66,49 @@ impl<'a> MlpPart<'a> {
 }
 
 impl MlpPart<'_> {
-    /// Whether it has a stack of experts in which some are quantised, would stay so according to
-    /// `keeps` if all were, and others are not quantised.
+    /// Whether it has a stack of experts in which some would stay as they are according to `keeps`
+    /// if all had their form, and others have another.
     pub(super) fn has_mixed_experts(&self, keeps: &dyn Fn(&Compact) -> bool) -> bool {
         let Self::Experts(parts) = self else { return false };
         let is_mixed = |stack: &[HostMatrix<'_>]| {
-            let quantised: Vec<_> =
-                stack.iter().copied().filter(|matrix| matrix.scales.is_some()).collect();
-            !quantised.is_empty()
-                && quantised.len() < stack.len()
-                && Compact::of(&quantised).is_some_and(|form| keeps(&form))
+            let mut alone = stack.iter().filter(|matrix| matrix.scales.is_some());
+            Compact::of(stack).is_none()
+                && alone.any(|matrix| Compact::of(&[*matrix]).is_some_and(|form| keeps(&form)))
         };
         is_mixed(&parts.gate_up) || parts.down.iter().any(|stack| is_mixed(stack))
     }
 }
 
+/// How matrices are loaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// As one matrix, in bf16.
+    Small,
+    /// As one matrix.
+    Matrix,
+    /// As a stack.
+    Stack,
+}
+
 impl<'a> LayerPart<'a> {
+    /// All matrices, those together that are loaded together.
+    pub(super) fn loads(&self) -> Vec<(&[HostMatrix<'a>], Kind)> {
+        let one = |matrix| (std::slice::from_ref(matrix), Kind::Matrix);
+        let mut loads = vec![(self.qkv.as_slice(), Kind::Matrix)];
+        loads.extend(self.output.iter().map(one));
+        match &self.mlp {
+            MlpPart::Dense { gate_up, down, .. } => {
+                loads.push((gate_up, Kind::Matrix));
+                loads.extend(down.iter().map(one));
+            }
+            MlpPart::Experts(ExpertParts { router, gate_up, down, .. }) => {
+                loads.extend([(router.as_slice(), Kind::Small), (gate_up, Kind::Stack)]);
+                loads.extend(down.iter().map(|stack| (stack.as_slice(), Kind::Stack)));
+            }
+        }
+        loads
+    }
+
     /// All matrices.
     pub(super) fn matrices(&self) -> impl Iterator<Item = &HostMatrix<'a>> {
         self.qkv.iter().chain(&self.output).chain(self.mlp.matrices())
@@ -376,6 +403,8 @@ fn cols_of<'a>(tensor: &TensorView<'a>, cols: &Range<usize>) -> HostMatrix<'a> {
 mod tests {
     use std::path::Path;
 
+    use kernels::backend::DType;
+
     use super::*;
     use crate::model::config::ModelConfig;
     use crate::model::safetensors::WeightFiles;
@@ -398,7 +427,9 @@ mod tests {
         let layers = || (0..config.num_layers).map(|i| part.layer(i).unwrap().mlp);
         assert!(layers().all(|mlp| !mlp.has_mixed_experts(&|_| true)), "all are quantised");
         let unpack = |matrices: &mut [HostMatrix<'_>]| {
-            matrices.iter_mut().for_each(|matrix| matrix.scales = None);
+            for matrix in matrices {
+                (matrix.dtype, matrix.scales) = (DType::Bf16, None);
+            }
         };
         let edited = |edit: &dyn Fn(&mut ExpertParts<'_>), keeps: bool| {
             let mut found = layers().find(|mlp| matches!(mlp, MlpPart::Experts(_))).unwrap();
@@ -411,6 +442,14 @@ mod tests {
         assert!(edited(&|parts| unpack(&mut parts.down[0][..1]), true));
         // Two stacks, each of one form.
         assert!(!edited(&|parts| unpack(&mut parts.gate_up), true));
+        // All in FP8, but one has several groups of inputs.
+        let regroup = |matrix: &mut HostMatrix<'_>| {
+            if let Some(Scales::Blocks(scales)) = &mut matrix.scales {
+                scales.block.1 = 16;
+            }
+        };
+        let is_fp8 = model.ends_with("fp8");
+        assert_eq!(edited(&|parts| regroup(&mut parts.gate_up[5]), true), is_fp8);
         // The quantised ones would become bf16 in any case.
         assert!(!edited(&|parts| unpack(&mut parts.gate_up[4..6]), false));
     }
