@@ -1,12 +1,12 @@
 //! Weights as stored in model files: rectangles of tensors, and their rows in the types that
 //! backends keep.
 //!
-//! Owns what every backend must read the same way: which weights stay in 4 bits or in FP8, how other
-//! quantised checkpoints become bf16, and how weights are quantised to int8 while loading.
+//! Owns what every backend must read the same way: which weights stay in 4 bits or in FP8, how
+//! other quantised checkpoints become bf16, and how weights are quantised to int8 while loading.
 //! Quantisation is symmetric: the f32 scale of an output feature is its largest absolute weight
-//! divided by 127, and every weight is divided by the scale and rounded to the nearest integer, ties
-//! to even. The scale is that of the file's whole row, even if a rank takes only a part of it, so it
-//! is the same at every tensor-parallel degree.
+//! divided by 127, and every weight is divided by the scale and rounded to the nearest integer,
+//! ties to even. The scale is that of the file's whole row, even if a rank takes only a part of it,
+//! so it is the same at every tensor-parallel degree.
 //!
 //! - `dtype`: element types
 //! - `blocks`: one scale per block

@@ -61,17 +61,17 @@ pub trait Tensors {
         self.new_buffer(rows_max, width)
     }
 
-    /// Packs the vertical concatenation of `parts` (equal `cols`). Weights of 4 bits and in FP8 stay
-    /// as they are if [`Compact::of`] and [`Self::keeps`] allow it.
+    /// Packs the vertical concatenation of `parts` (equal `cols`). Weights of 4 bits and in FP8
+    /// stay as they are if [`Compact::of`] and [`Self::keeps`] allow it.
     ///
     /// # Errors
     /// [`KernelError::Shape`] if a part's data is too short or widths differ.
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError>;
 
     /// Whether the device keeps a matrix in this form, or a stack of matrices if that is asked for.
-    /// Products then take its numbers (integers minus their zeros) exactly, sum them in f32 for each
-    /// group of inputs that shares a scale, and multiply the groups' sums by their scales. Otherwise
-    /// weights become bf16.
+    /// Products then take its numbers (integers minus their zeros) exactly, sum them in f32 for
+    /// each group of inputs that shares a scale, and multiply the groups' sums by their scales.
+    /// Otherwise weights become bf16.
     fn keeps(&self, form: &Compact, is_stack: bool) -> bool;
 
     /// As [`Self::load_matrix`], with what is quantised in bf16: for embeddings and routers, which

@@ -72,8 +72,8 @@ const FEW_TILES: usize = 8;
 const TASK_COST: usize = 32 * 1024;
 /// Prefetch distance for the weights of a single tile, in pairs.
 const AHEAD: usize = 16;
-/// Maximum number of pairs of 8-bit weights converted to bf16 at a time (32 KiB), for several tiles,
-/// or for inner loops that only support bf16.
+/// Maximum number of pairs of 8-bit weights converted to bf16 at a time (32 KiB), for several
+/// tiles, or for inner loops that only support bf16.
 const ROOM_PAIRS: usize = 128;
 /// The same for a single tile: converted weights that are used at once should take little of the L1
 /// cache.

@@ -2,8 +2,8 @@
 //! tensors.
 //!
 //! FP8 and int8 weights are found with their scales; 4-bit and 8-bit integers packed into words are
-//! found by `packed`. Activations have the type given by `--dtype`, whatever the checkpoint was made
-//! for: `input_scale` and the scales of KV caches are ignored.
+//! found by `packed`. Activations have the type given by `--dtype`, whatever the checkpoint was
+//! made for: `input_scale` and the scales of KV caches are ignored.
 //!
 //! - `compressed`: the configuration of compressed-tensors
 //! - `packed`: integers packed into words

@@ -20,7 +20,7 @@ pub fn weight_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantizat
     let hidden = n(config.hidden_size);
     let q = n(shard.heads.len() * config.head_dim);
     let kv = n(shard.kv_heads.len() * config.head_dim);
-    // Sizes of: a matrix that can be quantised; a matrix that always keeps the type of the products.
+    // Sizes of a matrix that can be quantised, and of one that is always in bf16.
     let matrix = |rows: u64, cols: u64| match quantization {
         Quantization::None => 2 * rows * cols,
         Quantization::Int8 => rows * (cols + SCALE),

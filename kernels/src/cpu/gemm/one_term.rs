@@ -68,8 +68,8 @@ pub(super) struct Sums<'a> {
     pub(super) scales: Option<&'a [f32; PANEL]>,
 }
 
-/// `acc[m] (+)= rows[m] * weights` over all pairs. Leaves 8-bit weights converted to bf16 in `room`,
-/// if that is large enough.
+/// `acc[m] (+)= rows[m] * weights` over all pairs. Leaves 8-bit weights converted to bf16 in
+/// `room`, if that is large enough.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(super) fn tile<const M: usize>(
     rows: &[&[u32]; M],

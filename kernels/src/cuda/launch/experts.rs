@@ -70,8 +70,8 @@ pub fn group(
     call(GROUP_EXPERTS, (rows.div_ceil(chunk_rows), 1, 1), 1024, args)
 }
 
-/// The kernel for these tiles among those of its kind, its number of slots, and the number of blocks
-/// that divide a tile.
+/// The kernel for these tiles among those of its kind, its number of slots, and the number of
+/// blocks that divide a tile.
 fn variant(first: super::Entry, w: Weight, grouped: &Grouped) -> (super::Entry, usize, usize) {
     let count = w.kernels();
     let which = SKINNY[..count].iter().position(|slots| *slots >= grouped.tile_slots);
