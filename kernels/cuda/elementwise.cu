@@ -330,6 +330,36 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 extern "C" __global__ void __launch_bounds__(256)
+    tutti_widen_fp8(const uint8_t* w, const float* scales, tutti_bf16* out, uint32_t stride,
+                    uint32_t k, uint32_t shift) {
+    release_successors();
+    wait_for_predecessors();
+    const uint32_t at = (blockIdx.y * 256 + threadIdx.x) * 16;
+    if (at >= stride) {
+        return;
+    }
+    const size_t place = static_cast<size_t>(blockIdx.x) * stride + at;
+    const float* own = scales + static_cast<size_t>(blockIdx.x) * divide_up(k, 1u << shift);
+    const float scale = own[at_most(at, k - 1) >> shift];
+    const void* from = w + place;
+    const uint4 v = load_weights(static_cast<const tutti_bf16*>(from));
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+    uint32_t pairs[8];
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+        const uint2 both = tutti::widen(words[i]);
+        const auto scaled = [scale](uint32_t pair) {
+            return pack_bf16(__fmul_rn(low_bf16(pair), scale), __fmul_rn(high_bf16(pair), scale));
+        };
+        pairs[2 * i] = scaled(both.x);
+        pairs[2 * i + 1] = scaled(both.y);
+    }
+    uint4* to = reinterpret_cast<uint4*>(out + place);
+    to[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    to[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
     tutti_widen_int4(const uint8_t* w, const uint32_t* groups, tutti_bf16* out, uint32_t stride,
                      uint32_t k, uint32_t shift) {
     release_successors();

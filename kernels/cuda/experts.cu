@@ -11,6 +11,7 @@
 // few features of many tiles. So the tiles of one expert, which are neighbours, read the same
 // weights at about the same time, from memory once and then from L2, however large the expert is.
 #include "rows.cuh"
+#include "skinny_fp8.cuh"
 #include "skinny_int8.cuh"
 
 namespace tutti {
@@ -71,6 +72,19 @@ __device__ __forceinline__ void rows_of_slots(const tutti_bf16* x, const uint32_
     }
 }
 
+// This block's tile, or its share of one that the blocks along grid.z divide; without slots if
+// none are left.
+template <class W, int ROWS>
+__device__ __forceinline__ TuttiExpertTile own_tile(const TuttiExpertTile* tiles) {
+    TuttiExpertTile tile = tiles[blockIdx.x];
+    if constexpr (W::DIVIDES_TILES) {
+        const uint32_t before = at_most(8 * ROWS * blockIdx.z, tile.slots);
+        tile.first += before;
+        tile.slots = at_most(tile.slots - before, 8 * ROWS);
+    }
+    return tile;
+}
+
 // Combines gate and up: see kernels.h. The comparisons are false for NaN, so that it propagates.
 __device__ __forceinline__ float gated(float gate, float up, float alpha, float limit,
                                        float shift) {
@@ -94,7 +108,10 @@ __device__ __forceinline__ void experts_gate_up(const tutti_bf16* x, const typen
     if (blockIdx.x >= *num_tiles) {
         return;
     }
-    const TuttiExpertTile tile = tiles[blockIdx.x];
+    const TuttiExpertTile tile = own_tile<W, ROWS>(tiles);
+    if (W::DIVIDES_TILES && tile.slots == 0) {
+        return;
+    }
     const uint32_t g = threadIdx.x % 32 / 4;
     const uint32_t t = threadIdx.x % 4;
     const uint32_t first_feature = blockIdx.y * 16;
@@ -107,6 +124,7 @@ __device__ __forceinline__ void experts_gate_up(const tutti_bf16* x, const typen
             const uint32_t feature = at_most(first_feature + 8 * half + g, inner - 1);
             const size_t row = (static_cast<size_t>(tile.expert) * 2 + part) * inner + feature;
             weights.rows[part][half] = w + row * w_stride;
+            scale.attach(weights, part, half, row);
         }
     }
     weights.load_first(k);
@@ -153,7 +171,10 @@ __device__ __forceinline__ void experts_down(const tutti_bf16* x, const typename
     if (blockIdx.x >= *num_tiles) {
         return;
     }
-    const TuttiExpertTile tile = tiles[blockIdx.x];
+    const TuttiExpertTile tile = own_tile<W, ROWS>(tiles);
+    if (W::DIVIDES_TILES && tile.slots == 0) {
+        return;
+    }
     const uint32_t g = threadIdx.x % 32 / 4;
     const uint32_t t = threadIdx.x % 4;
     const uint32_t first_feature = blockIdx.y * FEATURES * 16;
@@ -165,6 +186,7 @@ __device__ __forceinline__ void experts_down(const tutti_bf16* x, const typename
             const uint32_t feature = at_most(first_feature + 16 * f + 8 * half + g, n - 1);
             const size_t row = static_cast<size_t>(tile.expert) * n + feature;
             weights.rows[f][half] = w + row * w_stride;
+            scale.attach(weights, f, half, row);
         }
     }
     weights.load_first(k);
@@ -481,3 +503,26 @@ EXPERTS_DOWN(8, 1)
 EXPERTS_DOWN(16, 1)
 EXPERTS_DOWN(32, 2)
 EXPERTS_DOWN(64, 2)
+
+// A tile of 64 slots is divided between two blocks. For down, the number of resident blocks as
+// above.
+#define EXPERTS_FP8(number, features, ...)                                                         \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        tutti_experts_gate_up_fp8_##number(TUTTI_EXPERTS_GATE_UP_FP8_ARGUMENTS) {                  \
+        using namespace tutti;                                                                     \
+        const Fp8Scaled scale{scales, divide_up(k, 1u << group_shift), group_shift};               \
+        experts_gate_up<Fp8Weights<2>, number / 8>(x, w, scale, out, slots, tiles, num_tiles,      \
+                                                   top_k, inner, k, x_stride, w_stride,            \
+                                                   out_stride, bias, alpha, limit, shift);         \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(256, ##__VA_ARGS__)                               \
+        tutti_experts_down_fp8_##number(TUTTI_EXPERTS_DOWN_FP8_ARGUMENTS) {                        \
+        using namespace tutti;                                                                     \
+        const Fp8Scaled scale{scales, divide_up(k, 1u << group_shift), group_shift};               \
+        experts_down<Fp8Weights<features>, number / 8>(x, w, scale, out, slots, tiles, num_tiles,  \
+                                                       first_slot, n, k, x_stride, w_stride,       \
+                                                       out_stride, bias);                          \
+    }
+EXPERTS_FP8(8, 1)
+EXPERTS_FP8(16, 1, 3)
+EXPERTS_FP8(32, 2)

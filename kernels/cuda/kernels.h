@@ -217,6 +217,12 @@ __global__ void tutti_scale_add_bias(float* data, const float* scales, const flo
  * grid (rows, ceil(stride / 4096)), block 256. */
 __global__ void tutti_widen_int8(const uint8_t* w, tutti_bf16* out, uint32_t stride);
 
+/* out = w * scale, rounded: widens weights in FP8 in the layout of tutti_skinny_fp8_8, of which
+ * `k` per row count. w u8, out bf16, both [rows, stride], the stride a multiple of 16.
+ * grid (rows, ceil(stride / 4096)), block 256. */
+__global__ void tutti_widen_fp8(const uint8_t* w, const float* scales, tutti_bf16* out,
+                                uint32_t stride, uint32_t k, uint32_t shift);
+
 /* out = (integer - zero) * scale, rounded: widens 4-bit weights in the layout of
  * tutti_skinny_int4_8. out bf16 [rows, stride]: `k` weights per row, then zeros.
  * grid (rows, ceil(stride / 8192)), block 256. */
@@ -526,6 +532,17 @@ __global__ void tutti_skinny_int8_16(TUTTI_SKINNY_INT8_ARGUMENTS);
 __global__ void tutti_skinny_int8_32(TUTTI_SKINNY_INT8_ARGUMENTS);
 __global__ void tutti_skinny_int8_64(TUTTI_SKINNY_INT8_ARGUMENTS);
 
+/* The same with weights in FP8 (E4M3): w u8 [n, w_stride], rows 16-byte aligned; scales f32
+ * [n, ceil(k / 2^shift)], shift in 6..31; a weight is number * scale. No byte is taken for NaN: a
+ * row that has one needs scales that are NaN. */
+#define TUTTI_SKINNY_FP8_ARGUMENTS                                                                 \
+    const tutti_bf16 *x, const uint8_t *w, const float *scales, const float *bias, float *out,     \
+        const uint32_t *row_index, uint32_t rows, uint32_t n, uint32_t k, uint32_t x_stride,       \
+        uint32_t w_stride, uint32_t out_stride, uint32_t shift, const uint32_t *live
+__global__ void tutti_skinny_fp8_8(TUTTI_SKINNY_FP8_ARGUMENTS);
+__global__ void tutti_skinny_fp8_16(TUTTI_SKINNY_FP8_ARGUMENTS);
+__global__ void tutti_skinny_fp8_32(TUTTI_SKINNY_FP8_ARGUMENTS);
+
 /* The same with 4-bit weights: w u8 [n, w_stride / 2], rows 64-byte aligned (w_stride, in weights,
  * is a multiple of 128). 128 weights are 64 bytes: word 4t + j has k = 32j + 8t + 2i at bit 4i and
  * the next k 16 bits above. groups u32 [n, ceil(k / 2^shift)], shift in 5..31: a scale in f32
@@ -560,6 +577,16 @@ __global__ void tutti_skinny_gate_up_int8_8(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS)
 __global__ void tutti_skinny_gate_up_int8_16(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS);
 __global__ void tutti_skinny_gate_up_int8_32(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS);
 __global__ void tutti_skinny_gate_up_int8_64(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS);
+
+/* The same with weights in FP8: w u8 [2 * inner, w_stride], scales f32 [2 * inner, ..]. */
+#define TUTTI_SKINNY_GATE_UP_FP8_ARGUMENTS                                                         \
+    const tutti_bf16 *x, const uint8_t *w, const float *scales, const float *bias,                 \
+        tutti_bf16 *out, uint32_t rows, uint32_t inner, uint32_t k, uint32_t x_stride,             \
+        uint32_t w_stride, uint32_t out_stride, uint32_t gelu, uint32_t shift,                     \
+        const uint32_t *live
+__global__ void tutti_skinny_gate_up_fp8_8(TUTTI_SKINNY_GATE_UP_FP8_ARGUMENTS);
+__global__ void tutti_skinny_gate_up_fp8_16(TUTTI_SKINNY_GATE_UP_FP8_ARGUMENTS);
+__global__ void tutti_skinny_gate_up_fp8_32(TUTTI_SKINNY_GATE_UP_FP8_ARGUMENTS);
 
 /* The same with 4-bit weights: w u8 [2 * inner, w_stride / 2], groups u32 [2 * inner, ..]. */
 #define TUTTI_SKINNY_GATE_UP_INT4_ARGUMENTS                                                        \
@@ -634,6 +661,20 @@ __global__ void tutti_experts_gate_up_int8_16(TUTTI_EXPERTS_GATE_UP_INT8_ARGUMEN
 __global__ void tutti_experts_gate_up_int8_32(TUTTI_EXPERTS_GATE_UP_INT8_ARGUMENTS);
 __global__ void tutti_experts_gate_up_int8_64(TUTTI_EXPERTS_GATE_UP_INT8_ARGUMENTS);
 
+/* The same with weights in FP8: see tutti_skinny_fp8_8. w u8 [num_experts * 2 * inner, w_stride],
+ * scales f32 [num_experts * 2 * inner, ceil(k / 2^group_shift)]. Tiles of more slots than the
+ * name's number are divided among the blocks along grid.z.
+ * grid (most tiles, ceil(inner / 16), ceil(slots of a tile / number)), block 256. */
+#define TUTTI_EXPERTS_GATE_UP_FP8_ARGUMENTS                                                        \
+    const tutti_bf16 *x, const uint8_t *w, const float *scales, tutti_bf16 *out,                   \
+        const uint32_t *slots, const TuttiExpertTile *tiles, const uint32_t *num_tiles,            \
+        uint32_t top_k, uint32_t inner, uint32_t k, uint32_t x_stride, uint32_t w_stride,          \
+        uint32_t out_stride, const float *bias, float alpha, float limit, float shift,             \
+        uint32_t group_shift
+__global__ void tutti_experts_gate_up_fp8_8(TUTTI_EXPERTS_GATE_UP_FP8_ARGUMENTS);
+__global__ void tutti_experts_gate_up_fp8_16(TUTTI_EXPERTS_GATE_UP_FP8_ARGUMENTS);
+__global__ void tutti_experts_gate_up_fp8_32(TUTTI_EXPERTS_GATE_UP_FP8_ARGUMENTS);
+
 /* out[slot - first_slot] = x[slot] W^T + bias for the slots of all tiles. x bf16 [slots, x_stride],
  * w bf16 [num_experts * n, w_stride], rows 16-byte aligned; bias f32 [num_experts * n] or null;
  * out f32 [.., out_stride].
@@ -656,6 +697,17 @@ __global__ void tutti_experts_down_int8_8(TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS);
 __global__ void tutti_experts_down_int8_16(TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS);
 __global__ void tutti_experts_down_int8_32(TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS);
 __global__ void tutti_experts_down_int8_64(TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS);
+
+/* The same with weights in FP8: w u8 [num_experts * n, w_stride], scales f32 [num_experts * n, ..];
+ * tiles as above. grid (most tiles, ceil(n / R), ceil(slots of a tile / number)), block 256. */
+#define TUTTI_EXPERTS_DOWN_FP8_ARGUMENTS                                                           \
+    const tutti_bf16 *x, const uint8_t *w, const float *scales, float *out, const uint32_t *slots, \
+        const TuttiExpertTile *tiles, const uint32_t *num_tiles, uint32_t first_slot, uint32_t n,  \
+        uint32_t k, uint32_t x_stride, uint32_t w_stride, uint32_t out_stride, const float *bias,  \
+        uint32_t group_shift
+__global__ void tutti_experts_down_fp8_8(TUTTI_EXPERTS_DOWN_FP8_ARGUMENTS);
+__global__ void tutti_experts_down_fp8_16(TUTTI_EXPERTS_DOWN_FP8_ARGUMENTS);
+__global__ void tutti_experts_down_fp8_32(TUTTI_EXPERTS_DOWN_FP8_ARGUMENTS);
 
 /* out[r] = sum over j, in order, of weights[r, j] * parts[r, j]. parts f32 [rows, top_k, width],
  * weights f32 [rows, top_k], out f32 [rows, width]. grid (rows, ceil(width / 1024)), block 256;

@@ -10,12 +10,14 @@
 //   end:    the 8 warps' sums are added as a tree, ((0+4) + (2+6)) + ((1+5) + (3+7))
 //
 // int8 weights work the same way (skinny_int8.cuh): a lane has k = 16t .. 16t + 15 of every 64, and
-// each sum is multiplied by its feature's scale at the end. 4-bit weights (skinny_int4.cuh) have
-// the k of bf16, chunks of 256, and a scale for each group of k.
+// each sum is multiplied by its feature's scale at the end. FP8 (skinny_fp8.cuh) has the same k, and
+// a scale for each group of k. 4-bit weights (skinny_int4.cuh) have the k of bf16, chunks of 256, and
+// a scale for each group of k.
 //
 // The order of every sum depends only on k, so each row's result has the same bits with any number
 // of rows, in any variant. Shapes and launch rules: kernels.h. Limits: rows of x and W begin at
 // multiples of 16 bytes. Best up to 32 rows; every 64 rows read W again.
+#include "skinny_fp8.cuh"
 #include "skinny_int4.cuh"
 #include "skinny_int8.cuh"
 
@@ -249,3 +251,23 @@ SKINNY_GATE_UP(64)
 SKINNY_INT4(8, 1)
 SKINNY_INT4(16, 1)
 SKINNY_INT4(32, 2)
+
+// As for 4-bit weights.
+#define SKINNY_FP8(number, features)                                                               \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        tutti_skinny_fp8_##number(TUTTI_SKINNY_FP8_ARGUMENTS) {                                    \
+        using namespace tutti;                                                                     \
+        const Fp8Scaled scale{scales, divide_up(k, 1u << shift), shift};                           \
+        skinny<Fp8Weights<features>, number / 8>(x, w, scale, bias, out, row_index, rows, n, k,    \
+                                                 x_stride, w_stride, out_stride, live);            \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        tutti_skinny_gate_up_fp8_##number(TUTTI_SKINNY_GATE_UP_FP8_ARGUMENTS) {                    \
+        using namespace tutti;                                                                     \
+        const Fp8Scaled scale{scales, divide_up(k, 1u << shift), shift};                           \
+        skinny_gate_up<Fp8Weights<2>, number / 8>(x, w, scale, bias, out, rows, inner, k,          \
+                                                  x_stride, w_stride, out_stride, gelu, live);     \
+    }
+SKINNY_FP8(8, 1)
+SKINNY_FP8(16, 1)
+SKINNY_FP8(32, 2)

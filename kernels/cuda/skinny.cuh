@@ -1,6 +1,6 @@
 // The inner loop of products of few rows with a large matrix: 16 (or 32) rows of W times up to 64
 // rows of x, by 8 warps that share k. Purpose, and order of the sums: skinny.cu. int8 weights:
-// skinny_int8.cuh; 4-bit weights: skinny_int4.cuh.
+// skinny_int8.cuh; FP8: skinny_fp8.cuh; 4-bit weights: skinny_int4.cuh.
 #pragma once
 #include "device.cuh"
 
@@ -74,6 +74,8 @@ template <int FEATURES>
 struct Weights {
     using Element = tutti_bf16;
     static constexpr int COUNT = FEATURES;
+    // Whether the blocks along grid.z divide a tile of experts' slots.
+    static constexpr bool DIVIDES_TILES = false;
     // Bytes of a row in the first chunks of all warps.
     static constexpr uint32_t FIRST_BYTES = WARPS * CHUNK * sizeof(tutti_bf16);
     const tutti_bf16* rows[FEATURES][2];

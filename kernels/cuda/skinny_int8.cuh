@@ -32,6 +32,7 @@ template <int FEATURES>
 struct Int8Weights {
     using Element = uint8_t;
     static constexpr int COUNT = FEATURES;
+    static constexpr bool DIVIDES_TILES = false;
     static constexpr uint32_t FIRST_BYTES = WARPS * CHUNK;
     const uint8_t* rows[FEATURES][2];
     uint4 chunk[FEATURES][2][LOADS_INT8];
@@ -90,10 +91,10 @@ struct Int8Weights {
 };
 
 // As for bf16 weights. Reads x only up to `end`, unless WHOLE.
-template <int FEATURES, int ROWS, bool WHOLE>
-__device__ __forceinline__ void multiply_load(const Int8Weights<FEATURES>& w, uint32_t i,
-                                              const tutti_bf16* const (&x)[ROWS], uint32_t at,
-                                              uint32_t end, float (&sums)[FEATURES][ROWS][4]) {
+template <bool WHOLE, class W, int FEATURES, int ROWS>
+__device__ __forceinline__ void multiply_bytes(const W& w, uint32_t i,
+                                               const tutti_bf16* const (&x)[ROWS], uint32_t at,
+                                               uint32_t end, float (&sums)[FEATURES][ROWS][4]) {
 #pragma unroll
     for (int second = 0; second < 2; second++) {
         uint32_t a[FEATURES][2][4];
@@ -124,7 +125,7 @@ __device__ __forceinline__ void multiply(Int8Weights<FEATURES>& w,
 #pragma unroll
         for (uint32_t i = 0; i < LOADS_INT8; i++) {
             const uint32_t at = start + K_LOAD_INT8 * i + lane_k;
-            multiply_load<FEATURES, ROWS, true>(w, i, x, at, k, sums);
+            multiply_bytes<true>(w, i, x, at, k, sums);
             if (more) {
                 w.load(i, next + K_LOAD_INT8 * i + lane_k);
             }
@@ -135,7 +136,7 @@ __device__ __forceinline__ void multiply(Int8Weights<FEATURES>& w,
         for (uint32_t i = 0; i < LOADS_INT8; i++) {
             const uint32_t at = start + K_LOAD_INT8 * i + lane_k;
             w.load_before(i, at, k);
-            multiply_load<FEATURES, ROWS, false>(w, i, x, at, k, sums);
+            multiply_bytes<false>(w, i, x, at, k, sums);
         }
     }
 }

@@ -11,8 +11,8 @@ use std::time::Instant;
 
 use kernels::backend::prelude::*;
 use kernels::backend::{
-    AttentionAt, AttentionShape, Batch, Buffer, DType, HostMatrix, KvShape, KvStorage, Scales,
-    SeqRows,
+    AttentionAt, AttentionShape, Batch, BlockScales, Buffer, DType, HostMatrix, KvShape, KvStorage,
+    Scales, SeqRows,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, CpuMatrix, Isa, Precision};
@@ -33,6 +33,10 @@ const MATRICES: usize = 24;
 enum Format {
     Bf16,
     Int8,
+    /// With a scale per output.
+    Fp8,
+    /// With a scale per block of 128 x 128.
+    Fp8Blocks,
     Int4,
     /// With zero points.
     Int4Zeros,
@@ -40,12 +44,22 @@ enum Format {
 }
 
 impl Format {
-    const ALL: [Self; 5] = [Self::Bf16, Self::Int8, Self::Int4, Self::Int4Zeros, Self::Mxfp4];
+    const ALL: [Self; 7] = [
+        Self::Bf16,
+        Self::Int8,
+        Self::Fp8,
+        Self::Fp8Blocks,
+        Self::Int4,
+        Self::Int4Zeros,
+        Self::Mxfp4,
+    ];
 
     fn name(self) -> &'static str {
         match self {
             Self::Bf16 => "bf16",
             Self::Int8 => "int8",
+            Self::Fp8 => "FP8",
+            Self::Fp8Blocks => "FP8 in blocks",
             Self::Int4 => "4 bits",
             Self::Int4Zeros => "4 bits with zeros",
             Self::Mxfp4 => "MXFP4",
@@ -56,7 +70,8 @@ impl Format {
     fn size(self) -> f64 {
         match self {
             Self::Bf16 => 2.0,
-            Self::Int8 => 1.0,
+            Self::Int8 | Self::Fp8 => 1.0,
+            Self::Fp8Blocks => 1.0 + 4.0 / GROUP as f64,
             Self::Int4 => 0.5 + 4.0 / GROUP as f64,
             Self::Int4Zeros => 0.5 + 5.0 / GROUP as f64,
             Self::Mxfp4 => 0.5 + 4.0 / FLOAT_GROUP as f64,
@@ -89,8 +104,17 @@ impl Format {
         };
         let scales = Some(Scales::Packed(packed));
         let four = HostMatrix { data: &[], dtype: DType::Packed, scales, ..plain };
+        let (block, row_stride) = match self {
+            Self::Fp8Blocks => ((GROUP, GROUP), cols / GROUP),
+            _ => ((1, usize::MAX), 1),
+        };
+        let scales =
+            BlockScales { data: &bytes, dtype: DType::Bf16, block, row_stride, first_row: 0 };
+        let eight =
+            HostMatrix { dtype: DType::F8E4M3, scales: Some(Scales::Blocks(scales)), ..plain };
         match self {
             Self::Int8 => backend.load_int8_matrix(&[plain]),
+            Self::Fp8 | Self::Fp8Blocks => backend.load_matrix(&[eight]),
             Self::Bf16 => backend.load_matrix(&[plain]),
             Self::Int4 | Self::Int4Zeros | Self::Mxfp4 => backend.load_matrix(&[four]),
         }

@@ -1,28 +1,36 @@
 //! Weights as stored in model files: rectangles of tensors, and their rows in the types that
 //! backends keep.
 //!
-//! Owns what every backend must read the same way: how FP8 and int8 checkpoints become bf16, and
-//! how weights are quantised to int8 while loading. Quantisation is symmetric: the f32 scale of an
-//! output feature is its largest absolute weight divided by 127, and every weight is divided by the
-//! scale and rounded to the nearest integer, ties to even. The scale is that of the file's whole
-//! row, even if a rank takes only a part of it, so it is the same at every tensor-parallel degree.
+//! Owns what every backend must read the same way: which weights stay in 4 bits or in FP8, how
+//! other quantised checkpoints become bf16, and how weights are quantised to int8 while loading.
+//! Quantisation is symmetric: the f32 scale of an output feature is its largest absolute weight
+//! divided by 127, and every weight is divided by the scale and rounded to the nearest integer,
+//! ties to even. The scale is that of the file's whole row, even if a rank takes only a part of it,
+//! so it is the same at every tensor-parallel degree.
 //!
 //! - `dtype`: element types
 //! - `blocks`: one scale per block
+//! - `fp8`: weights that stay in FP8
 //! - `packed`: integers packed in words, and 4-bit MXFP4
 //! - `columns`: matrices stored column by column
+//! - `compact`: forms of fewer bits than bf16 in which matrices can stay
 use half::bf16;
 
 use crate::error::KernelError;
 
 mod blocks;
 mod columns;
+mod compact;
 mod dtype;
+mod fp8;
 mod packed;
 
 pub use blocks::BlockScales;
 pub use columns::Columns;
+pub use compact::Compact;
 pub use dtype::{DType, widen};
+pub(crate) use fp8::GROUP_MOST;
+pub use fp8::{Fp8Groups, fp8_groups};
 pub(crate) use packed::{E2M1, int4_integers, int4_row};
 pub use packed::{Groups, Int4Groups, Packed, Packing, int4_groups};
 

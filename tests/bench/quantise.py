@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""A model's layers in 4 bits, rounded to nearest: for measuring, not for use.
+"""A model's layers in 4 bits or in FP8, rounded to nearest: for measuring, not for use.
 
     tests/bench/quantise.py MODEL OUT gptq
     tests/bench/quantise.py MODEL OUT awq
+    tests/bench/quantise.py MODEL OUT fp8
+    tests/bench/quantise.py MODEL OUT fp8-blocks
 
 GPTQ's files without zeros, AWQ's with zeros, groups of 128 inputs, as tests/models/make_int4.py defines
-them; what real GPTQ and AWQ do to choose better integers does not matter for speed. Weights in one file;
+them; what real GPTQ and AWQ do to choose better integers does not matter for speed. FP8 has a scale per channel
+(compressed-tensors) or per block of 128 x 128 (as DeepSeek's and Qwen's files). Weights in one file;
 needs numpy, torch and safetensors.
 """
 
@@ -16,14 +19,23 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
 from make_int4 import awq, gptq  # noqa: E402
-from make_quantised import LAYERS  # noqa: E402
+from make_quantised import LAYERS, blocks, compressed, per_channel  # noqa: E402
 
 GROUP = 128
-FORMATS = {"gptq": gptq(4, GROUP, True, 1, False), "awq": awq(GROUP, [])}
+BLOCK = (128, 128)
+FORMATS = {
+    "gptq": gptq(4, GROUP, True, 1, False),
+    "awq": awq(GROUP, []),
+    "fp8": (lambda weight, _: per_channel(torch.from_numpy(weight)),
+            compressed("float", "channel", "float-quantized")),
+    "fp8-blocks": (lambda weight, _: blocks(torch.from_numpy(weight), BLOCK),
+                   {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}),
+}
 
 
 def main():
@@ -41,7 +53,7 @@ def main():
         if part == "weight" and layer in LAYERS:
             tensors, _ = make(tensor.float().numpy(), random)
             stem = name.removesuffix("weight")
-            stored.update({stem + key: value for key, value in tensors.items()})
+            stored.update({stem + key: value.contiguous() for key, value in tensors.items()})
         else:
             stored[name] = tensor
     args.out.mkdir(parents=True, exist_ok=True)

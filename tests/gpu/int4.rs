@@ -1,7 +1,7 @@
 //! Products with 4-bit weights against the reference, which multiplies the dequantised values.
 use kernels::KernelError;
 use kernels::backend::{Activation, DType, HostMatrix, Scales};
-use kernels::weights::{Groups, Packed, Packing, int4_groups};
+use kernels::weights::{Compact, Groups, Packed, Packing};
 
 use crate::operations::{Case, ROUNDING, Random, SUM, Writable, bytes, input, poisoned};
 
@@ -102,8 +102,8 @@ impl Case for Int4 {
             row_stride: all,
             scales: Some(Scales::Packed(packed)),
         };
-        let groups = int4_groups(std::slice::from_ref(&part));
-        if !groups.is_some_and(|groups| backend.keeps_int4(&groups, false)) {
+        let form = Compact::of(std::slice::from_ref(&part));
+        if !form.is_some_and(|form| backend.keeps(&form, false)) {
             return Err(KernelError::Unsupported("the matrix would become bf16".to_owned()));
         }
         let weight = backend.load_matrix(&[part])?;

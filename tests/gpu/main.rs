@@ -29,6 +29,7 @@ mod adapters;
 mod attention;
 mod driver;
 mod experts;
+mod fp8;
 mod goldens;
 mod head;
 mod int4;

@@ -12,7 +12,7 @@ use shared::protocol::Quantization;
 
 use crate::sampling::Sample;
 use crate::{HANGS, Options, Step, Table};
-use crate::{adapters, attention, experts, int4, norms};
+use crate::{adapters, attention, experts, fp8, int4, norms};
 
 /// Relative error of one rounding to bf16, with some margin.
 pub(crate) const ROUNDING: f32 = 1.0 / 128.0;
@@ -483,6 +483,9 @@ impl<'a> Cases<'a> {
             self.add(case);
         }
         for case in int4::cases(quick) {
+            self.add(case);
+        }
+        for case in fp8::cases(quick) {
             self.add(case);
         }
         for case in experts::cases(quick) {

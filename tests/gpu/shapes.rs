@@ -223,7 +223,7 @@ impl Shape {
                 cos: backend.load_vector(&cos)?,
                 sin: backend.load_vector(&sin)?,
             }],
-            bytes: size::weight_bytes(&config, &shard, quantization, &|_, _| false),
+            bytes: size::weight_bytes(&config, &shard, quantization),
         })
     }
 

@@ -84,7 +84,7 @@ fn cases(
     let shard = Shard::new(&config, 0, 1).map_err(|error| error.to_string())?;
     let embedding = 2 * (shape.vocab * shape.hidden) as u64;
     let unread = if shape.tied { 0 } else { embedding };
-    let weights = size::weight_bytes(&config, &shard, shape.quantization, &|_, _| false) - unread;
+    let weights = size::weight_bytes(&config, &shard, shape.quantization) - unread;
     let token = 4 * (shape.layers * shape.kv_heads * shape.head_dim) as u64;
     let vocab = u32::try_from(shape.vocab).unwrap_or(u32::MAX);
     let mut driver = Driver::new(engine, vocab);
@@ -166,7 +166,7 @@ fn prefilled(
     // A bf16 weight has two bytes and costs two operations, so bytes count operations per row.
     // Embedding and logits are computed for one row only.
     let unread = if shape.tied { embedding } else { 2 * embedding };
-    let weights = size::weight_bytes(&config, &shard, Quantization::None, &|_, _| false) - unread;
+    let weights = size::weight_bytes(&config, &shard, Quantization::None) - unread;
     let flops = shape.read_bytes(weights, 1) as f64 * f64::from(sizes.prefill) / took;
     table.add(
         format!("{} prefill of {} tokens", shape.name, sizes.prefill),

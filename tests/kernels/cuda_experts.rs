@@ -7,6 +7,7 @@ use crate::cuda_emulation::{
     Arg, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_f32, read_u32, rounded_all,
     some_f32s, u32s,
 };
+use crate::cuda_fp8::Fp8;
 use crate::cuda_int8::Int8;
 use crate::support::{Random, assert_close, bits, expert_activated};
 
@@ -254,8 +255,21 @@ struct Products {
     experts: Vec<u32>,
     x: Vec<f32>,
     w: Vec<f32>,
-    /// Int8 weights instead.
-    int8: Option<Int8>,
+    /// Quantised weights instead.
+    quantised: Option<Quantised>,
+}
+
+enum Quantised {
+    Int8(Int8),
+    Fp8(Fp8),
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Form {
+    Bf16,
+    Int8,
+    /// With this many inputs per scale, as a logarithm.
+    Fp8(u32),
 }
 
 const EXPERTS: usize = 5;
@@ -266,34 +280,53 @@ impl Products {
         let experts = (0..rows).flat_map(|row| [0, 1 + (row % 3) as u32]).collect();
         let x = rounded_all(&random.vec(rows * k));
         let w = rounded_all(&random.vec(EXPERTS * 2 * inner * k));
-        Self { rows, k, experts, x, w, int8: None }
+        Self { rows, k, experts, x, w, quantised: None }
     }
 
-    /// The same with different weights, in int8.
-    fn with_int8(mut self, random: &mut Random) -> Self {
-        self.int8 = Some(Int8::random(random, self.w.len() / self.k, self.k));
+    /// The same with different weights, unless they are to be bf16.
+    fn in_form(mut self, random: &mut Random, form: Form) -> Self {
+        let (rows, k) = (self.w.len() / self.k, self.k);
+        self.quantised = match form {
+            Form::Bf16 => None,
+            Form::Int8 => Some(Quantised::Int8(Int8::random(random, rows, k))),
+            Form::Fp8(shift) => Some(Quantised::Fp8(Fp8::random(random, rows, k, shift))),
+        };
         self
     }
 
     /// The weights with their scales, and their stride.
     fn weights(&self) -> (Vec<Arg>, Arg) {
-        match &self.int8 {
+        let (w, scales, stride) = match &self.quantised {
             None => {
                 let (w, stride) = Self::padded(&self.w, self.k);
-                (vec![w], stride)
+                return (vec![w], stride);
             }
-            Some(int8) => {
-                let (w, scales, stride) = int8.args();
-                (vec![w, scales], stride)
+            Some(Quantised::Int8(int8)) => int8.args(),
+            Some(Quantised::Fp8(fp8)) => fp8.args(),
+        };
+        (vec![w, scales], stride)
+    }
+
+    /// For tiles of `number` slots: the name of this family's kernel, the number of slots that it
+    /// takes, and the number of buffers before its result.
+    fn kernel(&self, family: &str, number: usize) -> (String, usize, usize) {
+        match self.quantised {
+            None => (format!("tutti_experts_{family}_{number}"), number, 2),
+            Some(Quantised::Int8(_)) => {
+                (format!("tutti_experts_{family}_int8_{number}"), number, 3)
+            }
+            Some(Quantised::Fp8(_)) => {
+                let most = number.min(32);
+                (format!("tutti_experts_{family}_fp8_{most}"), most, 3)
             }
         }
     }
 
-    /// The name of this family's kernel, and the number of buffers before its result.
-    fn kernel(&self, family: &str, number: usize) -> (String, usize) {
-        match self.int8 {
-            None => (format!("tutti_experts_{family}_{number}"), 2),
-            Some(_) => (format!("tutti_experts_{family}_int8_{number}"), 3),
+    /// The argument that only kernels for FP8 take.
+    fn shift(&self) -> Option<Arg> {
+        match &self.quantised {
+            Some(Quantised::Fp8(fp8)) => Some(Arg::U32(fp8.shift)),
+            _ => None,
         }
     }
 
@@ -317,8 +350,10 @@ impl Products {
     }
 
     fn dot(&self, x: &[f32], row: usize) -> (f64, f64) {
-        if let Some(int8) = &self.int8 {
-            return int8.dot(x, row);
+        match &self.quantised {
+            Some(Quantised::Int8(int8)) => return int8.dot(x, row),
+            Some(Quantised::Fp8(fp8)) => return fp8.dot(x, row),
+            None => {}
         }
         let w = &self.w[row * self.k..][..self.k];
         let terms = x.iter().zip(w).map(|(&x, &w)| f64::from(x) * f64::from(w));
@@ -331,7 +366,11 @@ fn gate_and_up_of_every_slot() {
     let mut random = Random(73);
     let shapes = [(3, 20, 40), (70, 33, 300), (9, 16, 1031)].into_iter();
     let cases = shapes.flat_map(|it| [(it, false), (it, true)]);
-    for (((rows, inner, k), is_int8), clamped) in cases.zip([false, true, true, false].repeat(2)) {
+    let forms = [Form::Bf16, Form::Int8];
+    let cases = cases.map(|(shape, is_int8)| (shape, forms[usize::from(is_int8)]));
+    let fp8 = [((70, 33, 300), Form::Fp8(6)), ((9, 16, 1031), Form::Fp8(31))];
+    let clamped = [false, true, true, false].repeat(2);
+    for (((rows, inner, k), form), clamped) in cases.chain(fp8).zip(clamped) {
         let bias = clamped.then(|| random.vec(EXPERTS * 2 * inner));
         let activation = match clamped {
             true => ExpertActivation::Clamped { alpha: 1.702, limit: 1.5 },
@@ -342,7 +381,7 @@ fn gate_and_up_of_every_slot() {
             ExpertActivation::Clamped { alpha, limit } => [alpha, limit, 1.0],
         };
         let all = Products::random(&mut random, rows, inner, k);
-        let all = if is_int8 { all.with_int8(&mut random) } else { all };
+        let all = all.in_form(&mut random, form);
         let live = rows - 1;
         let mut first: Option<Vec<u32>> = None;
         for number in [8, 16, 32, 64] {
@@ -355,8 +394,9 @@ fn gate_and_up_of_every_slot() {
             args.extend([x_stride, w_stride, Arg::U32(inner as u32 + 1)]);
             args.push(some_f32s(bias.as_deref()));
             args.extend(constants.map(Arg::F32));
-            let (name, at) = all.kernel("gate_up", number);
-            let grid = [most, inner.div_ceil(16), 1];
+            args.extend(all.shift());
+            let (name, slots, at) = all.kernel("gate_up", number);
+            let grid = [most, inner.div_ceil(16), number / slots];
             let out = read_bf16(&launch(&name, grid, 256).run(&args)[at]);
             for (slot, out) in out.chunks(inner + 1).enumerate() {
                 assert!(out[inner].is_nan());
@@ -387,11 +427,12 @@ fn gate_and_up_of_every_slot() {
 fn down_of_every_slot() {
     let mut random = Random(74);
     let shapes = [(3, 40, 20), (70, 66, 136)].into_iter();
-    for ((rows, n, k), is_int8) in shapes.flat_map(|it| [(it, false), (it, true)]) {
+    let forms = [Form::Bf16, Form::Int8, Form::Fp8(7)];
+    for ((rows, n, k), form) in shapes.flat_map(|it| forms.map(|form| (it, form))) {
         let all = Products::random(&mut random, rows, n, k);
-        let mut all = if is_int8 { all.with_int8(&mut random) } else { all };
+        let mut all = all.in_form(&mut random, form);
         all.x = rounded_all(&random.vec(2 * rows * k));
-        let bias = is_int8.then(|| random.vec(EXPERTS * n));
+        let bias = (form == Form::Int8).then(|| random.vec(EXPERTS * n));
         let mut first: Option<Vec<u32>> = None;
         for number in [8, 16, 32, 64] {
             let ([slots, tiles, count], most) = all.grouped(number, rows);
@@ -402,9 +443,10 @@ fn down_of_every_slot() {
             args.extend([0, n, k].map(|n| Arg::U32(n as u32)));
             args.extend([x_stride, w_stride, Arg::U32(n as u32)]);
             args.push(some_f32s(bias.as_deref()));
-            let (name, at) = all.kernel("down", number);
-            let features = if number <= 16 { 16 } else { 32 };
-            let grid = [most, n.div_ceil(features), 1];
+            args.extend(all.shift());
+            let (name, slots, at) = all.kernel("down", number);
+            let features = if slots <= 16 { 16 } else { 32 };
+            let grid = [most, n.div_ceil(features), number / slots];
             let out = read_f32(&launch(&name, grid, 256).run(&args)[at]);
             for (slot, out) in out.chunks(n).enumerate() {
                 let x = &all.x[slot * k..][..k];

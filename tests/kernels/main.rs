@@ -5,7 +5,7 @@
 //! the operations that it tests. Outputs are filled with NaN before every call.
 //!
 //! On CPUs:
-//! - [`products`], [`int4`], [`mxfp4`]: matrix products, by weight format
+//! - [`products`], [`int4`], [`mxfp4`], [`fp8`]: matrix products, by weight format
 //! - [`attention`]: QKV projection, rotation and paged attention; [`latent`]: multi-head latent
 //!   attention
 //! - [`rows`], [`norms`]: norms of rows; those that few models have
@@ -17,7 +17,7 @@
 //!
 //! CUDA kernels, emulated:
 //! - [`cuda_emulation`]: compiles and launches them
-//! - [`cuda_products`], [`cuda_int4`], [`cuda_int8`]: matrix products
+//! - [`cuda_products`], [`cuda_fp8`], [`cuda_int4`], [`cuda_int8`]: matrix products
 //! - [`cuda_attention`], [`cuda_latent`], [`cuda_rows`], [`cuda_norms`], [`cuda_experts`]: the
 //!   other parts of a layer
 //! - [`cuda_sampling`], [`cuda_select`], [`cuda_masks`]: sampling
@@ -34,6 +34,7 @@ mod collectives;
 mod cuda_attention;
 mod cuda_emulation;
 mod cuda_experts;
+mod cuda_fp8;
 mod cuda_int4;
 mod cuda_int8;
 mod cuda_latent;
@@ -45,6 +46,7 @@ mod cuda_rows;
 mod cuda_sampling;
 mod cuda_select;
 mod experts;
+mod fp8;
 mod int4;
 mod invariance;
 mod latent;

@@ -2,8 +2,8 @@
 """Makes the quantised variants from others, and their golden.json.
 
 Weights are quantised here by the formats' definitions, with none of the libraries that read or write
-such checkpoints. What the written numbers stand for (bf16 of number x scale) is put into transformers'
-model of the variant it was made from, whose float32 results are the golden values.
+such checkpoints. What the written numbers stand for (number x scale; of integers, the bf16 of that) is
+put into transformers' model of the variant it was made from, whose float32 results are the golden values.
 Needs torch, transformers 5 and safetensors.
 usage: make_quantised.py OUT_DIR
 """
@@ -59,13 +59,13 @@ def integers(weight):
 BLOCK = (48, 40)
 
 
-def blocks(weight):
+def blocks(weight, block=BLOCK):
     rows, cols = weight.shape
-    scale = torch.zeros(-(-rows // BLOCK[0]), -(-cols // BLOCK[1]))
+    scale = torch.zeros(-(-rows // block[0]), -(-cols // block[1]))
     spread = torch.zeros_like(weight)
     for i in range(scale.shape[0]):
         for j in range(scale.shape[1]):
-            at = (slice(i * BLOCK[0], (i + 1) * BLOCK[0]), slice(j * BLOCK[1], (j + 1) * BLOCK[1]))
+            at = (slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1]))
             scale[i, j] = weight[at].abs().max() / FP8_MAX
             spread[at] = scale[i, j]
     return {"weight": (weight / spread).to(FP8), "weight_scale_inv": scale}, spread
@@ -147,10 +147,12 @@ def main():
                 tensors, scale = quantise(tensor.float())
                 stem = key.removesuffix("weight")
                 stored.update({stem + part: value.contiguous() for part, value in tensors.items()})
-                meant[key] = (tensors["weight"].float() * scale).to(torch.bfloat16)
+                meant[key] = tensors["weight"].float() * scale
+                if tensors["weight"].dtype != FP8:
+                    meant[key] = meant[key].to(torch.bfloat16)
             else:
                 stored[key] = meant[key] = tensor
-        write(source, folder, stored, meant, method)
+        write(source, folder, stored, meant, method, *(["number x scale"] if "fp8" in name else []))
 
 
 if __name__ == "__main__":

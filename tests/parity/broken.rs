@@ -229,13 +229,6 @@ fn quantised_tensors_need_their_scales() {
         norm.data.truncate(norm.shape[0]);
     });
     names(&error(&norm), &["model.norm.weight", "F8E4M3", "BF16, F16 or F32"]);
-    // FP8 becomes bf16, so ranks keep more bytes than the files have.
-    let whole = folder(&|_| ());
-    let bytes =
-        |quantization| worker::check::model(whole.path(), 1, quantization).unwrap().weight_bytes;
-    let file = std::fs::metadata(whole.file(WEIGHTS)).unwrap().len();
-    assert!(bytes(Quantization::None) > file);
-    assert!(bytes(Quantization::Int8) < bytes(Quantization::None));
 }
 
 /// The worker's error for a model with changed tensors; `tutti doctor` must report the same.
@@ -347,15 +340,31 @@ fn zeros_of_other_checkpoints_are_needed() {
 
 /// Ranks keep about as many bytes as the files have.
 #[test]
-fn weights_of_4_bits_stay_small() {
-    let bytes = |model: &str| {
-        worker::check::model(&variant(model), 1, Quantization::None).unwrap().weight_bytes
+fn weights_of_4_and_8_bits_stay_small() {
+    let bytes_with = |model: &str, quantization| {
+        worker::check::model(&variant(model), 1, quantization).unwrap().weight_bytes
     };
+    let bytes = |model: &str| bytes_with(model, Quantization::None);
     assert!(bytes("llama-gptq") < bytes("llama-gqa") * 2 / 3);
     assert!(bytes("qwen3-moe-w4a16") < bytes("qwen3-moe") / 2);
     assert!(bytes("mistral-gptq-8") > bytes("mistral-swa") * 9 / 10);
     assert!(bytes("gpt-oss-mxfp4") < bytes("gpt-oss") * 3 / 5);
-    for model in ["llama-gptq", "qwen3-moe-w4a16", "llama-w4a16", "gpt-oss-mxfp4"] {
+    assert!(bytes("qwen2-fp8") < bytes("qwen2") * 3 / 4);
+    assert!(bytes("qwen3-fp8-blocks") < bytes("qwen3") * 4 / 5);
+    assert!(bytes("qwen3-moe-fp8") < bytes("qwen3-moe") * 2 / 3);
+    assert!(bytes_with("qwen3-moe-fp8", Quantization::Int8) < bytes("qwen3-moe-fp8"));
+    // Computed from the shapes in the files: 5 bytes for each output of a group of 4-bit integers,
+    // 4 of floats, 4 for each scale of FP8.
+    for (model, want) in [
+        ("llama-gptq", 146_688),
+        ("qwen3-moe-w4a16", 247_616),
+        ("llama-w4a16", 152_064),
+        ("gpt-oss-mxfp4", 290_304),
+        ("qwen2-fp8", 126_976),
+        ("qwen3-fp8-blocks", 159_744),
+        ("qwen3-moe-fp8", 369_408),
+    ] {
+        assert_eq!(bytes(model), want, "{model}");
         let config = ModelConfig::load(&variant(model)).unwrap();
         let (files, shard) =
             (WeightFiles::open(&variant(model)).unwrap(), Shard::new(&config, 0, 1).unwrap());
@@ -365,6 +374,24 @@ fn weights_of_4_bits_stay_small() {
             weights::load(&mut backend, &source, Quantization::None, 32, &mut |_, _| {}).unwrap();
         assert_eq!(loaded.bytes, bytes(model), "{model}");
     }
+}
+
+/// Configurations do not list every matrix that the files have in bf16.
+#[test]
+fn weights_that_are_not_quantised_are_counted_as_they_are() {
+    let bytes = |model: &str, plain: &str| {
+        let folder = Folder::copy_of(model);
+        folder.edit(|tensors| {
+            let tensor = tensors.iter_mut().find(|tensor| tensor.name == plain).unwrap();
+            (tensor.dtype, tensor.data) = ("BF16".to_owned(), vec![0; 2 * tensor.data.len()]);
+        });
+        worker::check::model(folder.path(), 1, Quantization::None).unwrap().weight_bytes
+    };
+    let down = "model.layers.1.mlp.down_proj.weight";
+    assert_eq!(bytes("qwen2-fp8", down), 126_976 + 64 * (128 - 4));
+    // All gates and ups of the layer's ten experts become bf16.
+    let gate = "model.layers.2.mlp.experts.3.gate_proj.weight";
+    assert_eq!(bytes("qwen3-moe-fp8", gate), 369_408 + 10 * 2 * 40 * (64 - 4));
 }
 
 #[test]

@@ -164,6 +164,7 @@ fn every_degree_gives_the_bits_of_the_wanted_one() {
         variant("minimax-m2"),
         variant("deepseek-v3"),
         variant("qwen3-fp8-blocks"),
+        variant("qwen3-moe-fp8"),
         variant("llama-int8"),
         variant("llama-gptq"),
         variant("qwen2-gptq-order"),

@@ -163,9 +163,10 @@ fn checkpoints_that_are_quantised() {
     check(&variant("qwen3-awq"), RANDOM);
 }
 
-/// On GPUs, groups of at least 32 stay in 4 bits, except for experts; everything else is bf16.
+/// On GPUs, groups of at least 32 stay in 4 bits, except for experts, and so does FP8, in experts
+/// too; everything else is bf16.
 #[test]
-fn four_bits_on_gpus_are_the_same() {
+fn compact_weights_on_gpus_are_the_same() {
     for (model, degree) in [
         ("llama-gptq", 1),
         ("llama-gptq", 2),
@@ -174,6 +175,8 @@ fn four_bits_on_gpus_are_the_same() {
         ("qwen2-gptq-order", 2),
         ("qwen3-moe-w4a16", 1),
         ("gpt-oss-mxfp4", 2),
+        ("qwen2-fp8", 2),
+        ("qwen3-moe-fp8", 2),
     ] {
         let oracle = some_answers(On::Reference, &variant(model), 1, 3, 4);
         let emulated = some_answers(On::FakeCuda, &variant(model), degree, 3, 4);
@@ -209,6 +212,7 @@ fn long_prompts_on_gpus_make_the_same() {
         ("qwen2", [On::ReferenceInt8, On::FakeCudaInt8]),
         ("llama-gptq", [On::Reference, On::FakeCuda]),
         ("llama-gptq", [On::Reference, On::FakeInvariant]),
+        ("qwen2-fp8", [On::Reference, On::FakeCuda]),
     ] {
         let [a, b] = ons.map(|on| {
             let mut rig = Rig::on(on, &variant(model), 1);

@@ -277,8 +277,8 @@ fn engine<D: Device>(
     };
     let quantization = options.quantization;
     let alone = ShardOptions { quantization, adapters: &LoraFiles::default(), draft: None };
-    device.check_fit(&backend, &config, &shard, alone, &sizes)?;
     let source = Source { files: &files, config: &config, shard: &shard };
+    device.check_fit(&backend, &source, alone, &sizes)?;
     let weights = weights::load(&mut backend, &source, quantization, positions, &mut |_, _| {})?;
     let tokens = sizes.max_num_batched_tokens as usize;
     let decoder = Decoder::new(&mut backend, config, shard, weights, tokens, seqs as usize)?;

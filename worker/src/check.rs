@@ -9,7 +9,6 @@ use crate::model::draft::DraftFiles;
 use crate::model::lora::LoraFiles;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
-use crate::model::size;
 use crate::model::weights::{self, Source};
 
 /// What a model needs.
@@ -57,19 +56,21 @@ pub fn model(
     let part = Shard::new(&config, 0, degree)?;
     let whole = Shard::new(&config, 0, 1)?;
     let files = WeightFiles::open(folder)?;
-    weights::check(&Source { files: &files, config: &config, shard: &whole })?;
-    let (files, stored_bytes) = files.size(config.num_layers);
-    // Assumes that 4-bit matrices stay in 4 bits, as on CPUs.
-    let bytes = |shard| size::weight_bytes(&config, shard, quantization, &|_, _| true);
+    let source = Source { files: &files, config: &config, shard: &whole };
+    weights::check(&source)?;
+    let (count, stored_bytes) = files.size(config.num_layers);
+    // Assumes that matrices of 4 bits and in FP8 stay as they are, as on CPUs.
+    let bytes =
+        |shard| weights::kept_bytes(&Source { shard, ..source }, quantization, &|_, _| true);
     // Otherwise ranks keep what the files have, or less.
     let weight_bytes = match (quantization, config.quantised, config.latent) {
         // What makes latents is on every rank.
-        (.., Some(_)) => bytes(&part) * u64::from(degree),
+        (.., Some(_)) => bytes(&part)? * u64::from(degree),
         (Quantization::None, None, None) => stored_bytes,
-        _ => bytes(&whole),
+        _ => bytes(&whole)?,
     };
     let (layers, max_positions) = (config.num_layers, config.max_positions);
-    Ok(ModelNeeds { files, weight_bytes, layers, max_positions })
+    Ok(ModelNeeds { files: count, weight_bytes, layers, max_positions })
 }
 
 /// Opens adapters' folders and checks them against the model. Returns the memory that they need on

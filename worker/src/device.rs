@@ -12,7 +12,7 @@ use kernels::cuda::capacity::{MeasuredMemory, MemoryNeed, check_fit};
 pub use kernels::cuda::devices::{Survey, survey_for};
 pub use kernels::cuda::nccl::environment::prepare as prepare_nccl;
 use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
-use kernels::weights::Int4Groups;
+use kernels::weights::Compact;
 use kernels::{Backend, Collective, CpuBackend, KernelError};
 use shared::protocol::{Dtype, EngineConfig, Quantization};
 
@@ -23,6 +23,7 @@ use crate::model::draft::DraftFiles;
 use crate::model::lora::LoraFiles;
 use crate::model::shard::Shard;
 use crate::model::size;
+use crate::model::weights::{self, Source};
 
 /// Default KV cache memory on CPUs.
 const CPU_KV_BYTES: u64 = 512 << 20;
@@ -108,12 +109,11 @@ pub trait Device: Debug {
     fn check_fit(
         &self,
         backend: &Self::Backend,
-        config: &ModelConfig,
-        shard: &Shard,
+        source: &Source<'_>,
         beside: ShardOptions<'_>,
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
-        let _ = (backend, config, shard, beside, sizes);
+        let _ = (backend, source, beside, sizes);
         Ok(())
     }
 
@@ -325,39 +325,50 @@ impl Device for CudaDevice {
     fn check_fit(
         &self,
         backend: &CudaBackend,
-        config: &ModelConfig,
-        shard: &Shard,
+        source: &Source<'_>,
         ShardOptions { quantization, adapters, draft }: ShardOptions<'_>,
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
+        let Source { config, shard, .. } = *source;
         for config in [Some(config), draft.map(DraftFiles::config)].into_iter().flatten() {
             if let Some(latent) = &config.latent {
                 CudaBackend::check_latents(latent.rank, latent.width(), latent.plain)
                     .map_err(ModelError::Fit)?;
             }
         }
-        let is_packed = config.quantised.is_some_and(|quantised| quantised.packed.is_some());
-        let widens = (quantization == Quantization::Int8 || is_packed)
-            && backend.widens_int8(sizes.max_num_batched_tokens as usize);
-        let keeps_int4 = |groups: &Int4Groups, is_stack: bool| backend.keeps_int4(groups, is_stack);
         let tokens = sizes.max_num_batched_tokens as usize;
+        let widens_any = backend.widens_int8(tokens);
+        let is_quantised = quantization == Quantization::Int8 || config.quantised.is_some();
+        let widens = is_quantised && widens_any;
+        let keeps = |form: &Compact, is_stack: bool| backend.keeps(form, is_stack);
+        let drafted_weights = draft.map_or(Ok(0), |draft| draft.weight_bytes(&keeps))?;
         let need = |shard: &Shard| -> Result<MemoryNeed, ModelError> {
             let (matrices, room) = adapters.bytes(config, shard, tokens)?;
-            let weights = size::weight_bytes(config, shard, quantization, &keeps_int4) + matrices;
+            let source = Source { shard, ..*source };
+            let weights = weights::kept_bytes(&source, quantization, &keeps)? + matrices;
             let activations = size::activation_bytes(config, shard, widens, sizes) + room;
-            let (drafting, drafted) = draft.map_or((0, 0), |draft| draft.step_bytes(sizes));
+            let (drafting, drafted) =
+                draft.map_or((0, 0), |draft| draft.step_bytes(sizes, widens_any));
             Ok(MemoryNeed {
                 degree: u32::try_from(shard.degree).unwrap_or(u32::MAX),
-                weights: weights + draft.map_or(0, |draft| draft.weight_bytes(&keeps_int4)),
+                weights: weights + drafted_weights,
                 activations: activations + drafting,
                 one_sequence: size::sequence_bytes(config, shard, sizes) + drafted,
             })
         };
-        let own = u32::try_from(shard.degree).unwrap_or(u32::MAX);
-        let others: Vec<MemoryNeed> = (own.saturating_add(1)..=64)
-            .filter_map(|degree| need(&Shard::new(config, 0, degree).ok()?).ok())
-            .collect();
-        check_fit(&self.measure(backend)?, &need(shard)?, &others).map_err(ModelError::Fit)
+        let (memory, own) = (self.measure(backend)?, need(shard)?);
+        if check_fit(&memory, &own, &[]).is_ok() {
+            return Ok(());
+        }
+        // Ranks of one degree can keep different forms: the columns that they take differ.
+        let most = |degree: u32| {
+            let of = |rank| need(&Shard::new(config, rank, degree)?);
+            let all: Vec<MemoryNeed> = (0..degree).map(of).collect::<Result<_, _>>().ok()?;
+            all.into_iter().max_by_key(MemoryNeed::bytes)
+        };
+        let larger = own.degree.saturating_add(1)..=64;
+        let fitting = larger.filter_map(most).find(|need| check_fit(&memory, need, &[]).is_ok());
+        check_fit(&memory, &own, fitting.as_slice()).map_err(ModelError::Fit)
     }
 
     fn prepare(&self, engine: &mut Engine<CudaBackend>) -> Result<(), KernelError> {

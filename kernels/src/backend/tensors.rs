@@ -1,7 +1,7 @@
 //! What a device holds (activations, weights, caches), and copies to and from it.
 use super::{HostMatrix, KvShape};
 use crate::error::KernelError;
-use crate::weights::Int4Groups;
+use crate::weights::Compact;
 
 /// Activations `[rows, width]` with capacity for more rows.
 pub trait Buffer {
@@ -61,20 +61,25 @@ pub trait Tensors {
         self.new_buffer(rows_max, width)
     }
 
-    /// Packs the vertical concatenation of `parts` (equal `cols`). Integers of 4 bits stay as they
-    /// are if [`Self::keeps_int4`] and [`crate::weights::int4_groups`] allow it.
+    /// Packs the vertical concatenation of `parts` (equal `cols`). Weights of 4 bits and in FP8
+    /// stay as they are if [`Compact::of`] and [`Self::keeps`] allow it.
     ///
     /// # Errors
     /// [`KernelError::Shape`] if a part's data is too short or widths differ.
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError>;
 
-    /// Whether the device keeps 4-bit matrices with such groups, or a stack of them, in 4 bits.
-    /// Products then take the integers minus their zeros exactly, sum them in f32 for each group of
-    /// inputs, and multiply the groups' sums by their scales. Otherwise weights become bf16.
-    fn keeps_int4(&self, groups: &Int4Groups, is_stack: bool) -> bool {
-        let _ = (groups, is_stack);
-        false
-    }
+    /// Whether the device keeps a matrix in this form, or a stack of matrices if that is asked for.
+    /// Products then take its numbers (integers minus their zeros) exactly, sum them in f32 for
+    /// each group of inputs that shares a scale, and multiply the groups' sums by their scales.
+    /// Otherwise weights become bf16.
+    fn keeps(&self, form: &Compact, is_stack: bool) -> bool;
+
+    /// As [`Self::load_matrix`], with what is quantised in bf16: for embeddings and routers, which
+    /// are small, or of which single rows are read.
+    ///
+    /// # Errors
+    /// As [`Self::load_matrix`].
+    fn load_bf16_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError>;
 
     /// As [`Self::load_matrix`], quantised to int8 while loading ([`HostMatrix::row_int8`]):
     /// products take activations as usual and the weights' integers exactly, and multiply each sum

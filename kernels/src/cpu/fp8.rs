@@ -1,6 +1,6 @@
-//! FP8 in the KV cache: what a byte of the cache stands for, and loads of vectors of them.
+//! FP8 in the KV cache and in weights: what a byte stands for, and loads of vectors of them.
 //!
-//! A byte of the cache is one of E4M3 ([`crate::fp8`]) with its magnitudes in another order, so
+//! A byte here is one of E4M3 ([`crate::fp8`]) with its magnitudes in another order, so
 //! that four bits are enough to find what is no normal number: a magnitude below 16 is looked up
 //! (zero, subnormal numbers, the first normal ones, and NaN as 15), any other is an exponent and a
 //! mantissa. Zero is zero.
@@ -39,7 +39,12 @@ pub(super) const BF16: [u16; 256] = {
 /// The byte of the nearest value.
 #[inline(always)]
 pub(super) fn encode(x: f32) -> u8 {
-    let byte = fp8::to_byte(x);
+    encode_byte(fp8::to_byte(x))
+}
+
+/// The byte for a byte of E4M3.
+#[inline(always)]
+pub(super) fn encode_byte(byte: u8) -> u8 {
     let magnitude = byte & 0x7f;
     let moved = magnitude + u8::from(magnitude >= NAN);
     byte & 0x80 | if magnitude == 0x7f { NAN } else { moved }

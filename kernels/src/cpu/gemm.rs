@@ -2,13 +2,15 @@
 //! loops are in one file per instruction set.
 //!
 //! Every output is one sum over the inputs in ascending pairs, in one f32 accumulator that may be
-//! stored in memory between blocks of inputs (4-bit weights: one accumulator per group of inputs).
+//! stored in memory between blocks of inputs (one accumulator per group of inputs, where those have
+//! scales of their own).
 //! So neither the number of rows, nor the tiling, nor the thread changes a single bit.
 //!
 //! - `layout`: activations as the inner loops read them
 //! - `pairs`: two products whose outputs belong together (gate and up)
 //! - `grouped`: products of groups of rows with a matrix each (experts)
-//! - `int4`, `int8`: weights of 4 and 8 bits
+//! - `int4`, `int8`, `fp8`: weights of 4 and 8 bits
+//! - `scaled`: groups of inputs whose sums are scaled one by one
 //! - `one_term`: AVX-512 with bf16 dot products, activations as one bf16 term
 //! - `avx512bf16`: AVX-512 with bf16 dot products, activations as two bf16 terms
 //! - `avx512`, `avx2`, `portable`: weights widened to f32
@@ -20,6 +22,7 @@ use super::memory::Disjoint;
 use super::pack::{CpuMatrix, PANEL, PairRow, PairRows, Panels};
 use crate::error::KernelError;
 use crate::pool::Pool;
+use crate::weights::GROUP_MOST;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -27,6 +30,7 @@ mod avx2;
 mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod avx512bf16;
+mod fp8;
 mod grouped;
 mod int4;
 mod int8;
@@ -35,6 +39,7 @@ mod layout;
 mod one_term;
 mod pairs;
 mod portable;
+mod scaled;
 #[cfg(target_arch = "x86_64")]
 mod vector;
 
@@ -46,7 +51,8 @@ pub(crate) use pairs::{multiply_pairs, pair_panels};
 
 use layout::{ActivationRows, Layout};
 #[cfg(target_arch = "x86_64")]
-use one_term::Prefetch;
+use one_term::{Prefetch, Sums};
+use scaled::{Block, add_scaled, blocks};
 
 /// Maximum number of rows per tile: 6 x 64 sums fill 24 of the 32 vector registers.
 const TILE_ROWS: usize = 6;
@@ -66,12 +72,14 @@ const FEW_TILES: usize = 8;
 const TASK_COST: usize = 32 * 1024;
 /// Prefetch distance for the weights of a single tile, in pairs.
 const AHEAD: usize = 16;
-/// Maximum number of pairs of int8 weights converted to bf16 at a time (32 KiB), for several tiles,
-/// or for inner loops that only support bf16.
+/// Maximum number of pairs of 8-bit weights converted to bf16 at a time (32 KiB), for several
+/// tiles, or for inner loops that only support bf16.
 const ROOM_PAIRS: usize = 128;
 /// The same for a single tile: converted weights that are used at once should take little of the L1
 /// cache.
 const FEW_PAIRS: usize = 32;
+/// The same for weights with groups of inputs: the most pairs that a group has.
+const GROUP_PAIRS: usize = GROUP_MOST / 2;
 
 /// One pair of inputs for the `M` rows of a tile: two words per row. With split activations they
 /// are the high and low bf16 terms of the pair, otherwise the two f32.
@@ -166,7 +174,7 @@ fn grain(weight: Panels<'_>, rows: usize) -> usize {
 struct OneTermTile<'a> {
     stride: usize,
     weights: PairRows<'a>,
-    pairs: Range<usize>,
+    block: Block,
     panel: usize,
     /// All of the panel's 64 outputs exist.
     is_whole: bool,
@@ -195,6 +203,7 @@ impl Product<'_> {
         match self.room_pairs() {
             0 => self.panels_in(range, &mut []),
             FEW_PAIRS => self.panels_in(range, &mut ConvertedWeights::<FEW_PAIRS>::new().0),
+            GROUP_PAIRS => self.panels_in(range, &mut ConvertedWeights::<GROUP_PAIRS>::new().0),
             _ => self.panels_in(range, &mut ConvertedWeights::<ROOM_PAIRS>::new().0),
         }
     }
@@ -203,12 +212,13 @@ impl Product<'_> {
     fn room_pairs(&self) -> usize {
         let is_single = num_tiles(self.acts.rows) == 1;
         match self.acts.layout {
-            _ if self.weight.scales().is_none() => 0,
-            Layout::Tiles if is_single => FEW_PAIRS,
-            Layout::Tiles => ROOM_PAIRS,
-            // A single tile converts int8 weights in registers.
+            _ if !self.weight.is_bytes() => 0,
+            // A single tile converts 8-bit weights in registers.
             #[cfg(target_arch = "x86_64")]
             Layout::Rows { .. } if is_single => 0,
+            _ if self.weight.groups().is_some() => GROUP_PAIRS,
+            Layout::Tiles if is_single => FEW_PAIRS,
+            Layout::Tiles => ROOM_PAIRS,
             #[cfg(target_arch = "x86_64")]
             Layout::Rows { .. } => ROOM_PAIRS,
         }
@@ -220,7 +230,7 @@ impl Product<'_> {
         if let Layout::Rows { stride } = self.acts.layout {
             return self.one_term_panels(range, stride, room);
         }
-        if self.acts.rows == 1 && self.weight.scales().is_none() {
+        if self.acts.rows == 1 && self.weight.is_bf16() {
             let (wide, rest) = (range.len() / WIDE, range.len() % WIDE);
             for group in 0..wide {
                 self.one_row::<WIDE>(range.start + group * WIDE);
@@ -236,15 +246,15 @@ impl Product<'_> {
     }
 
     fn one_row<const P: usize>(&self, first: usize) {
-        let pairs = self.weight.num_pairs();
+        let block = Block { pairs: 0..self.weight.num_pairs(), group: None };
         let acts = self.acts.words.as_chunks::<1>().0.as_chunks::<2>().0;
         let panels: [&[PairRow]; P] = std::array::from_fn(|i| {
-            self.weight.panel(first + i, 0..pairs).bf16().unwrap_or_default()
+            self.weight.panel(first + i, block.pairs.clone()).bf16().unwrap_or_default()
         });
         let mut acc = [[[0.0; 16]; 4]; P];
         wide(self.isa, acts, &panels, &mut acc);
         for (i, acc) in acc.iter().enumerate() {
-            self.store(0, first + i, acc, true);
+            self.store_block(0, first + i, acc, &block);
         }
     }
 
@@ -270,14 +280,15 @@ impl Product<'_> {
 
     #[cfg(target_arch = "x86_64")]
     fn one_term_row<const P: usize>(&self, row: &[u32], first: usize) {
-        let pairs = self.weight.num_pairs();
-        let panels: [PairRows<'_>; P] =
-            std::array::from_fn(|i| self.weight.panel(first + i, 0..pairs));
-        let mut acc = [[[0.0; 16]; 4]; P];
-        // SAFETY: only an instruction set that this machine has lays out rows.
-        unsafe { one_term::wide(row, &panels, &mut acc) };
-        for (i, acc) in acc.iter().enumerate() {
-            self.store(0, first + i, acc, true);
+        for block in blocks(&self.weight, usize::MAX) {
+            let panels: [PairRows<'_>; P] =
+                std::array::from_fn(|i| self.weight.panel(first + i, block.pairs.clone()));
+            let mut acc = [[[0.0; 16]; 4]; P];
+            // SAFETY: only an instruction set that this machine has lays out rows.
+            unsafe { one_term::wide(&row[block.pairs.clone()], &panels, &mut acc) };
+            for (i, acc) in acc.iter().enumerate() {
+                self.store_block(0, first + i, acc, &block);
+            }
         }
     }
 
@@ -286,29 +297,26 @@ impl Product<'_> {
         let pairs = self.weight.num_pairs();
         let tiles = num_tiles(self.acts.rows);
         let is_whole = (panel + 1) * PANEL <= self.weight.rows();
-        let block = match tiles {
+        let most = match tiles {
             _ if !is_whole => pairs,
             1 => pairs,
             2..=FEW_TILES => SMALL_BLOCK,
-            _ if self.weight.scales().is_some() => ROOM_PAIRS,
+            _ if self.weight.is_bytes() => ROOM_PAIRS,
             _ => BLOCK_PAIRS,
         };
-        let mut start = 0;
-        while start < pairs {
-            let range = start..(start + block).min(pairs);
-            let packed = self.weight.panel(panel, range.clone());
+        for block in blocks(&self.weight, most) {
+            let packed = self.weight.panel(panel, block.pairs.clone());
             for index in 0..tiles {
                 let rows = tile_rows(self.acts.rows, index);
-                let pairs = range.clone();
                 // The first tile leaves the weights that it converts to bf16 for the others.
                 let (weights, room) = match packed {
-                    PairRows::Int8(_) if tiles == 1 || !is_whole => (packed, &mut [][..]),
-                    PairRows::Int8(_) if index > 0 => {
-                        (PairRows::Bf16(&room[..pairs.len()]), &mut [][..])
-                    }
+                    PairRows::Bf16(_) => (packed, &mut *room),
+                    _ if tiles == 1 || !is_whole => (packed, &mut [][..]),
+                    _ if index > 0 => (PairRows::Bf16(&room[..block.pairs.len()]), &mut [][..]),
                     _ => (packed, &mut *room),
                 };
-                let tile = OneTermTile { stride, weights, pairs, panel, is_whole, index, tiles };
+                let block = block.clone();
+                let tile = OneTermTile { stride, weights, block, panel, is_whole, index, tiles };
                 match rows.len() {
                     1 => self.one_term_tile::<1>(rows, &tile, room),
                     2 => self.one_term_tile::<2>(rows, &tile, room),
@@ -318,7 +326,6 @@ impl Product<'_> {
                     _ => self.one_term_tile::<6>(rows, &tile, room),
                 }
             }
-            start = range.end;
         }
     }
 
@@ -329,17 +336,17 @@ impl Product<'_> {
         tile: &OneTermTile<'_>,
         room: &mut [PairRow],
     ) {
-        let OneTermTile { stride, weights, ref pairs, panel, is_whole, index, tiles } = *tile;
+        let OneTermTile { stride, weights, ref block, panel, is_whole, index, tiles } = *tile;
+        let pairs = &block.pairs;
         let acts: [&[u32]; M] =
             std::array::from_fn(|i| &self.acts.words[(rows.start + i) * stride..][pairs.clone()]);
-        let first = pairs.start == 0;
         // Each tile of a block prefetches its part of the next block, so that memory is read
         // continuously.
         let (line, lines) = match (tiles, index) {
             (1, _) => (0, 4),
-            (_, 0) if weights.int8().is_some() => (0, 2),
+            (_, 0) if weights.bf16().is_none() => (0, 2),
             // The first tile converted the weights: there is nothing to prefetch.
-            _ if self.weight.scales().is_some() => (0, 0),
+            _ if self.weight.is_bytes() => (0, 0),
             (2, _) => (index * 2, 2),
             (3, 0) => (0, 2),
             (3, _) => (index + 1, 1),
@@ -348,23 +355,25 @@ impl Product<'_> {
         };
         let distance = if tiles == 1 { AHEAD } else { pairs.len() };
         let ahead = Prefetch { line, lines, distance };
-        let mut run = |acc: &mut [&mut Acc; M]| {
+        let mut run = |acc: &mut [&mut Acc; M], sums: Sums<'_>| {
             // SAFETY: only an instruction set that this machine has lays out rows.
-            unsafe { one_term::tile(&acts, weights, room, acc, first, ahead) }
+            unsafe { one_term::tile(&acts, weights, room, acc, sums, ahead) }
         };
-        let is_last = pairs.end == self.weight.num_pairs();
         if !is_whole {
             let mut sums = [[[0.0; 16]; 4]; M];
-            run(&mut sums.each_mut());
+            run(&mut sums.each_mut(), Sums { first: true, scales: None });
             for (row, sums) in rows.zip(&sums) {
-                self.store(row, panel, sums, is_last);
+                self.store_block(row, panel, sums, block);
             }
             return;
         }
-        run(&mut std::array::from_fn(|i| {
+        let scales = block.group.and_then(|group| self.weight.group_scales(panel, group));
+        let columns: &mut [&mut Acc; M] = &mut std::array::from_fn(|i| {
             let columns = self.columns(rows.start + i, panel);
             &mut columns.as_chunks_mut().0.as_chunks_mut().0[0]
-        }));
+        });
+        run(columns, Sums { first: pairs.start == 0, scales });
+        let is_last = pairs.end == self.weight.num_pairs();
         if is_last && (self.bias.is_some() || self.weight.scales().is_some()) {
             for row in rows {
                 self.finish(panel, self.columns(row, panel));
@@ -375,46 +384,44 @@ impl Product<'_> {
     fn tiles(&self, panel: usize, room: &mut [PairRow]) {
         let rows = self.acts.rows;
         let pairs = self.weight.num_pairs();
-        let block = match self.weight.scales() {
-            Some(_) if rows <= TILE_ROWS => FEW_PAIRS,
-            Some(_) => ROOM_PAIRS,
-            None if rows <= TILE_ROWS => pairs,
-            None => BLOCK_PAIRS,
+        let most = match (self.weight.is_bytes(), rows <= TILE_ROWS) {
+            (true, true) => FEW_PAIRS,
+            (true, false) => ROOM_PAIRS,
+            (false, true) => pairs,
+            (false, false) => BLOCK_PAIRS,
         };
-        let mut start = 0;
-        while start < pairs {
-            let range = start..(start + block).min(pairs);
-            let weights = match self.weight.panel(panel, range.clone()) {
+        for block in blocks(&self.weight, most) {
+            let weights = match self.weight.panel(panel, block.pairs.clone()) {
                 PairRows::Bf16(weights) => weights,
                 PairRows::Int8(weights) => int8::widen(self.isa, weights, room),
+                PairRows::Fp8(weights) => fp8::widen(self.isa, weights, room),
             };
             for tile in 0..num_tiles(rows) {
                 let rows = tile_rows(rows, tile);
                 match rows.len() {
-                    1 => self.tile::<1>(rows, range.clone(), panel, weights),
-                    2 => self.tile::<2>(rows, range.clone(), panel, weights),
-                    3 => self.tile::<3>(rows, range.clone(), panel, weights),
-                    4 => self.tile::<4>(rows, range.clone(), panel, weights),
-                    5 => self.tile::<5>(rows, range.clone(), panel, weights),
-                    _ => self.tile::<6>(rows, range.clone(), panel, weights),
+                    1 => self.tile::<1>(rows, &block, panel, weights),
+                    2 => self.tile::<2>(rows, &block, panel, weights),
+                    3 => self.tile::<3>(rows, &block, panel, weights),
+                    4 => self.tile::<4>(rows, &block, panel, weights),
+                    5 => self.tile::<5>(rows, &block, panel, weights),
+                    _ => self.tile::<6>(rows, &block, panel, weights),
                 }
             }
-            start = range.end;
         }
     }
 
     fn tile<const M: usize>(
         &self,
         rows: Range<usize>,
-        pairs: Range<usize>,
+        block: &Block,
         panel: usize,
         weights: &[PairRow],
     ) {
         let all_pairs = self.weight.num_pairs();
         let words = &self.acts.words[rows.start * all_pairs * 2..rows.end * all_pairs * 2];
-        let acts = &words.as_chunks::<M>().0.as_chunks::<2>().0[pairs.clone()];
+        let acts = &words.as_chunks::<M>().0.as_chunks::<2>().0[block.pairs.clone()];
         let mut acc = [[[0.0; 16]; 4]; M];
-        if pairs.start > 0 {
+        if block.pairs.start > 0 && block.group.is_none() {
             for (row, acc) in rows.clone().zip(&mut acc) {
                 let from = self.columns(row, panel);
                 acc.as_flattened_mut()[..from.len()].copy_from_slice(from);
@@ -422,7 +429,7 @@ impl Product<'_> {
         }
         tile(self.isa, acts, weights, &mut acc);
         for (row, acc) in rows.zip(&acc) {
-            self.store(row, panel, acc, pairs.end == all_pairs);
+            self.store_block(row, panel, acc, block);
         }
     }
 
@@ -438,6 +445,18 @@ impl Product<'_> {
     fn store(&self, row: usize, panel: usize, acc: &Acc, last: bool) {
         let out = self.columns(row, panel);
         out.copy_from_slice(&acc.as_flattened()[..out.len()]);
+        if last {
+            self.finish(panel, out);
+        }
+    }
+
+    /// Takes the sums up to the end of a block, or, if it is a group, those of the group alone.
+    fn store_block(&self, row: usize, panel: usize, acc: &Acc, block: &Block) {
+        let last = block.pairs.end == self.weight.num_pairs();
+        let scales = block.group.and_then(|group| self.weight.group_scales(panel, group));
+        let Some(scales) = scales else { return self.store(row, panel, acc, last) };
+        let out = self.columns(row, panel);
+        add_scaled(self.isa, acc, scales, out, block.pairs.start == 0);
         if last {
             self.finish(panel, out);
         }

@@ -6,7 +6,7 @@ use super::{CpuBackend, CpuBuffer, CpuKvCache, CpuMatrix, CpuRoutes, CpuStack, C
 use crate::backend::{Choices, HostMatrix, Inspect, KvShape, Tensors};
 use crate::check;
 use crate::error::KernelError;
-use crate::weights::Int4Groups;
+use crate::weights::Compact;
 
 impl Tensors for CpuBackend {
     type Buffer = CpuBuffer;
@@ -39,8 +39,12 @@ impl Tensors for CpuBackend {
         CpuMatrix::pack(&mut self.pool, Format::of(parts), parts)
     }
 
-    fn keeps_int4(&self, _: &Int4Groups, _: bool) -> bool {
+    fn keeps(&self, _: &Compact, _: bool) -> bool {
         true
+    }
+
+    fn load_bf16_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CpuMatrix, KernelError> {
+        CpuMatrix::pack(&mut self.pool, Format::Bf16, parts)
     }
 
     fn load_int8_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CpuMatrix, KernelError> {

@@ -7,7 +7,7 @@
 //! - bf16: the even input is in the low half of a 32-bit word, as `vdpbf16ps` expects it; a shift
 //!   and a mask widen it to f32. Weights of bf16 files are kept bit for bit, others are rounded to
 //!   the nearest bf16 (ties to even).
-//! - int8: the even input's byte precedes the odd one's; one scale per output.
+//! - int8 and FP8, if the file has it: a byte per weight (`bytes`).
 //! - 4 bits, if the file has them: four pairs at a time (`int4`).
 use std::ops::Range;
 
@@ -16,11 +16,14 @@ use crate::backend::HostMatrix;
 use crate::check::{self, shape_error};
 use crate::error::KernelError;
 use crate::pool::Pool;
-use crate::weights::{Int4Groups, int4_groups};
+use crate::weights::{Compact, Fp8Groups, Int4Groups};
 
+mod bytes;
 mod int4;
 mod rows;
 
+pub(crate) use bytes::ByteRow;
+use bytes::{ByteElements, Bytes};
 use int4::{Int4, Int4Elements};
 pub(crate) use int4::{Int4Group, Int4Panel, Int4Row, MIDDLE};
 use rows::pack_all;
@@ -31,14 +34,12 @@ pub(crate) const PANEL: usize = 64;
 /// One pair of inputs for the 64 outputs of a panel, in bf16: four vectors of 16 words.
 pub(crate) type PairRow = [[u32; 16]; 4];
 
-/// The same in int8: four vectors of 16 pairs of bytes.
-pub(crate) type Int8Row = [[i8; 32]; 4];
-
 /// A range of pairs of a panel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum PairRows<'a> {
     Bf16(&'a [PairRow]),
-    Int8(&'a [Int8Row]),
+    Int8(&'a [ByteRow]),
+    Fp8(&'a [ByteRow]),
 }
 
 impl<'a> PairRows<'a> {
@@ -46,16 +47,25 @@ impl<'a> PairRows<'a> {
     pub(crate) fn bf16(self) -> Option<&'a [PairRow]> {
         match self {
             Self::Bf16(rows) => Some(rows),
-            Self::Int8(_) => None,
+            Self::Int8(_) | Self::Fp8(_) => None,
         }
     }
 
     /// The pairs, if they are int8.
     #[cfg(target_arch = "x86_64")]
-    pub(crate) fn int8(self) -> Option<&'a [Int8Row]> {
+    pub(crate) fn int8(self) -> Option<&'a [ByteRow]> {
         match self {
-            Self::Bf16(_) => None,
             Self::Int8(rows) => Some(rows),
+            Self::Bf16(_) | Self::Fp8(_) => None,
+        }
+    }
+
+    /// The pairs, if they are FP8.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn fp8(self) -> Option<&'a [ByteRow]> {
+        match self {
+            Self::Fp8(rows) => Some(rows),
+            Self::Bf16(_) | Self::Int8(_) => None,
         }
     }
 }
@@ -71,8 +81,7 @@ pub(crate) struct Panels<'a> {
 #[derive(Clone, Copy, Debug)]
 enum Elements<'a> {
     Bf16(&'a [u32]),
-    /// The values, and one scale per output.
-    Int8(&'a [i8], &'a [f32]),
+    Bytes(ByteElements<'a>),
     Int4(Int4Elements<'a>),
 }
 
@@ -81,9 +90,7 @@ impl<'a> Elements<'a> {
     fn part(self, range: Range<usize>, panels: usize) -> Self {
         match self {
             Self::Bf16(words) => Self::Bf16(part(words, range, panels)),
-            Self::Int8(values, scales) => {
-                Self::Int8(part(values, range.clone(), panels), part(scales, range, panels))
-            }
+            Self::Bytes(elements) => Self::Bytes(elements.part(range, panels)),
             Self::Int4(elements) => Self::Int4(elements.part(range, panels)),
         }
     }
@@ -112,20 +119,47 @@ impl<'a> Panels<'a> {
 
     /// Bytes per panel.
     pub(crate) fn panel_bytes(&self) -> usize {
-        let size = match self.elements {
-            Elements::Bf16(_) => 2,
-            Elements::Int8(..) => 1,
-            Elements::Int4(elements) => return elements.panel_bytes(self.cols),
-        };
-        self.num_pairs() * 2 * PANEL * size
+        match self.elements {
+            Elements::Bf16(_) => self.num_pairs() * 4 * PANEL,
+            Elements::Bytes(elements) => elements.panel_bytes(self.cols),
+            Elements::Int4(elements) => elements.panel_bytes(self.cols),
+        }
     }
 
-    /// Factors of the sums, `PANEL` per panel, if the weights are int8.
+    /// Factors of whole sums, `PANEL` per panel: of 8-bit weights, if all inputs share a scale.
     pub(crate) fn scales(&self) -> Option<&'a [f32]> {
         match self.elements {
-            Elements::Bf16(_) | Elements::Int4(_) => None,
-            Elements::Int8(_, scales) => Some(scales),
+            Elements::Bytes(elements) if elements.several_groups().is_none() => {
+                Some(elements.scales)
+            }
+            _ => None,
         }
+    }
+
+    /// Groups of inputs, if there are several, whose sums are scaled one by one: of 8-bit weights.
+    pub(crate) fn groups(&self) -> Option<Fp8Groups> {
+        match self.elements {
+            Elements::Bytes(elements) => elements.several_groups(),
+            _ => None,
+        }
+    }
+
+    /// Factors of the sums of a group of a panel.
+    pub(crate) fn group_scales(&self, panel: usize, group: usize) -> Option<&'a [f32; PANEL]> {
+        match self.elements {
+            Elements::Bytes(elements) => elements.group_scales(panel, group),
+            _ => None,
+        }
+    }
+
+    /// Number of input features.
+    pub(crate) fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Whether the weights have 8 bits.
+    pub(crate) fn is_bytes(&self) -> bool {
+        matches!(self.elements, Elements::Bytes(_))
     }
 
     /// Whether the weights are bf16.
@@ -142,7 +176,7 @@ impl<'a> Panels<'a> {
     pub(crate) fn int4_panel(&self, panel: usize) -> Option<Int4Panel<'a>> {
         match self.elements {
             Elements::Int4(elements) => Some(elements.panel(panel, self.cols)),
-            Elements::Bf16(_) | Elements::Int8(..) => None,
+            Elements::Bf16(_) | Elements::Bytes(_) => None,
         }
     }
 
@@ -154,9 +188,9 @@ impl<'a> Panels<'a> {
                 let words = &words[start..start + pairs.len() * PANEL];
                 PairRows::Bf16(words.as_chunks::<16>().0.as_chunks::<4>().0)
             }
-            Elements::Int8(values, _) => {
-                let values = &values[2 * start..2 * (start + pairs.len() * PANEL)];
-                PairRows::Int8(values.as_chunks::<32>().0.as_chunks::<4>().0)
+            Elements::Bytes(elements) => {
+                let rows = elements.rows(start, pairs.len());
+                if elements.groups.is_some() { PairRows::Fp8(rows) } else { PairRows::Int8(rows) }
             }
             Elements::Int4(_) => PairRows::Bf16(&[]),
         }
@@ -176,7 +210,7 @@ impl<'a> Panels<'a> {
 #[derive(Debug)]
 enum Packed {
     Bf16(AlignedVec<u32>),
-    Int8(AlignedVec<i8>, AlignedVec<f32>),
+    Bytes(Bytes),
     Int4(Int4),
 }
 
@@ -184,7 +218,7 @@ impl Packed {
     fn elements(&self) -> Elements<'_> {
         match self {
             Self::Bf16(words) => Elements::Bf16(words),
-            Self::Int8(values, scales) => Elements::Int8(values, scales),
+            Self::Bytes(bytes) => Elements::Bytes(bytes.elements()),
             Self::Int4(int4) => Elements::Int4(int4.elements()),
         }
     }
@@ -195,13 +229,18 @@ impl Packed {
 pub(crate) enum Format {
     Bf16,
     Int8,
+    Fp8(Fp8Groups),
     Int4(Int4Groups),
 }
 
 impl Format {
     /// Returns the format that preserves the matrices as in their files.
     pub(crate) fn of(matrices: &[HostMatrix<'_>]) -> Self {
-        int4_groups(matrices).map_or(Self::Bf16, Self::Int4)
+        match Compact::of(matrices) {
+            Some(Compact::Int4(groups)) => Self::Int4(groups),
+            Some(Compact::Fp8(groups)) => Self::Fp8(groups),
+            None => Self::Bf16,
+        }
     }
 }
 
@@ -244,15 +283,7 @@ impl CpuMatrix {
                     }
                 }
             }
-            Packed::Int8(values, scales) => {
-                let scale = scales[row];
-                let values = values[2 * base..].as_chunks::<2>().0.iter().step_by(PANEL);
-                for (pair, values) in pairs.zip(values) {
-                    for (out, &value) in pair.iter_mut().zip(values) {
-                        *out = f32::from(value) * scale;
-                    }
-                }
-            }
+            Packed::Bytes(bytes) => bytes.elements().unpack_row(row, self.cols, out),
             Packed::Int4(int4) => {
                 int4.elements().unpack_row(row, self.cols, &mut out[..self.cols]);
             }

@@ -35,7 +35,7 @@ pub use latent::{
 };
 pub use norms::{add_layernorm, qk_scale, qk_squares};
 use products::{SKINNY, by_rows};
-pub use products::{Weight, skinny, skinny_gate_up, widen_int4, widen_int8};
+pub use products::{Weight, skinny, skinny_gate_up, widen_fp8, widen_int4, widen_int8};
 pub(super) use ranks::peer_sum_add_rmsnorm;
 pub use ranks::{PEER_BLOCKS, PEER_SLOT, peer_gather, peer_sum, tree_sum};
 pub use rows::{

@@ -9,12 +9,13 @@ use super::experts::{CudaRoutes, CudaStack};
 use super::stream::Stream;
 use super::swap::CudaHostKv;
 use super::tensors::{
-    CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element, Uploader, int4_shift, kv_block_bytes,
+    CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element, Uploader, fp8_shift, int4_shift,
+    kv_block_bytes,
 };
 use crate::backend::{Choices, HostMatrix, Inspect, KvShape, Tensors};
 use crate::check;
 use crate::error::KernelError;
-use crate::weights::Int4Groups;
+use crate::weights::Compact;
 
 /// One of the load methods of [`Uploader`].
 type Load =
@@ -71,8 +72,15 @@ impl Tensors for CudaBackend {
         self.load_with(parts, Uploader::load_as_is)
     }
 
-    fn keeps_int4(&self, groups: &Int4Groups, is_stack: bool) -> bool {
-        !is_stack && int4_shift(groups).is_some()
+    fn keeps(&self, form: &Compact, is_stack: bool) -> bool {
+        match form {
+            Compact::Int4(groups) => !is_stack && int4_shift(groups).is_some(),
+            Compact::Fp8(groups) => fp8_shift(groups).is_some(),
+        }
+    }
+
+    fn load_bf16_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CudaMatrix, KernelError> {
+        self.load_with(parts, Uploader::load)
     }
 
     fn load_int8_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CudaMatrix, KernelError> {
@@ -80,7 +88,7 @@ impl Tensors for CudaBackend {
     }
 
     fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CudaStack, KernelError> {
-        self.load_stack_with(matrices, Uploader::load)
+        self.load_stack_with(matrices, Uploader::load_fp8)
     }
 
     fn load_int8_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CudaStack, KernelError> {

@@ -18,7 +18,7 @@ use crate::error::KernelError;
 /// weights, more than L2 can deliver in addition to them.
 pub(super) const SKINNY_MAX: usize = 32;
 
-/// The same for int8 and 4-bit weights: see [`CudaBackend::is_skinny_with`].
+/// The same for quantised weights: see [`CudaBackend::is_skinny_with`].
 const INT8_SKINNY_MAX: usize = 256;
 
 /// Rows of gate and up to compute at a time, since their f32 products are large.
@@ -323,9 +323,11 @@ impl CudaBackend {
         }
         let n = weight.rows();
         let widened = self.scratch(ScratchKind::Widened, n * w.at.stride * 2)?;
-        let call = match w.groups {
-            None => launch::widen_int8(w.at, widened, n),
-            Some(groups) => launch::widen_int4(w.at, groups, widened, n, weight.cols()),
+        let k = weight.cols();
+        let call = match (w.groups, w.fp8) {
+            (None, None) => launch::widen_int8(w.at, widened, n),
+            (Some(groups), _) => launch::widen_int4(w.at, groups, widened, n, k),
+            (None, Some(scales)) => launch::widen_fp8(w.at, scales, widened, n, k),
         };
         // SAFETY: the scratch was made for as many rows of that stride.
         unsafe { self.device.launch(call) }?;

@@ -1,7 +1,7 @@
 //! Activations, weights and vectors on the GPU.
 //!
 //! - `kv`: the KV cache
-//! - `uploader`: upload of weights; `int4`: those with 4 bits
+//! - `uploader`: upload of weights; `fp8`, `int4`: those in FP8 and with 4 bits
 use std::rc::Rc;
 
 use super::context::Context;
@@ -11,10 +11,12 @@ use super::stream::Stream;
 use crate::backend::Buffer;
 use crate::error::KernelError;
 
+mod fp8;
 mod int4;
 mod kv;
 mod uploader;
 
+pub(super) use fp8::shift as fp8_shift;
 pub(super) use int4::shift as int4_shift;
 pub use kv::{CudaKvCache, kv_block_bytes};
 pub(super) use uploader::Uploader;
@@ -135,7 +137,7 @@ impl Buffer for CudaBuffer {
 }
 
 /// A weight matrix, `[rows, cols]`, with rows at multiples of 16 bytes: bf16, int8 with 128 added,
-/// or 4 bits.
+/// FP8, or 4 bits.
 #[derive(Debug)]
 pub struct CudaMatrix {
     memory: DeviceMemory,
@@ -143,6 +145,8 @@ pub struct CudaMatrix {
     scales: Option<DeviceMemory>,
     /// For 4 bits: the groups, and their size: see [`Weight`].
     groups: Option<(DeviceMemory, u32)>,
+    /// For FP8: the scales, and their number of inputs: see [`Weight`].
+    fp8: Option<(DeviceMemory, u32)>,
     rows: usize,
     cols: usize,
     stride: usize,
@@ -174,6 +178,7 @@ impl CudaMatrix {
             at: self.at(),
             scales: self.scales.as_ref().map(DeviceMemory::ptr),
             groups: self.groups.as_ref().map(|(memory, shift)| (memory.ptr(), *shift)),
+            fp8: self.fp8.as_ref().map(|(memory, shift)| (memory.ptr(), *shift)),
         }
     }
 }

@@ -7,7 +7,7 @@ use super::{
 use crate::backend::{Choices, HostMatrix, Inspect, KvShape, Tensors};
 use crate::check;
 use crate::error::KernelError;
-use crate::weights::Int4Groups;
+use crate::weights::Compact;
 
 impl Tensors for ReferenceBackend {
     type Buffer = ReferenceBuffer;
@@ -38,8 +38,12 @@ impl Tensors for ReferenceBackend {
         ReferenceMatrix::widen(parts)
     }
 
-    fn keeps_int4(&self, _: &Int4Groups, _: bool) -> bool {
+    fn keeps(&self, _: &Compact, _: bool) -> bool {
         true
+    }
+
+    fn load_bf16_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError> {
+        ReferenceMatrix::rounded(parts)
     }
 
     fn load_int8_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError> {

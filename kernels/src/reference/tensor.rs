@@ -5,7 +5,7 @@ use crate::backend::{Buffer, HostMatrix, KvShape, KvStorage};
 use crate::check::ensure;
 use crate::error::KernelError;
 use crate::fp8;
-use crate::weights::int4_groups;
+use crate::weights::Compact;
 
 /// Activations `[rows, width]`.
 #[derive(Debug)]
@@ -90,12 +90,19 @@ impl ReferenceMatrix {
     }
 
     /// Widens weights to f32. Quantised files are rounded to bf16 first, as in every backend,
-    /// except 4-bit weights that stay in 4 bits.
+    /// except weights that stay as they are.
     pub(super) fn widen(parts: &[HostMatrix<'_>]) -> Result<Self, KernelError> {
-        let is_int4 = int4_groups(parts).is_some();
+        match Compact::of(parts) {
+            Some(_) => Self::read(parts, |part, row, out| part.row_f32(row, out)),
+            None => Self::rounded(parts),
+        }
+    }
+
+    /// As [`Self::widen`], with all that is quantised rounded to bf16.
+    pub(super) fn rounded(parts: &[HostMatrix<'_>]) -> Result<Self, KernelError> {
         Self::read(parts, |part, row, out| {
             part.row_f32(row, out);
-            if part.scales.is_some() && !is_int4 {
+            if part.scales.is_some() {
                 out.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
             }
         })

@@ -113,8 +113,8 @@ pub(super) fn load<D: Device>(
     }
     let (quantization, adapting) = (form.quantization, &adapters);
     let beside = ShardOptions { quantization, adapters: adapting, draft: draft.as_ref() };
-    device.check_fit(&backend, &config, &shard, beside, &form.engine)?;
     let source = Source { files: &files, config: &config, shard: &shard };
+    device.check_fit(&backend, &source, beside, &form.engine)?;
     let mut progress = |done, total| joining.observer.progress(done, total);
     let weights =
         weights::load(&mut backend, &source, form.quantization, positions, &mut progress)?;

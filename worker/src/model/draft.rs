@@ -9,7 +9,7 @@ use super::config::ModelConfig;
 use super::decoder::Decoder;
 use super::safetensors::WeightFiles;
 use super::shard::Shard;
-use super::size::{self, KeepsInt4};
+use super::size::{self, Keeps};
 use super::weights::{self, Source};
 use crate::engine::Draft;
 
@@ -60,15 +60,22 @@ impl DraftFiles {
     }
 
     /// Size of its weights, in bytes.
-    #[must_use]
-    pub fn weight_bytes(&self, keeps_int4: KeepsInt4<'_>) -> u64 {
-        size::weight_bytes(&self.config, &self.shard, QUANTIZATION, keeps_int4)
+    ///
+    /// # Errors
+    /// [`ModelError`].
+    pub fn weight_bytes(&self, keeps: Keeps<'_>) -> Result<u64, ModelError> {
+        weights::kept_bytes(&self.source(), QUANTIZATION, keeps)
+    }
+
+    fn source(&self) -> Source<'_> {
+        Source { files: &self.files, config: &self.config, shard: &self.shard }
     }
 
     /// Bytes of its largest step's activations, and of its KV cache for one longest sequence.
+    /// `widens` tells whether its largest step converts quantised weights to bf16 first.
     #[must_use]
-    pub fn step_bytes(&self, sizes: &EngineConfig) -> (u64, u64) {
-        let widens = false;
+    pub fn step_bytes(&self, sizes: &EngineConfig, widens: bool) -> (u64, u64) {
+        let widens = widens && self.config.quantised.is_some();
         (
             size::activation_bytes(&self.config, &self.shard, widens, sizes),
             size::sequence_bytes(&self.config, &self.shard, sizes),

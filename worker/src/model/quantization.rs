@@ -1,9 +1,9 @@
 //! Quantised checkpoints: the `quantization_config` of a `config.json`, and the scales of quantised
 //! tensors.
 //!
-//! FP8 and int8 weights are read as numbers, each multiplied by its scale; 4-bit and 8-bit integers
-//! packed into words are read by `packed`. Activations have the type given by `--dtype`, whatever
-//! the checkpoint was made for: `input_scale` and the scales of KV caches are ignored.
+//! FP8 and int8 weights are found with their scales; 4-bit and 8-bit integers packed into words are
+//! found by `packed`. Activations have the type given by `--dtype`, whatever the checkpoint was
+//! made for: `input_scale` and the scales of KV caches are ignored.
 //!
 //! - `compressed`: the configuration of compressed-tensors
 //! - `packed`: integers packed into words
@@ -57,7 +57,7 @@ pub(crate) fn check(raw: &Value) -> Result<Quantised, String> {
     match raw["quant_method"].as_str() {
         Some("fp8") => Ok(match &raw["weight_block_size"] {
             Value::Null => Quantised::PLAIN,
-            sizes => Quantised { block: Some(block(sizes)?), scale: SCALES[0], ..Quantised::PLAIN },
+            sizes => Quantised { block: Some(block(sizes)?), scale: SCALES[0], packed: None },
         }),
         Some(method @ ("gptq" | "awq")) => {
             let found = if method == "gptq" { packed::gptq(raw) } else { packed::awq(raw) };
@@ -291,7 +291,7 @@ mod tests {
         assert_eq!(compressed(weights, "int-quantized"), plain);
         let weights = r#"{"num_bits": 8, "type": "float", "strategy": "block",
             "block_structure": [128, 64]}"#;
-        let by_block = Quantised { block: Some((128, 64)), scale: "_scale", packed: None };
+        let by_block = Quantised { block: Some((128, 64)), ..plain };
         assert_eq!(compressed(weights, "float-quantized"), by_block);
         // As in the first such files.
         let weights = weights.replace("[128, 64]", "\"128x64\"");

@@ -1,7 +1,7 @@
 //! PURE: memory of one rank's share of a model on a device that keeps weights (except quantised
 //! ones), KV (unless it is in FP8) and the inputs of products in bf16, and everything else in f32.
 use kernels::backend::EXPERT_SLOTS;
-use kernels::weights::Int4Groups;
+use kernels::weights::Compact;
 use shared::protocol::{EngineConfig, KvCacheDtype, Quantization};
 
 use super::config::{Latent, ModelConfig};
@@ -10,64 +10,42 @@ use super::shard::Shard;
 /// Bytes per output of a quantised matrix for its scale.
 const SCALE: u64 = 4;
 
-/// Whether a device keeps a 4-bit matrix with these groups (or a stack of them, if true) in 4 bits.
-pub type KeepsInt4<'a> = &'a dyn Fn(&Int4Groups, bool) -> bool;
+/// Whether a device keeps a matrix in this form (or a stack of them, if true).
+pub type Keeps<'a> = &'a dyn Fn(&Compact, bool) -> bool;
 
-/// Size of a shard's weights, in bytes. Assumes that if some matrices are packed according to the
-/// configuration, all matrices of the layers are, and that the output head is not.
+/// Size of a shard's weights, in bytes, if no matrix stays as a quantised checkpoint has it.
 #[must_use]
-pub fn weight_bytes(
-    config: &ModelConfig,
-    shard: &Shard,
-    quantization: Quantization,
-    keeps_int4: KeepsInt4<'_>,
-) -> u64 {
-    let packed = config.quantised.and_then(|quantised| quantised.packed);
-    let packed = packed.filter(|form| form.may_stay() && quantization == Quantization::None);
+pub fn weight_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantization) -> u64 {
     let n = |n: usize| n as u64;
     let hidden = n(config.hidden_size);
     let q = n(shard.heads.len() * config.head_dim);
     let kv = n(shard.kv_heads.len() * config.head_dim);
-    // Sizes of: a matrix that the files never have in 4 bits; a matrix of a layer; a matrix that
-    // always keeps the type of the products.
-    let head = |rows: u64, cols: u64| match quantization {
+    // Sizes of a matrix that can be quantised, and of one that is always in bf16.
+    let matrix = |rows: u64, cols: u64| match quantization {
         Quantization::None => 2 * rows * cols,
         Quantization::Int8 => rows * (cols + SCALE),
-    };
-    let matrix = |rows: u64, cols: u64, is_stack: bool| {
-        let groups = packed.filter(|form| is_stack || !form.is_of_experts()).map(|form| {
-            let len = form.group.map_or(cols, n).max(1);
-            let (len, count) = (len as usize, cols.div_ceil(len) as usize);
-            Int4Groups { first: 0, first_len: len, len, count, is_float: form.is_of_experts() }
-        });
-        match groups.filter(|groups| keeps_int4(groups, is_stack)) {
-            Some(groups) => groups.bytes(rows, cols),
-            None => head(rows, cols),
-        }
     };
     let as_is = |rows: u64, cols: u64| 2 * rows * cols;
     // Each part of a row-parallel matrix has its own scales.
     let parts = n(shard.parts);
-    let row_parallel = |cols: u64, is_stack| parts * matrix(hidden, cols / parts, is_stack);
+    let row_parallel = |cols: u64| parts * matrix(hidden, cols / parts);
     // Gate and up, or up alone.
     let gates = if config.is_gated() { 2 } else { 1 };
-    let mlp = |ups: u64, inner: u64, is_stack| {
-        matrix(ups * inner, hidden, is_stack) + row_parallel(inner, is_stack)
-    };
+    let mlp = |ups: u64, inner: u64| matrix(ups * inner, hidden) + row_parallel(inner);
     let (dense, sparse) = layers(config);
     let routing = config.experts.as_ref().map(|experts| experts.routing);
     let [experts, logits] =
         routing.map_or([0, 0], |routing| [routing.num_experts, routing.num_logits()].map(n));
     let attention = match &config.latent {
-        None => matrix(q + 2 * kv, hidden, false) + row_parallel(q, false),
+        None => matrix(q + 2 * kv, hidden) + row_parallel(q),
         Some(latent) => {
             let Latent { q_rank, rank, plain, rotated, value } = *latent;
             let heads = n(shard.heads.len());
-            q_rank.map_or(0, |q_rank| matrix(n(q_rank), hidden, false))
-                + matrix(heads * n(plain + rotated), q_rank.map_or(hidden, n), false)
-                + matrix(n(rank + rotated), hidden, false)
+            q_rank.map_or(0, |q_rank| matrix(n(q_rank), hidden))
+                + matrix(heads * n(plain + rotated), q_rank.map_or(hidden, n))
+                + matrix(n(rank + rotated), hidden)
                 + as_is(heads * n(plain + value), n(rank))
-                + row_parallel(heads * n(value), false)
+                + row_parallel(heads * n(value))
         }
     };
     let vocab = n(shard.vocab_width);
@@ -75,11 +53,11 @@ pub fn weight_bytes(
     let output = match (config.has_own_head(), quantization) {
         (false, Quantization::None) => 0,
         (false, _) if config.classifier.is_some() => 0,
-        (true, _) | (false, Quantization::Int8) => head(vocab, hidden),
+        (true, _) | (false, Quantization::Int8) => matrix(vocab, hidden),
     };
     n(config.num_layers) * attention
-        + dense * mlp(gates, n(shard.intermediate.len()), false)
-        + sparse * (as_is(logits, hidden) + experts * mlp(2, n(shard.expert.len()), true))
+        + dense * mlp(gates, n(shard.intermediate.len()))
+        + sparse * (as_is(logits, hidden) + experts * mlp(2, n(shard.expert.len())))
         + as_is(vocab, hidden)
         + output
 }
@@ -164,11 +142,9 @@ pub fn sequence_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig)
 #[cfg(test)]
 mod tests {
     use kernels::backend::{ExpertActivation, Routing};
-    use kernels::weights::Packing;
     use serde_json::json;
 
     use super::super::experts::ExpertsConfig;
-    use super::super::quantization::{PackedForm, Quantised};
     use super::*;
 
     /// Llama 3.1 8B.
@@ -180,51 +156,24 @@ mod tests {
         ModelConfig::from_value(config).unwrap()
     }
 
-    fn plain_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantization) -> u64 {
-        weight_bytes(config, shard, quantization, &|_, _| false)
-    }
-
-    fn int4_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantization) -> u64 {
-        weight_bytes(config, shard, quantization, &|_, _| true)
-    }
-
     #[test]
     fn eight_billion_parameters_take_sixteen_billion_bytes() {
         let config = config();
         let whole = Shard::new(&config, 0, 1).unwrap();
-        let bytes = plain_bytes(&config, &whole, Quantization::None);
+        let bytes = weight_bytes(&config, &whole, Quantization::None);
         // 8.03e9 parameters, 266,240 of them in norms.
         assert_eq!(bytes / 2 + 266_240, 8_030_261_248);
         let half = Shard::new(&config, 1, 2).unwrap();
-        assert_eq!(plain_bytes(&config, &half, Quantization::None) * 2, bytes);
+        assert_eq!(weight_bytes(&config, &half, Quantization::None) * 2, bytes);
         let tied = ModelConfig { tied: true, ..config.clone() };
-        assert_eq!(plain_bytes(&tied, &whole, Quantization::None), bytes - 2 * 128_256 * 4096);
+        assert_eq!(weight_bytes(&tied, &whole, Quantization::None), bytes - 2 * 128_256 * 4096);
         // Everything but the embedding takes half the space, plus a scale per output: q, k, v,
         // output, gate, up and down of 32 layers, and the head.
         let outputs = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096) + 128_256;
         let int8 = bytes / 2 + 128_256 * 4096 + 4 * outputs;
-        assert_eq!(plain_bytes(&config, &whole, Quantization::Int8), int8);
+        assert_eq!(weight_bytes(&config, &whole, Quantization::Int8), int8);
         // The head is then a separate matrix, tied or not.
-        assert_eq!(plain_bytes(&tied, &whole, Quantization::Int8), int8);
-        // AWQ's usual form: embedding and head stay bf16; 128 inputs share a scale and a zero
-        // point.
-        let awq = PackedForm {
-            packing: Packing::Awq,
-            bits: 4,
-            group: Some(128),
-            is_listed: false,
-            has_zeros: true,
-        };
-        let quantised = Some(Quantised { packed: Some(awq), ..Quantised::PLAIN });
-        let awq = ModelConfig { quantised, ..config.clone() };
-        let layers = bytes / 2 - 2 * 128_256 * 4096;
-        let int4 = layers / 2 + layers / 128 * 5 + 2 * 2 * 128_256 * 4096;
-        assert_eq!(int4_bytes(&awq, &whole, Quantization::None), int4);
-        assert_eq!(int4_bytes(&awq, &half, Quantization::None) * 2, int4);
-        assert_eq!(int4_bytes(&awq, &whole, Quantization::Int8), int8);
-        // Other devices convert to bf16, and a checkpoint without 4-bit weights does not change.
-        assert_eq!(plain_bytes(&awq, &whole, Quantization::None), bytes);
-        assert_eq!(int4_bytes(&config, &whole, Quantization::None), bytes);
+        assert_eq!(weight_bytes(&tied, &whole, Quantization::Int8), int8);
     }
 
     #[test]
@@ -251,14 +200,14 @@ mod tests {
         let whole = Shard::new(&sparse, 0, 1).unwrap();
         // 30,532,122,624 parameters, of which 48 x (2 x 2048 + 2 x 128) + 2048 are in norms.
         assert_eq!(
-            plain_bytes(&sparse, &whole, Quantization::None) / 2 + 48 * 4352 + 2048,
+            weight_bytes(&sparse, &whole, Quantization::None) / 2 + 48 * 4352 + 2048,
             30_532_122_624
         );
         let half = Shard::new(&sparse, 0, 2).unwrap();
         let routers = 2 * 48 * 128 * 2048;
         assert_eq!(
-            (plain_bytes(&sparse, &half, Quantization::None) - routers) * 2,
-            plain_bytes(&sparse, &whole, Quantization::None) - routers
+            (weight_bytes(&sparse, &half, Quantization::None) - routers) * 2,
+            weight_bytes(&sparse, &whole, Quantization::None) - routers
         );
         let mixed = ModelConfig {
             intermediate_size: 6144,
@@ -271,8 +220,8 @@ mod tests {
         let whole = Shard::new(&mixed, 0, 1).unwrap();
         let expert_layer = 128 * 2048 * (3 * 768 + 1);
         assert_eq!(
-            plain_bytes(&mixed, &whole, Quantization::None) / 2 + expert_layer - 2048 * 3 * 6144,
-            plain_bytes(&sparse, &Shard::new(&sparse, 0, 1).unwrap(), Quantization::None) / 2
+            weight_bytes(&mixed, &whole, Quantization::None) / 2 + expert_layer - 2048 * 3 * 6144,
+            weight_bytes(&sparse, &Shard::new(&sparse, 0, 1).unwrap(), Quantization::None) / 2
         );
     }
 
@@ -289,12 +238,12 @@ mod tests {
         let config = ModelConfig::from_value(config).unwrap();
         let whole = Shard::new(&config, 0, 1).unwrap();
         let others = 61 * (7168 + 1536 + 512 + 7168) + 7168 + 58 * 256;
-        let bytes = plain_bytes(&config, &whole, Quantization::None);
+        let bytes = weight_bytes(&config, &whole, Quantization::None);
         assert_eq!(bytes / 2 + others, 671_026_419_200);
         // The first projections and the routers are on every rank.
         let alike = 2 * (61 * (1536 + 576) * 7168 + 58 * 256 * 7168u64);
         let eighth = Shard::new(&config, 7, 8).unwrap();
-        let own = plain_bytes(&config, &eighth, Quantization::None);
+        let own = weight_bytes(&config, &eighth, Quantization::None);
         assert_eq!((own - alike) * 8, bytes - alike);
         let sizes = EngineConfig {
             block_size: 16,
@@ -312,47 +261,6 @@ mod tests {
         assert_eq!(sequence_bytes(&config, &eighth, &fp8), 4096 * 61 * 576);
         let bytes = |shard| activation_bytes(&config, shard, false, &sizes);
         assert!(bytes(&eighth) < bytes(&whole) && bytes(&whole) < 4 << 30);
-    }
-
-    /// gpt-oss-20b: 24 layers with 32 experts, whose matrices have 4 bits in groups of 32;
-    /// attention, embedding and head are bf16.
-    #[test]
-    fn experts_alone_of_mxfp4_stay_small() {
-        let experts = ExpertsConfig {
-            routing: Routing::softmax(32, 4, true),
-            intermediate_size: 2880,
-            layers: vec![true; 24],
-            activation: ExpertActivation::Silu,
-            is_interleaved: true,
-            shared: None,
-        };
-        let raw = serde_json::json!({"quant_method": "mxfp4"});
-        let config = ModelConfig {
-            hidden_size: 2880,
-            intermediate_size: 0,
-            experts: Some(experts),
-            sinks: true,
-            num_layers: 24,
-            num_heads: 64,
-            num_kv_heads: 8,
-            head_dim: 64,
-            vocab_size: 201_088,
-            quantised: Some(crate::model::quantization::check(&raw).unwrap()),
-            ..config()
-        };
-        let whole = Shard::new(&config, 0, 1).unwrap();
-        let expert_weights = 24 * 32 * 3 * 2880 * 2880u64;
-        let others = 24 * 2880 * (2 * 4096 + 2 * 512 + 32) + 2 * 201_088 * 2880u64;
-        let bf16 = plain_bytes(&config, &whole, Quantization::None);
-        assert_eq!(bf16, 2 * (expert_weights + others));
-        // One f32 scale per group.
-        let int4 = int4_bytes(&config, &whole, Quantization::None);
-        assert_eq!(int4, expert_weights / 2 + expert_weights / 32 * 4 + 2 * others);
-        // Groups that the division cuts have a scale in each part.
-        let quarter = Shard::new(&config, 3, 4).unwrap();
-        assert_eq!(quarter.expert, 2160..2880);
-        let all = 4 * int4_bytes(&config, &quarter, Quantization::None);
-        assert!(all > int4 && all < int4 * 51 / 50, "{all} of {int4}");
     }
 
     #[test]

@@ -11,19 +11,20 @@
 //! int8 scales are computed from whole rows, so when quantising to int8, every rank reads
 //! row-parallel matrices completely.
 use half::{bf16, f16};
-use kernels::backend::{Backend, DType, QkvWeights, RopeTable, Tensors as Types};
+use kernels::backend::{Backend, DType, HostMatrix, QkvWeights, RopeTable, Tensors as Types};
 use kernels::error::KernelError;
-use kernels::weights::Int4Groups;
+use kernels::weights::Compact;
 use shared::protocol::Quantization;
 
 pub use self::classes::ClassHead;
-use self::loader::{Loader, bytes};
-use self::part::Part;
+use self::loader::{Loader, bytes, kept};
+use self::part::{Kind, Part};
 use super::ModelError;
 use super::config::ModelConfig;
 use super::rope::RopeConfig;
 use super::safetensors::WeightFiles;
 use super::shard::Shard;
+use super::size::Keeps;
 
 mod classes;
 mod latent;
@@ -202,7 +203,7 @@ pub fn load<B: Backend>(
     let dtype = embedding.first().map_or(DType::F32, |matrix| matrix.dtype);
 
     if quantization == Quantization::None {
-        warn_of_mixed_experts(&layers, &|groups| backend.keeps_int4(groups, true));
+        warn_of_mixed_experts(&layers, &|form| backend.keeps(form, true));
     }
     let matrices = layers.iter().flat_map(part::LayerPart::matrices);
     let total = embedding.iter().chain(lm_head.iter().flatten()).chain(matrices).map(bytes).sum();
@@ -256,23 +257,54 @@ pub(crate) fn check(source: &Source<'_>) -> Result<(), ModelError> {
     part.stream_norm("model.norm").map(drop)
 }
 
+/// Size of a shard's weights on a device that keeps matrices in the forms that `keeps` says, and
+/// others in bf16 unless `quantization` changes them; in bytes. Which matrices have which form is
+/// read from the headers: configurations do not list all exceptions. Reads no matrix.
+///
+/// # Errors
+/// [`ModelError`].
+pub fn kept_bytes(
+    source: &Source<'_>,
+    quantization: Quantization,
+    keeps: Keeps<'_>,
+) -> Result<u64, ModelError> {
+    let Source { config, shard, .. } = *source;
+    let (part, padding) = (Part(*source), padding(config, shard));
+    let kept = |matrices: &[HostMatrix<'_>], kind| kept(matrices, kind, quantization, keeps);
+    let embedding = part.embedding(&padding)?;
+    let head = match (config.has_own_head(), quantization) {
+        (true, _) => kept(&part.vocabulary("lm_head.weight", &padding)?, Kind::Matrix),
+        (false, Quantization::Int8) if config.classifier.is_none() => {
+            kept(&embedding, Kind::Matrix)
+        }
+        (false, _) => 0,
+    };
+    let mut bytes = head + kept(&embedding, Kind::Small);
+    for index in 0..config.num_layers {
+        let layer = part.layer(index)?;
+        bytes += layer.loads().iter().map(|(matrices, kind)| kept(matrices, *kind)).sum::<u64>();
+    }
+    Ok(bytes)
+}
+
 /// Zeros for the rows of the vocabulary that no token has.
 fn padding(config: &ModelConfig, shard: &Shard) -> Vec<u8> {
     vec![0; (shard.vocab_width - shard.vocab.len()) * config.hidden_size * 4]
 }
 
 /// Says in how many layers experts become larger than in the files: all matrices of a stack have
-/// one form, so packed ones, which `keeps` would leave packed, are unpacked if others of the stack
-/// (often a shared expert's) are not packed.
-fn warn_of_mixed_experts(layers: &[part::LayerPart<'_>], keeps: &dyn Fn(&Int4Groups) -> bool) {
+/// one form, so quantised ones, which `keeps` would leave as they are, become bf16 if others of the
+/// stack (often a shared expert's) are not quantised, or have other groups.
+fn warn_of_mixed_experts(layers: &[part::LayerPart<'_>], keeps: &dyn Fn(&Compact) -> bool) {
     let is_mixed = |layer: &&part::LayerPart<'_>| layer.mlp.has_mixed_experts(keeps);
     let count = layers.iter().filter(is_mixed).count();
     if count > 0 {
         tracing::warn!(
             layers = count,
-            "in some layers the checkpoint has 4-bit experts beside experts that are not \
-             quantised: the experts' projections of that kind (gate and up, or down) become \
-             bf16 in these layers, about four times as large"
+            "in some layers the checkpoint has experts of 4 or 8 bits beside experts that are not \
+             quantised, or whose weights share scales in another way: the experts' projections of \
+             that kind (gate and up, or down) become bf16 in these layers, four times or twice as \
+             large"
         );
     }
 }

@@ -12,6 +12,7 @@ use std::ops::Range;
 use super::super::isa::{Isa, multiversion};
 use super::super::pack::{Int4Group, Int4Row, MIDDLE, PANEL, PairRow};
 use super::layout::Layout;
+use super::scaled::add_scaled;
 use super::{Acc, ConvertedWeights, Product, TILE_ROWS, num_tiles, tile_rows};
 
 #[cfg(target_arch = "x86_64")]
@@ -120,33 +121,6 @@ impl Product<'_> {
             *sums = [[[0.0; 16]; 4]; M];
         }
         super::tile(self.isa, acts, weights, sums);
-    }
-}
-
-multiversion! {
-    /// `out (+)= sums * scales`, for the first `out.len()` outputs of the panel; overwrites `out`
-    /// if `first`.
-    fn add_scaled(sums: &Acc, scales: &[f32; PANEL], out: &mut [f32], first: bool) = add_scaled_body
-}
-
-#[inline(always)]
-fn add_scaled_body<const FMA: bool>(
-    sums: &Acc,
-    scales: &[f32; PANEL],
-    out: &mut [f32],
-    first: bool,
-) {
-    if first {
-        out.fill(0.0);
-    }
-    if let Ok(out) = <&mut [f32; PANEL]>::try_from(&mut *out) {
-        for ((to, sum), scale) in out.iter_mut().zip(sums.as_flattened()).zip(scales) {
-            *to += sum * scale;
-        }
-        return;
-    }
-    for ((to, sum), scale) in out.iter_mut().zip(sums.as_flattened()).zip(scales) {
-        *to += sum * scale;
     }
 }
 

@@ -12,12 +12,12 @@ use std::arch::x86_64::{
 };
 
 use super::super::isa::Isa;
-use super::super::pack::{Int8Row, PairRow};
+use super::super::pack::{ByteRow, PairRow};
 #[cfg(target_arch = "x86_64")]
 use super::one_term::{store_pairs, widen_pairs};
 
 /// Converts `rows` to bf16 in `room`, which is large enough.
-pub(super) fn widen<'a>(isa: Isa, rows: &[Int8Row], room: &'a mut [PairRow]) -> &'a [PairRow] {
+pub(super) fn widen<'a>(isa: Isa, rows: &[ByteRow], room: &'a mut [PairRow]) -> &'a [PairRow] {
     let room = &mut room[..rows.len()];
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -34,7 +34,7 @@ pub(super) fn widen<'a>(isa: Isa, rows: &[Int8Row], room: &'a mut [PairRow]) -> 
     room
 }
 
-fn widen_portable(rows: &[Int8Row], out: &mut [PairRow]) {
+fn widen_portable(rows: &[ByteRow], out: &mut [PairRow]) {
     for (row, out) in rows.iter().zip(out) {
         let (pairs, _) = row.as_flattened().as_chunks::<2>();
         for (word, &[even, odd]) in out.as_flattened_mut().iter_mut().zip(pairs) {
@@ -47,7 +47,7 @@ fn widen_portable(rows: &[Int8Row], out: &mut [PairRow]) {
 /// Prefetches the two lines that are `distance` rows after this one.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-fn fetch(row: &Int8Row, distance: usize) {
+pub(super) fn fetch(row: &ByteRow, distance: usize) {
     let ahead = std::ptr::from_ref(row).wrapping_add(distance).cast::<i8>();
     for line in [0, 64] {
         // SAFETY: harmless past the end: a prefetch of an invalid address does nothing.
@@ -57,7 +57,7 @@ fn fetch(row: &Int8Row, distance: usize) {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn widen_bf16(rows: &[Int8Row], out: &mut [PairRow]) {
+fn widen_bf16(rows: &[ByteRow], out: &mut [PairRow]) {
     for (row, out) in rows.iter().zip(out) {
         fetch(row, rows.len());
         store_pairs(out, widen_pairs(row));
@@ -67,7 +67,7 @@ fn widen_bf16(rows: &[Int8Row], out: &mut [PairRow]) {
 /// A pair has 16 bits: the odd input's integer in the upper half, the even one's in the lower.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn widen_512(rows: &[Int8Row], out: &mut [PairRow]) {
+fn widen_512(rows: &[ByteRow], out: &mut [PairRow]) {
     for (row, out) in rows.iter().zip(out) {
         fetch(row, rows.len());
         for (words, pairs) in out.iter_mut().zip(row) {
@@ -87,7 +87,7 @@ fn widen_512(rows: &[Int8Row], out: &mut [PairRow]) {
 /// As for 512 bits, in halves.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-fn widen_256(rows: &[Int8Row], out: &mut [PairRow]) {
+fn widen_256(rows: &[ByteRow], out: &mut [PairRow]) {
     for (row, out) in rows.iter().zip(out) {
         fetch(row, rows.len());
         let halves = row.as_flattened().as_chunks::<16>().0;

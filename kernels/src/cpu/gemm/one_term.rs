@@ -5,11 +5,13 @@
 //! can form a tile.
 use std::arch::x86_64::{
     __m512, __m512bh, __m512i, __mmask16, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch,
-    _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtne2ps_pbh, _mm512_dpbf16_ps,
-    _mm512_maskz_loadu_ps, _mm512_setzero_ps, _mm512_storeu_si512,
+    _mm256_loadu_si256, _mm512_add_ps, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps,
+    _mm512_cvtne2ps_pbh, _mm512_dpbf16_ps, _mm512_maskz_loadu_ps, _mm512_mul_ps, _mm512_setzero_ps,
+    _mm512_storeu_si512,
 };
 
-use super::super::pack::{Int8Row, PairRow, PairRows};
+use super::super::fp8;
+use super::super::pack::{ByteRow, PANEL, PairRow, PairRows};
 use super::Acc;
 use super::vector::{broadcast, load, load_bf16, store};
 
@@ -57,38 +59,58 @@ pub(super) struct Prefetch {
     pub(super) distance: usize,
 }
 
-/// `acc[m] (+)= rows[m] * weights` over all pairs; overwrites `acc` if `first`. Leaves int8 weights
-/// converted to bf16 in `room`, if that is large enough.
+/// What a tile does with its sums, which begin at zero or, without scales, where `acc` is.
+#[derive(Clone, Copy)]
+pub(super) struct Sums<'a> {
+    /// `acc` is not read.
+    pub(super) first: bool,
+    /// Factors of the sums, which are then added to `acc`, in place of going on from it.
+    pub(super) scales: Option<&'a [f32; PANEL]>,
+}
+
+/// `acc[m] (+)= rows[m] * weights` over all pairs. Leaves 8-bit weights converted to bf16 in
+/// `room`, if that is large enough.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(super) fn tile<const M: usize>(
     rows: &[&[u32]; M],
     weights: PairRows<'_>,
     room: &mut [PairRow],
     acc: &mut [&mut Acc; M],
-    first: bool,
+    sums: Sums<'_>,
     ahead: Prefetch,
 ) {
     match (weights, ahead.lines) {
         (PairRows::Bf16(weights), 0) => {
-            fetching_tile::<M, 0, _>(rows, weights, acc, first, ahead, |_, row| load_pairs(row));
+            fetching_tile::<M, 0, _>(rows, weights, acc, sums, ahead, |_, row| load_pairs(row));
         }
         (PairRows::Bf16(weights), 1) => {
-            fetching_tile::<M, 1, _>(rows, weights, acc, first, ahead, |_, row| load_pairs(row));
+            fetching_tile::<M, 1, _>(rows, weights, acc, sums, ahead, |_, row| load_pairs(row));
         }
         (PairRows::Bf16(weights), 2) => {
-            fetching_tile::<M, 2, _>(rows, weights, acc, first, ahead, |_, row| load_pairs(row));
+            fetching_tile::<M, 2, _>(rows, weights, acc, sums, ahead, |_, row| load_pairs(row));
         }
         (PairRows::Bf16(weights), _) => {
-            fetching_tile::<M, 4, _>(rows, weights, acc, first, ahead, |_, row| load_pairs(row));
+            fetching_tile::<M, 4, _>(rows, weights, acc, sums, ahead, |_, row| load_pairs(row));
         }
         // Such a row takes two cache lines.
         (PairRows::Int8(weights), _) if room.len() < weights.len() => {
-            fetching_tile::<M, 2, _>(rows, weights, acc, first, ahead, |_, row| widen_pairs(row));
+            fetching_tile::<M, 2, _>(rows, weights, acc, sums, ahead, |_, row| widen_pairs(row));
         }
         (PairRows::Int8(weights), _) => {
             let room = &mut room[..weights.len()];
-            fetching_tile::<M, 2, _>(rows, weights, acc, first, ahead, |pair, row| {
+            fetching_tile::<M, 2, _>(rows, weights, acc, sums, ahead, |pair, row| {
                 let pairs = widen_pairs(row);
+                store_pairs(&mut room[pair], pairs);
+                pairs
+            });
+        }
+        (PairRows::Fp8(weights), _) if room.len() < weights.len() => {
+            fetching_tile::<M, 2, _>(rows, weights, acc, sums, ahead, |_, row| fp8_pairs(row));
+        }
+        (PairRows::Fp8(weights), _) => {
+            let room = &mut room[..weights.len()];
+            fetching_tile::<M, 2, _>(rows, weights, acc, sums, ahead, |pair, row| {
+                let pairs = fp8_pairs(row);
                 store_pairs(&mut room[pair], pairs);
                 pairs
             });
@@ -106,8 +128,15 @@ fn load_pairs(row: &PairRow) -> [__m512bh; 4] {
 /// The same, converted from int8.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 #[inline]
-pub(super) fn widen_pairs(row: &Int8Row) -> [__m512bh; 4] {
+pub(super) fn widen_pairs(row: &ByteRow) -> [__m512bh; 4] {
     [widen_int8(&row[0]), widen_int8(&row[1]), widen_int8(&row[2]), widen_int8(&row[3])]
+}
+
+/// The same, converted from FP8.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+#[inline]
+pub(super) fn fp8_pairs(row: &ByteRow) -> [__m512bh; 4] {
+    [widen_fp8(&row[0]), widen_fp8(&row[1]), widen_fp8(&row[2]), widen_fp8(&row[3])]
 }
 
 /// Stores them in the packed layout.
@@ -135,20 +164,32 @@ fn widen_int8(values: &[i8; 32]) -> __m512bh {
     _mm512_cvtne2ps_pbh(high, low)
 }
 
+/// FP8 as bf16, which is exact.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+#[inline]
+fn widen_fp8(values: &[i8; 32]) -> __m512bh {
+    // SAFETY: the array has 32 bytes.
+    let bytes = unsafe { _mm256_loadu_si256(values.as_ptr().cast()) };
+    // SAFETY: this function needs the same instructions.
+    let pairs = unsafe { fp8::x86::pairs_512(bytes) };
+    // SAFETY: both are 512 bits of plain data.
+    unsafe { std::mem::transmute::<__m512i, __m512bh>(pairs) }
+}
+
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 #[inline]
 fn fetching_tile<const M: usize, const LINES: usize, W>(
     rows: &[&[u32]; M],
     weights: &[W],
     acc: &mut [&mut Acc; M],
-    first: bool,
+    Sums { first, scales }: Sums<'_>,
     Prefetch { line, distance, .. }: Prefetch,
     mut load_weights: impl FnMut(usize, &W) -> [__m512bh; 4],
 ) {
     // Checked before the sums are in registers.
     assert!(rows.iter().all(|row| row.len() >= weights.len()), "a row is too short");
     let mut sums = [[_mm512_setzero_ps(); 4]; M];
-    if !first {
+    if !first && scales.is_none() {
         for (sums, acc) in sums.iter_mut().zip(acc.iter()) {
             for (sum, acc) in sums.iter_mut().zip(acc.iter()) {
                 *sum = load(acc);
@@ -170,6 +211,16 @@ fn fetching_tile<const M: usize, const LINES: usize, W>(
             }
         }
     }
+    if let Some(scales) = scales {
+        let scales = scales.as_chunks::<16>().0;
+        for (sums, acc) in sums.iter().zip(acc) {
+            for ((&sum, acc), scales) in sums.iter().zip(acc.iter_mut()).zip(scales) {
+                let before = if first { _mm512_setzero_ps() } else { load(acc) };
+                store(acc, _mm512_add_ps(before, _mm512_mul_ps(sum, load(scales))));
+            }
+        }
+        return;
+    }
     for (sums, acc) in sums.iter().zip(acc) {
         for (&sum, acc) in sums.iter().zip(acc.iter_mut()) {
             store(acc, sum);
@@ -184,6 +235,8 @@ pub(super) fn wide<const P: usize>(row: &[u32], panels: &[PairRows<'_>; P], acc:
         wide_of(row, &panels, acc, |row| load_pairs(row));
     } else if let Some(panels) = all(panels, PairRows::int8) {
         wide_of(row, &panels, acc, |row| widen_pairs(row));
+    } else if let Some(panels) = all(panels, PairRows::fp8) {
+        wide_of(row, &panels, acc, |row| fp8_pairs(row));
     }
 }
 

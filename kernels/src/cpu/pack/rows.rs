@@ -2,6 +2,7 @@
 //! side.
 
 use super::super::memory::{AlignedVec, Disjoint};
+use super::bytes::Bytes;
 use super::int4::Int4;
 use super::{Format, PANEL, Packed, Shape};
 use crate::backend::HostMatrix;
@@ -41,30 +42,8 @@ pub(super) fn pack_all<'p, 'd: 'p>(
             })?;
             Ok(Packed::Bf16(words))
         }
-        Format::Int8 => {
-            let what = "a weight matrix in int8";
-            let mut values = AlignedVec::<i8>::zeroed(pairs.saturating_mul(2), what)?;
-            let mut scales = AlignedVec::<f32>::zeroed(all.saturating_mul(PANEL), what)?;
-            let (to_values, to_scales) = (Disjoint::new(&mut values), Disjoint::new(&mut scales));
-            pool.run_ranges(all, 1, &|range, _| {
-                let (mut room, mut quantised) = (Vec::new(), vec![0; shape.cols]);
-                for index in range {
-                    // SAFETY: every panel belongs to one task.
-                    let panel =
-                        unsafe { to_values.slice(index * panel_pairs * 2, panel_pairs * 2) };
-                    // SAFETY: as above.
-                    let scales = unsafe { to_scales.slice(index * PANEL, PANEL) };
-                    for (lane, (part, row)) in rows(index) {
-                        scales[lane] = part.row_int8(row, &mut room, &mut quantised);
-                        let places = panel.chunks_exact_mut(2 * PANEL);
-                        for (pair, place) in quantised.chunks(2).zip(places) {
-                            place[2 * lane..][..pair.len()].copy_from_slice(pair);
-                        }
-                    }
-                }
-            })?;
-            Ok(Packed::Int8(values, scales))
-        }
+        Format::Int8 => Ok(Packed::Bytes(Bytes::pack(pool, shape, None, parts)?)),
+        Format::Fp8(groups) => Ok(Packed::Bytes(Bytes::pack(pool, shape, Some(groups), parts)?)),
         Format::Int4(groups) => Ok(Packed::Int4(Int4::pack(pool, shape, groups, parts)?)),
     }
 }

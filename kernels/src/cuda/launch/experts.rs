@@ -1,8 +1,8 @@
 //! PURE: calls of the kernels of `kernels/cuda/experts.cu`.
 use super::{
-    ASSIGNED_ROWS, ASSIGNED_ROWS_BF16, Args, Call, DevicePtr, EXPERTS_DOWN, EXPERTS_DOWN_INT8,
-    EXPERTS_GATE_UP, EXPERTS_GATE_UP_INT8, EXPERTS_SUM, GROUP_EXPERTS, ROUTE, Rows, SKINNY, Weight,
-    by_rows, call, wide, words,
+    ASSIGNED_ROWS, ASSIGNED_ROWS_BF16, Args, Call, DevicePtr, EXPERTS_DOWN, EXPERTS_DOWN_FP8,
+    EXPERTS_DOWN_INT8, EXPERTS_GATE_UP, EXPERTS_GATE_UP_FP8, EXPERTS_GATE_UP_INT8, EXPERTS_SUM,
+    GROUP_EXPERTS, ROUTE, Rows, SKINNY, Weight, by_rows, call, wide, words,
 };
 use crate::backend::{ExpertActivation, Routing, Scores};
 
@@ -70,9 +70,13 @@ pub fn group(
     call(GROUP_EXPERTS, (rows.div_ceil(chunk_rows), 1, 1), 1024, args)
 }
 
-fn variant(first: super::Entry, grouped: &Grouped) -> super::Entry {
-    let which = SKINNY.iter().position(|slots| *slots == grouped.tile_slots);
-    super::Entry(first.0 + which.unwrap_or(SKINNY.len() - 1))
+/// The kernel for these tiles among those of its kind, its number of slots, and the number of
+/// blocks that divide a tile.
+fn variant(first: super::Entry, w: Weight, grouped: &Grouped) -> (super::Entry, usize, usize) {
+    let count = w.kernels();
+    let which = SKINNY[..count].iter().position(|slots| *slots >= grouped.tile_slots);
+    let which = which.unwrap_or(count - 1);
+    (super::Entry(first.0 + which), SKINNY[which], grouped.tile_slots.div_ceil(SKINNY[which]))
 }
 
 /// `tutti_experts_gate_up_*`: W `[num_experts, 2, inner, k]`, with the bias in the same order.
@@ -86,16 +90,16 @@ pub fn gate_up(
     (top_k, inner, k): (usize, usize, usize),
 ) -> Call {
     let w = w.into();
-    let (first, args) = w.choose(EXPERTS_GATE_UP, EXPERTS_GATE_UP_INT8, x);
+    let (first, args) = w.choose([EXPERTS_GATE_UP, EXPERTS_GATE_UP_INT8, EXPERTS_GATE_UP_FP8], x);
     let args = args.ptr(out.ptr).ptr(grouped.slots).ptr(grouped.tiles).ptr(grouped.num_tiles);
     let (alpha, limit, shift) = match activation {
         ExpertActivation::Silu => (1.0, f32::INFINITY, 0.0),
         ExpertActivation::Clamped { alpha, limit } => (alpha, limit, 1.0),
     };
     let args = words(args, [top_k, inner, k, x.stride, w.at.stride, out.stride]);
-    let args = args.maybe(bias).f32(alpha).f32(limit).f32(shift);
-    let entry = variant(first, grouped);
-    call(entry, (grouped.tiles_most, inner.div_ceil(16), 1), 256, args)
+    let args = w.shift(args.maybe(bias).f32(alpha).f32(limit).f32(shift));
+    let (entry, _, parts) = variant(first, w, grouped);
+    call(entry, (grouped.tiles_most, inner.div_ceil(16), parts), 256, args)
 }
 
 /// `tutti_experts_down_*`: W `[num_experts, n, k]`, its bias `[num_experts, n]`; `out` starts at
@@ -109,12 +113,12 @@ pub fn down(
     (first_slot, n, k): (usize, usize, usize),
 ) -> Call {
     let w = w.into();
-    let (first, args) = w.choose(EXPERTS_DOWN, EXPERTS_DOWN_INT8, x);
+    let (first, args) = w.choose([EXPERTS_DOWN, EXPERTS_DOWN_INT8, EXPERTS_DOWN_FP8], x);
     let args = args.ptr(out.ptr).ptr(grouped.slots).ptr(grouped.tiles).ptr(grouped.num_tiles);
     let args = words(args, [first_slot, n, k, x.stride, w.at.stride, out.stride]).maybe(bias);
-    let features = if grouped.tile_slots <= 16 { 16 } else { 32 };
-    let entry = variant(first, grouped);
-    call(entry, (grouped.tiles_most, n.div_ceil(features), 1), 256, args)
+    let (entry, slots, parts) = variant(first, w, grouped);
+    let features = if slots <= 16 { 16 } else { 32 };
+    call(entry, (grouped.tiles_most, n.div_ceil(features), parts), 256, w.shift(args))
 }
 
 /// `tutti_experts_sum`: `rows` rows, starting at `first_row` of those that `live` counts.

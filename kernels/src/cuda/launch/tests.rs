@@ -105,6 +105,7 @@ fn all(sizes: Sizes) -> Vec<Call> {
     let rows = Rows { ptr, stride: width };
     let int8 = Weight { scales: Some(ptr), ..rows.into() };
     let int4 = Weight { groups: Some((ptr, 7)), ..rows.into() };
+    let fp8_weight = Weight { fp8: Some((ptr, 7)), ..rows.into() };
     let storage = KvStorage::AsTaken;
     let cache = LayerCache { keys: ptr, values: ptr, block_shift: 4, storage };
     let io =
@@ -164,6 +165,7 @@ fn all(sizes: Sizes) -> Vec<Call> {
         qk_scale(rows, &norm, ptr, ptr, number, ptr),
         scale_add_bias(ptr, ptr, None, width, number, ptr),
         widen_int8(rows, ptr, number),
+        widen_fp8(rows, (ptr, 7), ptr, number, width),
         widen_int4(rows, (ptr, 7), ptr, number, width),
         add(ptr, ptr, width, number, ptr),
         gather_rows(rows, ptr, rows, width, number, ptr),
@@ -235,6 +237,8 @@ fn all(sizes: Sizes) -> Vec<Call> {
             experts::group(ptr, &grouped, &routing, (number, 256, tiles_most), ptr),
             experts::gate_up(rows, (rows, None), silu, rows, &grouped, (top_k, width, width)),
             experts::gate_up(rows, (int8, Some(ptr)), silu, rows, &grouped, (top_k, width, width)),
+            experts::gate_up(rows, (fp8_weight, None), silu, rows, &grouped, (top_k, width, width)),
+            experts::down(rows, (fp8_weight, None), rows, &grouped, (0, width, width)),
             experts::down(rows, (rows, None), rows, &grouped, (0, width, width)),
             experts::down(rows, (int8, Some(ptr)), rows, &grouped, (0, width, width)),
             experts::sum(ptr, ptr, ptr, (number, top_k, width), (number, ptr)),
@@ -246,7 +250,8 @@ fn all(sizes: Sizes) -> Vec<Call> {
         calls.push(skinny((rows, None), rows, None, rows, (count, vocab, width), ptr));
         calls.push(skinny((rows, None), int8, None, rows, (count, vocab, width), ptr));
         calls.push(skinny((rows, None), int4, None, rows, (count, vocab, width), ptr));
-        for weight in [rows.into(), int8, int4] {
+        calls.push(skinny((rows, None), fp8_weight, None, rows, (count, vocab, width), ptr));
+        for weight in [rows.into(), int8, fp8_weight, int4] {
             let sizes = (count, width, width);
             calls.push(skinny_gate_up(rows, weight, None, rows, sizes, Activation::Silu, ptr));
         }

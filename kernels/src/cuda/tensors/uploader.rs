@@ -5,12 +5,13 @@ use std::sync::{Mutex, PoisonError};
 use super::super::context::Context;
 use super::super::memory::{DeviceMemory, Pinned};
 use super::super::stream::{Event, Stream};
+use super::fp8::{self, shift as fp8_shift};
 use super::int4::{self, shift as int4_shift};
 use super::{ALIGN, CudaMatrix};
 use crate::backend::HostMatrix;
 use crate::error::KernelError;
 use crate::pool::Pool;
-use crate::weights::int4_groups;
+use crate::weights::{fp8_groups, int4_groups};
 
 /// Size in bytes of each of the two staging pieces.
 const PIECE: usize = 16 << 20;
@@ -87,7 +88,7 @@ impl Uploader {
         Ok(matrix)
     }
 
-    /// As in the files: in 4 bits if the kernels support it, otherwise in bf16.
+    /// As in the files: in 4 bits or in FP8 if the kernels support it, otherwise in bf16.
     pub(in crate::cuda) fn load_as_is(
         &mut self,
         context: &Rc<Context>,
@@ -95,7 +96,7 @@ impl Uploader {
         parts: &[HostMatrix<'_>],
     ) -> Result<CudaMatrix, KernelError> {
         let found = int4_groups(parts).and_then(|groups| Some((groups, int4_shift(&groups)?)));
-        let Some((groups, shift)) = found else { return self.load(context, stream, parts) };
+        let Some((groups, shift)) = found else { return self.load_fp8(context, stream, parts) };
         let (mut matrix, _) =
             self.load_rows(context, stream, parts, int4::UNIT, 4, &|part, row, room, out| {
                 int4::write_row(part, row, &mut room.integers, out);
@@ -109,6 +110,30 @@ impl Uploader {
         let memory = DeviceMemory::new(context, size_of_val(&words[..]), "groups of weights")?;
         memory.upload(stream, 0, &words)?;
         matrix.groups = Some((memory, shift));
+        Ok(matrix)
+    }
+
+    /// In FP8 if the files have it and the kernels support its groups, otherwise in bf16.
+    pub(in crate::cuda) fn load_fp8(
+        &mut self,
+        context: &Rc<Context>,
+        stream: &Stream,
+        parts: &[HostMatrix<'_>],
+    ) -> Result<CudaMatrix, KernelError> {
+        let found = fp8_groups(parts).and_then(|groups| Some((groups, fp8_shift(&groups)?)));
+        let Some((groups, shift)) = found else { return self.load(context, stream, parts) };
+        let (mut matrix, factors) =
+            self.load_rows(context, stream, parts, 2 * ALIGN, 2, &move |part, row, _, out| {
+                fp8::write_row(part, row, &groups, out)
+            })?;
+        let mut scales = Vec::new();
+        let rows = parts.iter().flat_map(|part| (0..part.rows).map(move |row| (part, row)));
+        for ((part, row), factor) in rows.zip(factors) {
+            fp8::row_scales(part, row, &groups, (shift, factor), &mut scales);
+        }
+        let memory = DeviceMemory::new(context, size_of_val(&scales[..]), "scales of weights")?;
+        memory.upload(stream, 0, &scales)?;
+        matrix.fp8 = Some((memory, shift));
         Ok(matrix)
     }
 
@@ -140,7 +165,8 @@ impl Uploader {
         let memory = DeviceMemory::new(context, bytes, "weights")?;
         let mut scales = vec![0.0; rows];
         self.upload_rows(stream, &memory, 0, parts, words_per_row, &mut scales, write)?;
-        Ok((CudaMatrix { memory, scales: None, groups: None, rows, cols, stride }, scales))
+        let [groups, fp8] = [None, None];
+        Ok((CudaMatrix { memory, scales: None, groups, fp8, rows, cols, stride }, scales))
     }
 
     /// Uploads rows of `words_per_row` words, from row `at` of `memory` on.
@@ -185,7 +211,7 @@ impl Uploader {
         first: usize,
         part: &HostMatrix<'_>,
     ) -> Result<(), KernelError> {
-        if matrix.scales.is_some() || matrix.groups.is_some() {
+        if !matrix.weight().is_bf16() {
             return Err(KernelError::Unsupported("only stacks in bf16 change".to_owned()));
         }
         let mut scales = vec![0.0; part.rows];

@@ -159,14 +159,6 @@ impl PackedForm {
         matches!(self.packing, Packing::Mxfp4 { .. })
     }
 
-    /// Whether the configuration allows matrices to stay in 4 bits; see
-    /// [`kernels::weights::int4_groups`].
-    pub(crate) fn may_stay(&self) -> bool {
-        let is_listed = self.is_listed && matches!(self.packing, Packing::Gptq { .. });
-        let is_aligned = self.group.is_none_or(|size| size.is_multiple_of(8));
-        self.bits == 4 && is_aligned && (!is_listed || self.group.is_none())
-    }
-
     /// Finds the tensors of a matrix `[out, in]`; its `name` ends in `weight`.
     ///
     /// # Errors

@@ -6,7 +6,7 @@ use kernels::backend::{Backend, DType, HostMatrix};
 use kernels::error::KernelError;
 
 use super::loader::{Loader, bytes};
-use super::part::{Layer, rows_of};
+use super::part::{Kind, Layer, rows_of};
 use super::{BackendLatent, LatentWeights, Source};
 use crate::model::ModelError;
 use crate::model::config::Latent;
@@ -29,6 +29,16 @@ impl<'a> LatentPart<'a> {
     pub(super) fn matrices(&self) -> impl Iterator<Item = &HostMatrix<'a>> {
         let down = self.q_down.iter().map(|(matrix, _)| matrix);
         down.chain(&self.q).chain(&self.kv).chain(&self.keys).chain(&self.values)
+    }
+
+    /// All matrices, those together that are loaded together.
+    pub(super) fn loads(&self) -> Vec<(&[HostMatrix<'a>], Kind)> {
+        let down = self.q_down.iter();
+        let mut loads: Vec<_> =
+            down.map(|(matrix, _)| (std::slice::from_ref(matrix), Kind::Matrix)).collect();
+        loads.extend([&self.q, &self.kv].map(|parts| (parts.as_slice(), Kind::Matrix)));
+        loads.extend([&self.keys, &self.values].map(|heads| (heads.as_slice(), Kind::Small)));
+        loads
     }
 }
 

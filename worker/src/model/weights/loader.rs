@@ -1,12 +1,13 @@
 //! Loads a rank's share of the weights into the backend: packs and counts it.
 use kernels::backend::{Backend, HostMatrix, QkvWeights};
 use kernels::error::KernelError;
-use kernels::weights::{Int4Groups, int4_groups};
+use kernels::weights::Compact;
 use shared::protocol::Quantization;
 
-use super::part::{LayerPart, MlpPart, NormPart};
+use super::part::{Kind, LayerPart, MlpPart, NormPart};
 use super::{BackendLayer, BackendMlp, LayerWeights, Mlp, Norm, Projection};
 use crate::model::experts::ExpertParts;
+use crate::model::size::Keeps;
 
 /// Packs matrices and reports progress.
 pub(super) struct Loader<'a, 'p, B> {
@@ -69,7 +70,7 @@ impl<B: Backend> Loader<'_, '_, B> {
             Quantization::None => self.backend.load_stack(matrices),
             Quantization::Int8 => self.backend.load_int8_stack(matrices),
         }?;
-        self.advance(matrices, self.quantization, true);
+        self.loaded(matrices, true);
         Ok(stack)
     }
 
@@ -79,21 +80,27 @@ impl<B: Backend> Loader<'_, '_, B> {
             Quantization::None => self.backend.load_matrix(parts),
             Quantization::Int8 => self.backend.load_int8_matrix(parts),
         }?;
-        self.advance(parts, self.quantization, false);
+        self.loaded(parts, false);
         Ok(matrix)
     }
 
     /// Packs a matrix that is never quantised: an embedding, a router.
     pub(super) fn small(&mut self, parts: &[HostMatrix<'_>]) -> Result<B::Matrix, KernelError> {
-        let matrix = self.backend.load_matrix(parts)?;
-        self.advance(parts, Quantization::None, false);
+        let matrix = self.backend.load_bf16_matrix(parts)?;
+        self.advance(parts, &|matrix| held(matrix, Quantization::None, None));
         Ok(matrix)
     }
 
-    fn advance(&mut self, loaded: &[HostMatrix<'_>], kept: Quantization, is_stack: bool) {
+    /// Counts matrices that were loaded together according to `quantization`.
+    fn loaded(&mut self, matrices: &[HostMatrix<'_>], is_stack: bool) {
+        let kept = self.quantization;
+        let form = Compact::of(matrices).filter(|form| self.backend.keeps(form, is_stack));
+        self.advance(matrices, &|matrix| held(matrix, kept, form.as_ref()));
+    }
+
+    fn advance(&mut self, loaded: &[HostMatrix<'_>], held: &dyn Fn(&HostMatrix<'_>) -> u64) {
         self.done += loaded.iter().map(bytes).sum::<u64>();
-        let int4 = int4_groups(loaded).filter(|groups| self.backend.keeps_int4(groups, is_stack));
-        self.held += loaded.iter().map(|matrix| held(matrix, kept, int4.as_ref())).sum::<u64>();
+        self.held += loaded.iter().map(held).sum::<u64>();
         (self.progress)(self.done, self.total);
     }
 
@@ -124,12 +131,34 @@ pub(super) fn bytes(matrix: &HostMatrix<'_>) -> u64 {
     (matrix.rows * matrix.cols * matrix.dtype.bytes()) as u64
 }
 
-/// Size of a matrix as kept, in bytes; `int4` holds the groups of a matrix that stays in 4 bits.
-fn held(matrix: &HostMatrix<'_>, kept: Quantization, int4: Option<&Int4Groups>) -> u64 {
+/// Size of matrices that are loaded together, as devices keep them that have at most 16 bits per
+/// weight, in bytes.
+pub(super) fn kept(
+    matrices: &[HostMatrix<'_>],
+    kind: Kind,
+    quantization: Quantization,
+    keeps: Keeps<'_>,
+) -> u64 {
+    let (quantization, form) = match kind {
+        Kind::Small => (Quantization::None, None),
+        Kind::Matrix | Kind::Stack => {
+            let form = Compact::of(matrices).filter(|form| keeps(form, kind == Kind::Stack));
+            (quantization, form)
+        }
+    };
+    let own = |matrix: &HostMatrix<'_>| {
+        let most = 2 * (matrix.rows * matrix.cols) as u64;
+        held(matrix, quantization, form.as_ref()).min(most)
+    };
+    matrices.iter().map(own).sum()
+}
+
+/// Size of a matrix as kept, in bytes; `form` is that of a matrix that stays as it is.
+fn held(matrix: &HostMatrix<'_>, kept: Quantization, form: Option<&Compact>) -> u64 {
     let (rows, cols) = (matrix.rows as u64, matrix.cols as u64);
-    match (kept, int4) {
+    match (kept, form) {
         (Quantization::Int8, _) => rows * (cols + 4),
-        (Quantization::None, Some(groups)) => groups.bytes(rows, cols),
+        (Quantization::None, Some(form)) => form.bytes(rows, cols),
         (Quantization::None, None) if matrix.scales.is_some() => rows * cols * 2,
         (Quantization::None, None) => bytes(matrix),
     }

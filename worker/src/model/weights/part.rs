@@ -2,7 +2,7 @@
 use std::ops::Range;
 
 use kernels::backend::{HostMatrix, Scales};
-use kernels::weights::{Int4Groups, int4_groups};
+use kernels::weights::Compact;
 
 use super::latent::LatentPart;
 use super::{Source, kinds};
@@ -69,22 +69,52 @@ impl<'a> MlpPart<'a> {
 }
 
 impl MlpPart<'_> {
-    /// Whether it has a stack of experts in which some are packed, would stay so according to
-    /// `keeps` if all were, and others are not packed.
-    pub(super) fn has_mixed_experts(&self, keeps: &dyn Fn(&Int4Groups) -> bool) -> bool {
+    /// Whether it has a stack of experts in which some would stay as they are according to `keeps`
+    /// if all had their form, and others have another.
+    pub(super) fn has_mixed_experts(&self, keeps: &dyn Fn(&Compact) -> bool) -> bool {
         let Self::Experts(parts) = self else { return false };
-        let is_packed = |matrix: &HostMatrix<'_>| matches!(matrix.scales, Some(Scales::Packed(_)));
         let is_mixed = |stack: &[HostMatrix<'_>]| {
-            let packed: Vec<_> = stack.iter().copied().filter(is_packed).collect();
-            !packed.is_empty()
-                && packed.len() < stack.len()
-                && int4_groups(&packed).is_some_and(|groups| keeps(&groups))
+            let mut alone = stack.iter().filter(|matrix| matrix.scales.is_some());
+            Compact::of(stack).is_none()
+                && alone.any(|matrix| Compact::of(&[*matrix]).is_some_and(|form| keeps(&form)))
         };
         is_mixed(&parts.gate_up) || parts.down.iter().any(|stack| is_mixed(stack))
     }
 }
 
+/// How matrices are loaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// As one matrix, in bf16.
+    Small,
+    /// As one matrix.
+    Matrix,
+    /// As a stack.
+    Stack,
+}
+
 impl<'a> LayerPart<'a> {
+    /// All matrices, those together that are loaded together.
+    pub(super) fn loads(&self) -> Vec<(&[HostMatrix<'a>], Kind)> {
+        let one = |matrix| (std::slice::from_ref(matrix), Kind::Matrix);
+        let mut loads = match &self.latent {
+            Some(latent) => latent.loads(),
+            None => vec![(self.qkv.as_slice(), Kind::Matrix)],
+        };
+        loads.extend(self.output.iter().map(one));
+        match &self.mlp {
+            MlpPart::Dense { gate_up, down, .. } => {
+                loads.push((gate_up, Kind::Matrix));
+                loads.extend(down.iter().map(one));
+            }
+            MlpPart::Experts(ExpertParts { router, gate_up, down, .. }) => {
+                loads.extend([(router.as_slice(), Kind::Small), (gate_up, Kind::Stack)]);
+                loads.extend(down.iter().map(|stack| (stack.as_slice(), Kind::Stack)));
+            }
+        }
+        loads
+    }
+
     /// All matrices.
     pub(super) fn matrices(&self) -> impl Iterator<Item = &HostMatrix<'a>> {
         let latent = self.latent.iter().flat_map(LatentPart::matrices);
@@ -392,22 +422,33 @@ fn cols_of<'a>(tensor: &TensorView<'a>, cols: &Range<usize>) -> HostMatrix<'a> {
 mod tests {
     use std::path::Path;
 
+    use kernels::backend::DType;
+
     use super::*;
     use crate::model::config::ModelConfig;
     use crate::model::safetensors::WeightFiles;
     use crate::model::shard::Shard;
 
     #[test]
-    fn experts_are_mixed_if_some_of_a_stack_would_have_stayed_packed() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/models/qwen3-moe-w4a16");
+    fn experts_are_mixed_if_some_of_a_stack_would_have_stayed_quantised() {
+        for name in ["qwen3-moe-w4a16", "qwen3-moe-fp8"] {
+            check_mixing(name);
+        }
+    }
+
+    fn check_mixing(model: &str) {
+        let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/models");
+        let folder = models.join(model);
         let (files, config) =
             (WeightFiles::open(&folder).unwrap(), ModelConfig::load(&folder).unwrap());
         let shard = Shard::new(&config, 0, 1).unwrap();
         let part = Part(Source { files: &files, config: &config, shard: &shard });
         let layers = || (0..config.num_layers).map(|i| part.layer(i).unwrap().mlp);
-        assert!(layers().all(|mlp| !mlp.has_mixed_experts(&|_| true)), "all are packed");
+        assert!(layers().all(|mlp| !mlp.has_mixed_experts(&|_| true)), "all are quantised");
         let unpack = |matrices: &mut [HostMatrix<'_>]| {
-            matrices.iter_mut().for_each(|matrix| matrix.scales = None);
+            for matrix in matrices {
+                (matrix.dtype, matrix.scales) = (DType::Bf16, None);
+            }
         };
         let edited = |edit: &dyn Fn(&mut ExpertParts<'_>), keeps: bool| {
             let mut found = layers().find(|mlp| matches!(mlp, MlpPart::Experts(_))).unwrap();
@@ -420,7 +461,15 @@ mod tests {
         assert!(edited(&|parts| unpack(&mut parts.down[0][..1]), true));
         // Two stacks, each of one form.
         assert!(!edited(&|parts| unpack(&mut parts.gate_up), true));
-        // The packed ones would become bf16 in any case.
+        // All in FP8, but one has several groups of inputs.
+        let regroup = |matrix: &mut HostMatrix<'_>| {
+            if let Some(Scales::Blocks(scales)) = &mut matrix.scales {
+                scales.block.1 = 16;
+            }
+        };
+        let is_fp8 = model.ends_with("fp8");
+        assert_eq!(edited(&|parts| regroup(&mut parts.gate_up[5]), true), is_fp8);
+        // The quantised ones would become bf16 in any case.
         assert!(!edited(&|parts| unpack(&mut parts.gate_up[4..6]), false));
     }
 }
