@@ -1,5 +1,5 @@
 //! A worker process: its life, and its end of the link, as in `worker::actor`.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -52,6 +52,10 @@ pub(crate) struct Process {
     pub(crate) steps_hang: bool,
     pub(crate) diverge: bool,
     pub(crate) fail_form: Option<bool>,
+    pub(crate) fail_adapter: bool,
+    pub(crate) slow_fetch: Option<(Time, bool)>,
+    /// Contents of the adapters that its host has fetched.
+    pub(crate) fetched: BTreeSet<u64>,
     /// Set if its executor hangs, with whether its process notices.
     pub(crate) hung: Option<Hung>,
     /// When it is started again after it was told to end, if ever.
@@ -82,6 +86,9 @@ impl Process {
             steps_hang: false,
             diverge: false,
             fail_form: None,
+            fail_adapter: false,
+            slow_fetch: None,
+            fetched: BTreeSet::new(),
             hung: None,
             back_after: None,
         }
@@ -143,8 +150,10 @@ impl World {
             return;
         }
         let incarnation = self.random.next();
-        let old = &self.processes[slot];
+        let old = &mut self.processes[slot];
+        let fetched = std::mem::take(&mut old.fetched);
         let (slowed, stall) = (old.slowed, old.stall);
+        let (fail_adapter, slow_fetch) = (old.fail_adapter, old.slow_fetch);
         let (fail_step, fail_form, diverge) = (old.fail_step, old.fail_form, old.diverge);
         self.processes[slot] = Process {
             incarnation,
@@ -154,6 +163,9 @@ impl World {
             fail_step,
             diverge,
             fail_form,
+            fail_adapter,
+            slow_fetch,
+            fetched,
             ..Process::absent()
         };
         self.say(|| format!("slot {slot} starts"));
@@ -422,8 +434,7 @@ impl World {
             }
             // Its ranks have no GPUs.
             ToWorker::GroupId(_) => true,
-            // Its adapters never change.
-            ToWorker::Adapter(_) => true,
+            ToWorker::Adapter(command) => self.command(slot, Command::Adapter(command.clone())),
             ToWorker::Shutdown { .. } => {
                 self.shut_down(slot);
                 true

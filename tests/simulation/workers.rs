@@ -61,6 +61,8 @@ impl World {
             coordinator.hub.retire(Source::Worker(worker), retired);
             self.coordinator.checks.retired.insert((worker, retired.0));
         }
+        let is_on_gpu = self.scenario.gpus[self.scenario.nodes[slot]];
+        let gpu = if is_on_gpu { format!("GPU-{node}") } else { String::new() };
         let member = Member {
             worker,
             incarnation: Incarnation(incarnation),
@@ -69,7 +71,7 @@ impl World {
             collective_addr: ([127, 0, 0, 1], 9000 + slot as u16).into(),
             draining: false,
             offer: NodeResources::default(),
-            gpu: String::new(),
+            gpu,
             build: "b".into(),
         };
         let mut effects = Vec::new();
