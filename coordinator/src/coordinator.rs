@@ -102,7 +102,9 @@ pub struct Coordinator {
     cluster_addr: SocketAddr,
     cluster: Addr<ClusterActor>,
     http: ServerHandle,
+    /// Which the requests of this process's own HTTP clients pass, and those of front ends.
     gate: Gate,
+    frontends_gate: Gate,
     frontends: Arc<Frontends>,
     /// The separate listener of `/metrics`.
     metrics: Option<(SocketAddr, ServerHandle)>,
@@ -193,9 +195,11 @@ impl Coordinator {
         })?;
         let (handle, commands) = EngineHandle::channel();
         actix::spawn(forward(commands, cluster.clone()));
-        let gate = Gate::default();
-        let readiness =
-            readiness(view.clone(), clock.clone(), gate.clone(), options.tensor_parallel);
+        let (gate, frontends_gate) = (Gate::default(), Gate::default());
+        let ready_behind = |gate: &Gate| {
+            readiness(view.clone(), clock.clone(), gate.clone(), options.tensor_parallel)
+        };
+        let readiness = ready_behind(&gate);
         let serving = serving(&options, max_model_len, text.fingerprint);
         let frontends = Arc::new(Frontends::new(
             hub.clone(),
@@ -204,9 +208,9 @@ impl Coordinator {
             text.clone(),
             serving.clone(),
             (adapters.clone(), changes.clone()),
-            readiness.clone(),
+            ready_behind(&frontends_gate),
             actors.clone(),
-            gate.clone(),
+            frontends_gate.clone(),
         ));
         let accepting = actix::spawn(links::accept(
             listener,
@@ -258,6 +262,7 @@ impl Coordinator {
             cluster,
             http,
             gate,
+            frontends_gate,
             frontends,
             metrics,
             accepting,
@@ -341,20 +346,39 @@ impl Coordinator {
     /// From now on takes no new requests and reports not ready.
     pub fn close(&self) {
         self.gate.close();
+        self.frontends_gate.close();
     }
 
     /// Number of running requests.
     #[must_use]
     pub fn requests(&self) -> usize {
+        self.own_requests() + self.frontends_gate.inside()
+    }
+
+    /// Number of running requests of its own HTTP clients, which end with it.
+    #[must_use]
+    pub fn own_requests(&self) -> usize {
         self.gate.inside()
+    }
+
+    /// Takes no new requests of its own HTTP clients and waits up to `patience` for theirs, and for
+    /// this process's own actors; front ends are served on, for their requests can go on at the
+    /// next leader. Returns whether its own requests have ended.
+    pub async fn finish_own(&self, patience: Duration) -> bool {
+        self.gate.close();
+        tokio::join!(self.gate.empty_within(patience), self.actors.finish(patience)).0
     }
 
     /// Takes no new requests and waits up to `patience` for the running ones, and for this
     /// process's own actors. Returns whether all requests have ended.
     pub async fn finish(&self, patience: Duration) -> bool {
         self.close();
-        let actors = self.actors.finish(patience);
-        let (finished, _) = tokio::join!(self.gate.empty_within(patience), actors);
+        let (own, others, _) = tokio::join!(
+            self.gate.empty_within(patience),
+            self.frontends_gate.empty_within(patience),
+            self.actors.finish(patience)
+        );
+        let finished = own && others;
         if finished {
             self.frontends.flush(FLUSH_PATIENCE).await;
         }
@@ -371,7 +395,8 @@ impl Coordinator {
         let reason = "the coordinator stops".to_owned();
         let _ = self.cluster.send(Stop { reason, workers_too }).await;
         // Requests that fail are still told so.
-        self.gate.empty_within(FLUSH_PATIENCE).await;
+        let (own, others) = (&self.gate, &self.frontends_gate);
+        tokio::join!(own.empty_within(FLUSH_PATIENCE), others.empty_within(FLUSH_PATIENCE));
         self.frontends.flush(FLUSH_PATIENCE).await;
         // Does not wait for connections without a request.
         let _ = tokio::time::timeout(CLOSE_PATIENCE, self.http.stop(true)).await;

@@ -12,7 +12,7 @@ use tokio::sync::watch;
 
 use super::etcd::{advertised, no_thread};
 use super::output::print_line;
-use super::serve::finish;
+use super::serve::{finish, hand_over};
 use super::signals::Signals;
 use super::{CliError, etcd};
 
@@ -65,9 +65,13 @@ pub(crate) async fn run(
                 tokio::select! {
                     () = async {
                         signals.next().await;
-                        // It leads until the last request has ended; otherwise clients would be
-                        // told to leave it.
-                        finish(coordinator, patience, &mut signals).await;
+                        // It leads until the last request that ends with it has ended; otherwise
+                        // workers would be told to leave it.
+                        if stands_by(&view.borrow(), incarnation) {
+                            hand_over(coordinator, patience, &mut signals).await;
+                        } else {
+                            finish(coordinator, patience, &mut signals).await;
+                        }
                     } => Ok(()),
                     leader = other_leader(view.clone(), incarnation) => Err(superseded(&leader)),
                     error = etcd::failed(&mut membership) => Err(error),
@@ -131,6 +135,12 @@ fn superseded(leader: &Leader) -> CliError {
          this one will stand by",
         leader.record.address, leader.epoch
     ))
+}
+
+/// Whether a coordinator other than `incarnation` can take over at once.
+fn stands_by(view: &View, incarnation: u64) -> bool {
+    let mut others = view.records.values().filter(|record| record.incarnation != incarnation);
+    view.connected && others.any(|record| record.role == Role::Coordinator)
 }
 
 /// Resolves when the cluster serves another state of the model of the hub than this process has
