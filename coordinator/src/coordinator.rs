@@ -50,7 +50,7 @@ use crate::http::params::Limits;
 use crate::http::server;
 use crate::http::state::{AppState, Readiness, ReadinessCheck};
 use crate::http::tls::{Tls, scheme};
-use crate::links;
+use crate::links::{self, RefusedProcesses};
 use crate::metrics::exposition::PageOptions;
 use crate::metrics::{Hub, membership};
 use crate::replica::actor::{ReplicaActor, ReplicaLoad};
@@ -212,11 +212,13 @@ impl Coordinator {
             actors.clone(),
             frontends_gate.clone(),
         ));
+        let refused = RefusedProcesses::default();
         let accepting = actix::spawn(links::accept(
             listener,
             cluster.clone(),
             frontends.clone(),
             options.secret.clone(),
+            refused.clone(),
         ));
         let page = page(&options, &hub, &clock, clock_start, leadership.as_ref());
         let readiness_alone = readiness.clone();
@@ -244,6 +246,7 @@ impl Coordinator {
             actors: actors.clone(),
             membership: leadership.as_ref().map(|leadership| leadership.view.clone()),
             run: options.run,
+            refused,
         });
         let failed = |error| StartError::Listen { address: http_addr, option: "--listen", error };
         let server = server::start(http.listener, state, options.http_threads).map_err(failed)?;
