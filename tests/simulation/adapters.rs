@@ -83,8 +83,7 @@ impl World {
             return;
         }
         let (now, life, mut effects) = (self.time(), self.coordinator.life, Vec::new());
-        let asked =
-            AskedChange { life, name, contents: load.map(|(it, _)| it), since: self.now };
+        let asked = AskedChange { life, name, contents: load.map(|(it, _)| it), since: self.now };
         let ticket = self.operators.ask(asked);
         let name = name.to_owned();
         let command = match load {
@@ -174,8 +173,8 @@ impl World {
         Some(Download { until: self.now + takes, speaks })
     }
 
-    /// Returns a download that must be over before this formation goes on, if there is one. All that
-    /// it needs counts as fetched then.
+    /// Returns a download that must be over before this formation goes on, if there is one. All
+    /// that it needs counts as fetched then.
     pub(crate) fn missing_files(&mut self, slot: usize, form: &Form) -> Option<Download> {
         let listed: Vec<u64> = contents(&form.lora.adapters).map(|(_, it)| it).collect();
         listed.into_iter().filter_map(|it| self.fetch(slot, it)).max_by_key(|it| it.until)
@@ -200,12 +199,12 @@ impl World {
     }
 
     fn say_progress(&mut self, slot: usize, epoch: Epoch) {
-        let progress = LoadProgress { epoch, bytes_done: 1, bytes_total: 2 };
+        let progress = LoadProgress { epoch, adapter: 0, bytes_done: 1, bytes_total: 2 };
         self.tell(slot, FromWorker::Progress(progress));
     }
 
-    /// A rank with its weights has the adapters of the list, and no others. Returns what tells their
-    /// contents apart.
+    /// A rank with its weights has the adapters of the list, and no others. Returns what tells
+    /// their contents apart.
     pub(crate) fn match_adapters(&mut self, slot: usize, form: &Form, is_new: bool) -> u64 {
         let held = &mut self.processes[slot].executor.adapters;
         if is_new || !self.switches.listed_adapters_are_skipped {
@@ -271,7 +270,8 @@ impl World {
             self.processes[slot].executor.readers.insert(token, reader);
             self.schedule(after, Event::Reader { slot, token });
             if speaks {
-                let progress = LoadProgress { epoch, bytes_done: 1, bytes_total: 2 };
+                let (adapter, bytes_total) = (number, 2);
+                let progress = LoadProgress { epoch, adapter, bytes_done: 1, bytes_total };
                 self.read_says(slot, link, Command::Fetched(progress));
             }
             return;

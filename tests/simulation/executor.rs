@@ -7,9 +7,9 @@ use kernels::CollectiveError;
 use shared::ids::Epoch;
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{
-    AdapterChange, AdapterDone, ChangeAdapter, CollectiveSpec, Form, FormFailed, Formed, FromWorker, HeldShard, LoadProgress, SequenceOutput,
-    Start, Started, StepFailed, StepMasks, StepPlan, StepResult, StepTimings, ToWorker, TokenMask,
-    WorkerStats,
+    AdapterChange, AdapterDone, ChangeAdapter, CollectiveSpec, Form, FormFailed, Formed,
+    FromWorker, HeldShard, LoadProgress, SequenceOutput, Start, Started, StepFailed, StepMasks,
+    StepPlan, StepResult, StepTimings, ToWorker, TokenMask, WorkerStats,
 };
 
 use crate::adapters::{Download, HeldAdapters, Reader, give_up};
@@ -367,7 +367,8 @@ impl World {
         if self.processes[slot].executor.loaded == Some((form.rank, form.world_size)) {
             return self.loaded(slot, form);
         }
-        let progress = LoadProgress { epoch: form.epoch, bytes_done: 1, bytes_total: 2 };
+        let progress =
+            LoadProgress { epoch: form.epoch, adapter: 0, bytes_done: 1, bytes_total: 2 };
         self.tell(slot, FromWorker::Progress(progress));
         let takes = self.random.range(MS, self.scenario.load) * self.processes[slot].slowed.min(2);
         self.begin_for(slot, Job::Load(form), takes);

@@ -182,8 +182,8 @@ impl World {
         }
     }
 
-    /// Ranks are of no use to each other, for a while or for ever: until that is over, or found, and
-    /// until nobody waits any more for what will not come.
+    /// Ranks are of no use to each other, for a while or for ever: until that is over, or found,
+    /// and until nobody waits any more for what will not come.
     fn bad_ranks(&mut self, lasts: Option<Time>, heal: Heal) {
         let lasts = match lasts {
             Some(lasts) => {

@@ -6,7 +6,9 @@ use std::time::Duration;
 use shared::ids::{Epoch, ReplicaId, WorkerId};
 use shared::membership::{Destination, Record, Role, View};
 use shared::metrics::RankStats;
-use shared::protocol::{ExitReason, FromWorker, Rejoin, StepTimings, ToWorker, WorkerStats};
+use shared::protocol::{
+    ExitReason, FromWorker, Rejoin, StepTimings, ToWorker, Trouble, WorkerStats,
+};
 
 use crate::events::Event;
 use crate::executor::{Command, Executor, Job};
@@ -41,6 +43,8 @@ pub(crate) struct Process {
     waits_for_leader: bool,
     /// Its slot at the current or last coordinator.
     pub(crate) worker: Option<WorkerId>,
+    /// What it was told to remember, and when.
+    trouble: (Trouble, Time),
     /// By slot, since each coordinator may give it another.
     stats: BTreeMap<WorkerId, Counted>,
     pub(crate) last_report: Option<Time>,
@@ -77,6 +81,7 @@ impl Process {
             dialled: None,
             waits_for_leader: false,
             worker: None,
+            trouble: (Trouble::default(), 0),
             stats: BTreeMap::new(),
             last_report: None,
             executor: Executor::default(),
@@ -313,7 +318,9 @@ impl World {
         self.processes[slot].dialling = Some(link);
         let process = &self.processes[slot];
         let shard = process.executor.held();
-        let rejoin = Rejoin { slot: process.worker, shard };
+        let (trouble, since) = process.trouble;
+        let trouble = trouble.after(Duration::from_micros(self.now - since));
+        let rejoin = Rejoin { slot: process.worker, shard, trouble };
         self.send(link, Side::Coordinator, Packet::Hello(rejoin));
         self.schedule(HANDSHAKE_DEADLINE, Event::HandshakeDeadline { slot, link });
     }
@@ -432,9 +439,13 @@ impl World {
                 self.tell_masks(slot, masks);
                 true
             }
-            // Its ranks have no GPUs.
-            ToWorker::GroupId(_) => true,
+            // Its ranks have no GPUs, and its spares fetch when they become ranks.
+            ToWorker::GroupId(_) | ToWorker::Fetch(_) => true,
             ToWorker::Adapter(command) => self.command(slot, Command::Adapter(command.clone())),
+            ToWorker::Remember(trouble) => {
+                self.processes[slot].trouble = (*trouble, self.now);
+                true
+            }
             ToWorker::Shutdown { .. } => {
                 self.shut_down(slot);
                 true

@@ -25,7 +25,11 @@ const SHARE: Duration = Duration::from_millis(500);
 
 /// A message to a replica.
 pub(crate) enum ReplicaMail {
-    Submit { index: usize, request: Box<GenerateRequest>, events: EventSender },
+    Submit {
+        index: usize,
+        request: Box<GenerateRequest>,
+        events: EventSender,
+    },
     Cancel(RequestId),
     EpochFormed {
         epoch: Epoch,
@@ -35,7 +39,10 @@ pub(crate) enum ReplicaMail {
         ranks: Vec<(WorkerId, LinkId)>,
     },
     EpochEnded(Epoch, EpochEnd),
-    StepDone { worker: WorkerId, result: Box<StepResult> },
+    StepDone {
+        worker: WorkerId,
+        result: Box<StepResult>,
+    },
     GiveUpRequests,
     ShareQueue(QueueShare),
     Retire,

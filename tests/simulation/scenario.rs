@@ -432,12 +432,12 @@ impl Scenario {
         let random = &mut Random::new(seed ^ 0xbad);
         let last = self.hosts.len() as u64 - 1;
         if random.chance(5) {
-            let (slot, lasts) = (random.range(0, last) as usize, random.range(S, 60 * S));
+            let (slot, lasts) = (random.range(0, last) as usize, random.range(S, 40 * S));
             let at = random.range(2 * S, FAULTS_END);
             self.faults.push((at, Fault::HangSteps { slot, lasts: Some(lasts) }));
         }
         if self.tensor_parallel > 1 && random.chance(6) {
-            let (first, lasts) = (random.range(0, last), random.range(S, 90 * S));
+            let (first, lasts) = (random.range(0, last), random.range(S, 60 * S));
             let other = (first + random.range(1, last)) % (last + 1);
             let slots = [first as usize, other as usize];
             let at = random.range(0, FAULTS_END);
@@ -451,7 +451,7 @@ impl Scenario {
         if !random.chance(30) {
             return;
         }
-        self.places = random.range(3, 5) as u32;
+        self.places = random.range(4, 6) as u32;
         for client in self.clients.iter_mut().filter(|it| it.adapter.is_empty()) {
             client.adapter = if random.chance(60) { random.pick(&COMING) } else { "" };
         }
@@ -460,7 +460,8 @@ impl Scenario {
             contents += 1;
             Fault::LoadAdapter { name, contents, replace }
         };
-        self.faults.extend(COMING.map(|name| (S, load(name, false))));
+        // When a replica serves, mostly.
+        self.faults.extend(COMING.map(|name| (random.range(2 * S, 5 * S), load(name, false))));
         for _ in 0..random.range(2, 7) {
             let (at, name) = (random.range(S, FAULTS_END), random.pick(&COMING));
             let change = match random.range(0, 9) {

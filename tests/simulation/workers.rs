@@ -76,7 +76,9 @@ impl World {
         };
         let mut effects = Vec::new();
         let now = self.time();
-        self.coordinator.core.set_held_weights(worker, rejoin.shard);
+        let core = &mut self.coordinator.core;
+        core.set_held_weights(worker, rejoin.shard);
+        core.trouble_brought(now, worker, Incarnation(incarnation), rejoin.trouble);
         self.coordinator.core.worker_joined(now, member, &mut effects);
         self.carry_out(effects);
     }

@@ -414,9 +414,8 @@ impl World {
         if let Some(why) = self.unanswered() {
             self.fail(why);
         }
-        let settled = converged.is_ok()
-            && self.clients.hung().is_none()
-            && self.operators.asked.is_empty();
+        let settled =
+            converged.is_ok() && self.clients.hung().is_none() && self.operators.asked.is_empty();
         if !settled || self.now <= self.last_fault {
             self.well_since = None;
         } else if self.well_since.is_none() {

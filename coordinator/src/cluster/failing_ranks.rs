@@ -7,13 +7,17 @@
 //! failed less often; if that was not it, another does. Where no spare is better, the group goes on
 //! with fewer ranks, if it may, and those that it goes on without rest: for a while, as long as a
 //! device that fails would, they are no reason for it to grow again.
-use std::collections::BTreeMap;
+//!
+//! Each worker is told its own record, and brings it to the next coordinator, which would otherwise
+//! find out for itself, one failed group after the other.
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
+use shared::protocol::{FailedGroups, ToWorker, Trouble};
 
 use super::placement::joins;
-use super::quarantine::rest_after;
+use super::quarantine::{REST_MAX, rest_after};
 use super::replica::Replica;
 use super::{Cluster, Effect, Failing, Member};
 use crate::scheduler::SUSPICION_MAX;
@@ -146,6 +150,32 @@ impl FailingRanks {
         }
     }
 
+    /// What is known of a worker, as it is told.
+    fn noted(&self, now: Duration, worker: WorkerId) -> FailedGroups {
+        let Some(record) = self.ranks.get(&worker) else { return FailedGroups::default() };
+        let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        FailedGroups {
+            failures: record.failures,
+            last_ms: ms(now.saturating_sub(record.last)),
+            rests: record.rests,
+            rests_ms: record.until.map_or(0, |until| ms(until.saturating_sub(now))),
+        }
+    }
+
+    /// A worker brings what an earlier coordinator knew of it. What is known here is newer.
+    fn brought(&mut self, now: Duration, worker: WorkerId, noted: FailedGroups) {
+        let FailedGroups { failures, last_ms, rests, rests_ms } = noted;
+        let ago = Duration::from_millis(last_ms);
+        if rests == 0 && (failures == 0 || ago > self.patience.within) {
+            return;
+        }
+        let left = Duration::from_millis(rests_ms).min(REST_MAX);
+        let until = (!left.is_zero()).then(|| now.saturating_add(left));
+        let last = now.saturating_sub(ago);
+        let record = Record { failures, last, rests, until, ..Record::default() };
+        self.ranks.entry(worker).or_insert(record);
+    }
+
     /// How often it failed, in a row.
     pub(super) fn failures(&self, worker: WorkerId) -> u32 {
         self.ranks.get(&worker).map_or(0, |record| record.failures)
@@ -215,6 +245,43 @@ impl FailingRanks {
 }
 
 impl Cluster {
+    /// A worker that is about to join brings what an earlier coordinator knew of it.
+    pub fn trouble_brought(
+        &mut self,
+        now: Duration,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        trouble: Trouble,
+    ) {
+        self.failed_formations.joined(worker, incarnation);
+        self.hung_steps.joined(worker, incarnation);
+        self.failed_formations.brought(now, worker, trouble.formations);
+        self.hung_steps.brought(now, worker, trouble.steps);
+    }
+
+    /// Tells workers what is known of them, where that has changed.
+    pub(super) fn tell_trouble(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        let of = [&self.failed_formations, &self.hung_steps];
+        let known = of.into_iter().flat_map(|it| it.ranks.keys()).chain(self.told.keys());
+        let known: BTreeSet<WorkerId> =
+            known.filter(|it| self.members.contains_key(it)).copied().collect();
+        self.told.retain(|worker, _| known.contains(worker));
+        for worker in known {
+            let [formations, steps] = of.map(|it| it.noted(now, worker));
+            let counts = [formations, steps].map(|it| (it.failures, it.rests));
+            if self.told.get(&worker).copied().unwrap_or_default() == counts {
+                continue;
+            }
+            if counts == <[(u32, u32); 2]>::default() {
+                self.told.remove(&worker);
+            } else {
+                self.told.insert(worker, counts);
+            }
+            let message = ToWorker::Remember(Trouble { formations, steps });
+            effects.push(Effect::Send { worker, epoch: self.epoch, message });
+        }
+    }
+
     fn failing(&self, failing: Failing) -> &FailingRanks {
         match failing {
             Failing::Formations => &self.failed_formations,
