@@ -214,7 +214,7 @@ impl World {
         if form.lora.places == 0 {
             return 0;
         }
-        let all: BTreeSet<u64> = held.values().map(|held| held.contents).collect();
+        let all: BTreeSet<u64> = contents(&form.lora.adapters).map(|(_, it)| it).collect();
         all.into_iter().fold(0, mix)
     }
 

@@ -168,7 +168,7 @@ type Mutation = (&'static str, u64, fn(&mut Switches));
 
 const MUTATIONS: [Mutation; 60] = [
     ("ignores_abort", 0, |it| it.ignores_abort = true),
-    ("keeps_epoch_without_link", 14, |it| it.keeps_epoch_without_link = true),
+    ("keeps_epoch_without_link", 15, |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", 0, |it| it.keeps_cache = true),
     ("runs_any_epoch", 6, |it| it.runs_any_epoch = true),
     ("reports_pile_up", 69, |it| it.reports_pile_up = true),
@@ -200,8 +200,8 @@ const MUTATIONS: [Mutation; 60] = [
     ("masks_are_ignored", 0, |it| it.masks_are_ignored = true),
     ("masks_are_for_anybody", 18, |it| it.masks_are_for_anybody = true),
     ("masks_are_kept_back", 1, |it| it.masks_are_kept_back = true),
-    ("drafts_are_believed", 0, |it| it.drafts_are_believed = true),
-    ("rejected_drafts_stay", 0, |it| it.rejected_drafts_stay = true),
+    ("drafts_are_believed", 3, |it| it.drafts_are_believed = true),
+    ("rejected_drafts_stay", 9, |it| it.rejected_drafts_stay = true),
     ("drafts_are_cut", 3, |it| it.drafts_are_cut = true),
     ("drafts_are_not_told", 9, |it| it.drafts_are_not_told = true),
     ("drafted_is_not_told", 3, |it| it.drafted_is_not_told = true),
@@ -225,8 +225,8 @@ const MUTATIONS: [Mutation; 60] = [
     ("commands_stored_unfenced", 388, |it| it.commands_stored_unfenced = true),
     ("leases_are_given_up", 1144, |it| it.leases_are_given_up = true),
     ("leads_by_an_old_lease", 1144, |it| it.leads_by_an_old_lease = true),
-    ("adapters_are_dropped_in_use", 0, |it| it.adapters_are_dropped_in_use = true),
-    ("listed_adapters_are_skipped", 0, |it| it.listed_adapters_are_skipped = true),
+    ("adapters_are_dropped_in_use", 9, |it| it.adapters_are_dropped_in_use = true),
+    ("listed_adapters_are_skipped", 17, |it| it.listed_adapters_are_skipped = true),
 ];
 
 #[test]
