@@ -131,7 +131,9 @@ fn one_of_two(
             now += secs(30);
             let message = "cannot reach the others".to_owned();
             let failure = FormFailed { epoch: Epoch(epoch), message, permanent: false };
-            cluster.form_failed(now, WorkerId(0), &failure, &mut effects);
+            for worker in 0..2 {
+                cluster.form_failed(now, WorkerId(worker), &failure, &mut effects);
+            }
         }
         now += secs(1);
         cluster.tick(now, &mut effects);
