@@ -52,7 +52,7 @@ use shared::membership::DesiredState;
 use shared::protocol::{HeldShard, LoadProgress, ToWorker};
 
 use self::adapters::Adapters;
-use self::failing_ranks::{FORMATIONS, FailingRanks, STEPS};
+use self::failing_ranks::{FORMATIONS, FailingRanks, STEPS, ToldGroups};
 use self::pending_answers::PendingAnswers;
 use self::quarantine::Quarantine;
 use self::replica::Replica;
@@ -77,8 +77,8 @@ pub struct Cluster {
     pending_answers: PendingAnswers,
     failed_formations: FailingRanks,
     hung_steps: FailingRanks,
-    /// Failures and rests, of either kind, that workers were told of.
-    told: BTreeMap<WorkerId, [(u32, u32); 2]>,
+    /// What workers were told of failures of either kind.
+    told: BTreeMap<WorkerId, [ToldGroups; 2]>,
     /// Devices that fail again and again.
     quarantine: Quarantine,
     /// Weights that workers brought from another coordinator.
