@@ -317,6 +317,10 @@ fn check(names: &[(&str, &String)]) -> Result<(), String> {
                 value.len()
             ));
         }
+        // It is printed as it is where operators look.
+        if value.contains(char::is_control) {
+            return Err(format!("{field} contains control characters"));
+        }
     }
     Ok(())
 }
@@ -356,6 +360,15 @@ mod tests {
         assert_eq!(stranger.refusal, HandshakeRefusal::Silent, "{}", stranger.reason);
         let gone = in_time(std::future::ready(Err(CloseReason::PeerClosed))).await.unwrap_err();
         assert_eq!(gone.refusal, HandshakeRefusal::Gone);
+    }
+
+    #[test]
+    fn names_are_short_and_can_be_printed() {
+        let of = |name: &str| check(&[("node", &name.to_owned())]);
+        assert_eq!(of("node-1.example"), Ok(()));
+        assert!(of("").is_err() && of(&"n".repeat(NODE_NAME_MAX + 1)).is_err());
+        let refused = of("a\u{1b}[2Jb\nc").unwrap_err();
+        assert!(refused.contains("node") && !refused.contains(char::is_control), "{refused}");
     }
 
     fn secret() -> Secret {

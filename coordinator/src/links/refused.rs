@@ -21,6 +21,8 @@ pub struct RefusedProcesses(Arc<Mutex<VecDeque<Refused>>>);
 #[derive(Debug)]
 struct Refused {
     address: IpAddr,
+    refusal: HandshakeRefusal,
+    /// Of the last attempt: strangers choose parts of it, and must not fill the list with that.
     reason: String,
     times: u64,
     /// Since 1970.
@@ -48,13 +50,13 @@ impl RefusedProcesses {
             return;
         }
         let mut all = self.lock();
-        let known = all.iter().position(|it| it.address == address && it.reason == reason);
+        let known = all.iter().position(|it| it.address == address && it.refusal == refusal);
         let before = known.and_then(|at| all.remove(at)).map_or(0, |it| it.times);
         if all.len() >= REMEMBERED_MAX {
             all.pop_front();
         }
         let (reason, times) = (reason.to_owned(), before + 1);
-        all.push_back(Refused { address, reason, times, last: now });
+        all.push_back(Refused { address, refusal, reason, times, last: now });
     }
 
     /// Those of late, the last one first.
@@ -105,8 +107,9 @@ mod tests {
         assert_eq!(listed(1800), []);
         // One that dials often takes no room from others.
         for at in 0..100 {
-            note(2000 + at, 9, HandshakeRefusal::Version, "another version");
+            note(2000 + at, 9, HandshakeRefusal::Version, &format!("version {at}"));
         }
+        assert_eq!(refused.list(secs(2100))[0].reason, "version 99");
         assert_eq!((listed(2100)[0].2, listed(1601).len()), (100, 4));
         for at in 0..100 {
             note(3000, at, HandshakeRefusal::Version, "another version");
