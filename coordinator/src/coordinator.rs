@@ -36,7 +36,8 @@ use crate::adapters::{AdapterChanges, ServedAdapters};
 use crate::checkpoint::Publication;
 use crate::cluster::ClusterConfig;
 use crate::cluster::actor::{
-    ClusterActor, Command, Drain, ProcessEnded, ReplicaFactory, Stop, Supervised,
+    ClusterActor, Command, Drain, HasLeavingAdapters, ProcessEnded, ReplicaFactory, Stop,
+    Supervised,
 };
 use crate::cluster::records::ProcessExit;
 use crate::cluster::view::{ClusterView, not_ready};
@@ -362,6 +363,17 @@ impl Coordinator {
     #[must_use]
     pub fn own_requests(&self) -> usize {
         self.gate.inside()
+    }
+
+    /// Names of the linked front ends.
+    #[must_use]
+    pub fn frontends(&self) -> BTreeSet<String> {
+        self.frontends.linked().into_iter().map(|(node, ..)| node).collect()
+    }
+
+    /// Whether requests may still use adapters that are not served any more, or nobody knows.
+    pub async fn adapters_leave(&self) -> bool {
+        self.cluster.send(HasLeavingAdapters).await.unwrap_or(true)
     }
 
     /// Takes no new requests of its own HTTP clients and waits up to `patience` for theirs, and for

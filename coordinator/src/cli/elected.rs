@@ -12,9 +12,8 @@ use tokio::sync::watch;
 
 use super::etcd::{advertised, no_thread};
 use super::output::print_line;
-use super::serve::{finish, hand_over};
 use super::signals::Signals;
-use super::{CliError, etcd};
+use super::{CliError, etcd, handing_over};
 
 /// Stands by until this process leads, then serves until told to stop or until another leads.
 pub(crate) async fn run(
@@ -57,6 +56,12 @@ pub(crate) async fn run(
         error = other_state(view.clone(), pinned) => Err(error),
         error = etcd::failed(&mut membership) => Err(error),
     };
+    // Told to end, it leaves first: a leader that ends at the same time must not count on it.
+    if matches!(elected, Ok(None))
+        && let Some(membership) = membership.take()
+    {
+        membership.leave().await;
+    }
     standby.stop().await;
     let end = match elected {
         Ok(Some(leader)) => {
@@ -67,11 +72,8 @@ pub(crate) async fn run(
                         signals.next().await;
                         // It leads until the last request that ends with it has ended; otherwise
                         // workers would be told to leave it.
-                        if stands_by(&view.borrow(), incarnation) {
-                            hand_over(coordinator, patience, &mut signals).await;
-                        } else {
-                            finish(coordinator, patience, &mut signals).await;
-                        }
+                        let signals = &mut signals;
+                        handing_over::end(coordinator, &view, incarnation, patience, signals).await;
                     } => Ok(()),
                     leader = other_leader(view.clone(), incarnation) => Err(superseded(&leader)),
                     error = etcd::failed(&mut membership) => Err(error),
@@ -135,12 +137,6 @@ fn superseded(leader: &Leader) -> CliError {
          this one will stand by",
         leader.record.address, leader.epoch
     ))
-}
-
-/// Whether a coordinator other than `incarnation` can take over at once.
-fn stands_by(view: &View, incarnation: u64) -> bool {
-    let mut others = view.records.values().filter(|record| record.incarnation != incarnation);
-    view.connected && others.any(|record| record.role == Role::Coordinator)
 }
 
 /// Resolves when the cluster serves another state of the model of the hub than this process has

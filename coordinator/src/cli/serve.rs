@@ -96,17 +96,6 @@ pub(crate) async fn finish(coordinator: &Coordinator, patience: Duration, signal
     signals.drain(coordinator.requests(), patience, coordinator.finish(patience)).await;
 }
 
-/// Takes no new requests of its own clients and lets theirs finish. Those of front ends go on at
-/// the next leader.
-pub(crate) async fn hand_over(
-    coordinator: &Coordinator,
-    patience: Duration,
-    signals: &mut Signals,
-) {
-    let own = coordinator.own_requests();
-    signals.drain(own, patience, coordinator.finish_own(patience)).await;
-}
-
 /// Checks the options and fills in what depends on the machine.
 pub(crate) fn coordinator_options(
     common: &CommonArgs,
