@@ -7,6 +7,7 @@
 //!
 //! - `up`: a coordinator and local workers
 //! - `serve`, `elected`: a single coordinator, and one of several
+//! - `handing_over`: what becomes of requests when a leader ends
 //! - `work`, `host`, `children`: a worker, all workers of a host, and supervised worker processes
 //! - `front`: a front end
 //! - `operate`, `http_client`: commands to a running cluster, and how they reach it
@@ -31,6 +32,7 @@ mod doctor;
 mod elected;
 mod etcd;
 mod front;
+mod handing_over;
 mod heartbeat;
 mod host;
 mod http_client;

@@ -52,7 +52,7 @@ use shared::membership::DesiredState;
 use shared::protocol::{HeldShard, LoadProgress, ToWorker};
 
 use self::adapters::Adapters;
-use self::failing_ranks::{FORMATIONS, FailingRanks, STEPS};
+use self::failing_ranks::{FORMATIONS, FailingRanks, STEPS, ToldGroups};
 use self::pending_answers::PendingAnswers;
 use self::quarantine::Quarantine;
 use self::replica::Replica;
@@ -77,6 +77,8 @@ pub struct Cluster {
     pending_answers: PendingAnswers,
     failed_formations: FailingRanks,
     hung_steps: FailingRanks,
+    /// What workers were told of failures of either kind.
+    told: BTreeMap<WorkerId, [ToldGroups; 2]>,
     /// Devices that fail again and again.
     quarantine: Quarantine,
     /// Weights that workers brought from another coordinator.
@@ -107,6 +109,7 @@ impl Cluster {
             pending_answers: PendingAnswers::default(),
             failed_formations: FailingRanks::new(FORMATIONS),
             hung_steps: FailingRanks::new(STEPS),
+            told: BTreeMap::new(),
             quarantine: Quarantine::default(),
             expected: BTreeSet::new(),
             desired: DesiredState::default(),
@@ -293,20 +296,20 @@ impl Cluster {
 
     /// A rank reports the progress of loading its weights.
     pub fn load_progressed(&mut self, now: Duration, worker: WorkerId, progress: LoadProgress) {
-        let LoadProgress { epoch, bytes_done, bytes_total } = progress;
+        let LoadProgress { epoch, adapter, bytes_done, bytes_total } = progress;
         self.pending_answers.heard(now, worker);
         // Even for a formation that is over: the next one waits until this load ends.
         if let Some(id) = self.replicas.of(worker) {
             self.replicas.change(id, |replica| replica.advanced(now));
         }
         let loading = self.replicas.in_epoch(worker, epoch, |replica| {
-            if replica.is_forming() {
+            if replica.is_forming() && adapter == 0 {
                 replica.progress(worker, bytes_done, bytes_total);
             }
             replica.owes(worker)
         });
         if loading == Some(true) {
-            self.load_heard(now);
+            self.load_heard(now, adapter);
         }
     }
 
@@ -416,6 +419,7 @@ impl Cluster {
         if self.is_due(now) {
             self.reconcile(now, effects);
         }
+        self.tell_trouble(now, effects);
     }
 
     /// Ends the replica's epoch: the survivors leave their collective and keep their weights.

@@ -36,7 +36,8 @@ use crate::adapters::{AdapterChanges, ServedAdapters};
 use crate::checkpoint::Publication;
 use crate::cluster::ClusterConfig;
 use crate::cluster::actor::{
-    ClusterActor, Command, Drain, ProcessEnded, ReplicaFactory, Stop, Supervised,
+    ClusterActor, Command, Drain, HasLeavingAdapters, ProcessEnded, ReplicaFactory, Stop,
+    Supervised,
 };
 use crate::cluster::records::ProcessExit;
 use crate::cluster::view::{ClusterView, not_ready};
@@ -50,7 +51,7 @@ use crate::http::params::Limits;
 use crate::http::server;
 use crate::http::state::{AppState, Readiness, ReadinessCheck};
 use crate::http::tls::{Tls, scheme};
-use crate::links;
+use crate::links::{self, RefusedProcesses};
 use crate::metrics::exposition::PageOptions;
 use crate::metrics::{Hub, membership};
 use crate::replica::actor::{ReplicaActor, ReplicaLoad};
@@ -102,7 +103,9 @@ pub struct Coordinator {
     cluster_addr: SocketAddr,
     cluster: Addr<ClusterActor>,
     http: ServerHandle,
+    /// Which the requests of this process's own HTTP clients pass, and those of front ends.
     gate: Gate,
+    frontends_gate: Gate,
     frontends: Arc<Frontends>,
     /// The separate listener of `/metrics`.
     metrics: Option<(SocketAddr, ServerHandle)>,
@@ -193,9 +196,11 @@ impl Coordinator {
         })?;
         let (handle, commands) = EngineHandle::channel();
         actix::spawn(forward(commands, cluster.clone()));
-        let gate = Gate::default();
-        let readiness =
-            readiness(view.clone(), clock.clone(), gate.clone(), options.tensor_parallel);
+        let (gate, frontends_gate) = (Gate::default(), Gate::default());
+        let ready_behind = |gate: &Gate| {
+            readiness(view.clone(), clock.clone(), gate.clone(), options.tensor_parallel)
+        };
+        let readiness = ready_behind(&gate);
         let serving = serving(&options, max_model_len, text.fingerprint);
         let frontends = Arc::new(Frontends::new(
             hub.clone(),
@@ -204,15 +209,17 @@ impl Coordinator {
             text.clone(),
             serving.clone(),
             (adapters.clone(), changes.clone()),
-            readiness.clone(),
+            ready_behind(&frontends_gate),
             actors.clone(),
-            gate.clone(),
+            frontends_gate.clone(),
         ));
+        let refused = RefusedProcesses::default();
         let accepting = actix::spawn(links::accept(
             listener,
             cluster.clone(),
             frontends.clone(),
             options.secret.clone(),
+            refused.clone(),
         ));
         let page = page(&options, &hub, &clock, clock_start, leadership.as_ref());
         let readiness_alone = readiness.clone();
@@ -240,6 +247,7 @@ impl Coordinator {
             actors: actors.clone(),
             membership: leadership.as_ref().map(|leadership| leadership.view.clone()),
             run: options.run,
+            refused,
         });
         let failed = |error| StartError::Listen { address: http_addr, option: "--listen", error };
         let server = server::start(http.listener, state, options.http_threads).map_err(failed)?;
@@ -258,6 +266,7 @@ impl Coordinator {
             cluster,
             http,
             gate,
+            frontends_gate,
             frontends,
             metrics,
             accepting,
@@ -341,20 +350,50 @@ impl Coordinator {
     /// From now on takes no new requests and reports not ready.
     pub fn close(&self) {
         self.gate.close();
+        self.frontends_gate.close();
     }
 
     /// Number of running requests.
     #[must_use]
     pub fn requests(&self) -> usize {
+        self.own_requests() + self.frontends_gate.inside()
+    }
+
+    /// Number of running requests of its own HTTP clients, which end with it.
+    #[must_use]
+    pub fn own_requests(&self) -> usize {
         self.gate.inside()
+    }
+
+    /// Names of the linked front ends.
+    #[must_use]
+    pub fn frontends(&self) -> BTreeSet<String> {
+        self.frontends.linked().into_iter().map(|(node, ..)| node).collect()
+    }
+
+    /// Whether requests may still use adapters that are not served any more, or nobody knows.
+    pub async fn adapters_leave(&self) -> bool {
+        self.cluster.send(HasLeavingAdapters).await.unwrap_or(true)
+    }
+
+    /// Takes no new requests of its own HTTP clients and waits up to `patience` for theirs, and for
+    /// this process's own actors; front ends are served on, for their requests can go on at the
+    /// next leader. Returns whether its own requests have ended.
+    pub async fn finish_own(&self, patience: Duration) -> bool {
+        self.gate.close();
+        tokio::join!(self.gate.empty_within(patience), self.actors.finish(patience)).0
     }
 
     /// Takes no new requests and waits up to `patience` for the running ones, and for this
     /// process's own actors. Returns whether all requests have ended.
     pub async fn finish(&self, patience: Duration) -> bool {
         self.close();
-        let actors = self.actors.finish(patience);
-        let (finished, _) = tokio::join!(self.gate.empty_within(patience), actors);
+        let (own, others, _) = tokio::join!(
+            self.gate.empty_within(patience),
+            self.frontends_gate.empty_within(patience),
+            self.actors.finish(patience)
+        );
+        let finished = own && others;
         if finished {
             self.frontends.flush(FLUSH_PATIENCE).await;
         }
@@ -371,7 +410,8 @@ impl Coordinator {
         let reason = "the coordinator stops".to_owned();
         let _ = self.cluster.send(Stop { reason, workers_too }).await;
         // Requests that fail are still told so.
-        self.gate.empty_within(FLUSH_PATIENCE).await;
+        let (own, others) = (&self.gate, &self.frontends_gate);
+        tokio::join!(own.empty_within(FLUSH_PATIENCE), others.empty_within(FLUSH_PATIENCE));
         self.frontends.flush(FLUSH_PATIENCE).await;
         // Does not wait for connections without a request.
         let _ = tokio::time::timeout(CLOSE_PATIENCE, self.http.stop(true)).await;

@@ -3,6 +3,10 @@
 //!
 //! Unauthenticated peers are kept cheap: few half-open connections, a deadline, small frames. With
 //! a cluster secret, nothing is decoded before the peer has proved that it knows the secret.
+//!
+//! - `refused`: processes that were not let in of late
+mod refused;
+
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -13,6 +17,7 @@ use serde::de::DeserializeOwned;
 use shared::actor::link::refusal::other_version;
 use shared::actor::link::{CloseReason, Connection};
 use shared::actor::peer::PeerAddr;
+use shared::clock::since_1970;
 use shared::metrics::labels::{HandshakeRefusal, LinkEnd};
 use shared::protocol::{BUILD_MAX, FrontendHello, Hello, PROTOCOL_VERSION, ToWorker, Welcome};
 use shared::wire::auth::{AUTH_MAGIC, AuthError, Secret};
@@ -22,6 +27,7 @@ use shared::wire::keyring::Keyring;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
+pub use self::refused::RefusedProcesses;
 use crate::addresses::Addresses;
 use crate::cluster::actor::{Admit, ClusterActor, JoinRefusal, Joined, NotJoined};
 use crate::frontends::Frontends;
@@ -40,12 +46,13 @@ const COMPLAINT_INTERVAL: Duration = Duration::from_secs(1);
 /// Longest node name, in bytes.
 const NODE_NAME_MAX: usize = 128;
 
-/// Accepts workers and front ends until the task is dropped.
+/// Accepts workers and front ends until the task is dropped; lists those that are `refused`.
 pub async fn accept(
     listener: TcpListener,
     cluster: Addr<ClusterActor>,
     frontends: Arc<Frontends>,
     secrets: Option<Keyring>,
+    refused: RefusedProcesses,
 ) {
     let half_open = Arc::new(Semaphore::new(HALF_OPEN_MAX));
     let addresses = Addresses::default();
@@ -74,11 +81,12 @@ pub async fn accept(
         let (cluster, frontends) = (cluster.clone(), frontends.clone());
         // They may change between two links.
         let secret = secrets.as_ref().map(Keyring::first);
-        let warnings = warnings.clone();
+        let (warnings, refused) = (warnings.clone(), refused.clone());
         actix::spawn(async move {
             let shaken = shake_hands(stream, &cluster, &frontends, secret.as_ref()).await;
             if let Err(RejectedPeer { refusal, reason }) = shaken {
                 frontends.hub().observer().record().handshake_refused(refusal);
+                refused.note(since_1970(), peer.ip(), refusal, &reason);
                 warn_rejected(&warnings, peer, &reason);
             }
             drop((permit, place));
@@ -309,6 +317,10 @@ fn check(names: &[(&str, &String)]) -> Result<(), String> {
                 value.len()
             ));
         }
+        // It is printed as it is where operators look.
+        if value.contains(char::is_control) {
+            return Err(format!("{field} contains control characters"));
+        }
     }
     Ok(())
 }
@@ -348,6 +360,15 @@ mod tests {
         assert_eq!(stranger.refusal, HandshakeRefusal::Silent, "{}", stranger.reason);
         let gone = in_time(std::future::ready(Err(CloseReason::PeerClosed))).await.unwrap_err();
         assert_eq!(gone.refusal, HandshakeRefusal::Gone);
+    }
+
+    #[test]
+    fn names_are_short_and_can_be_printed() {
+        let of = |name: &str| check(&[("node", &name.to_owned())]);
+        assert_eq!(of("node-1.example"), Ok(()));
+        assert!(of("").is_err() && of(&"n".repeat(NODE_NAME_MAX + 1)).is_err());
+        let refused = of("a\u{1b}[2Jb\nc").unwrap_err();
+        assert!(refused.contains("node") && !refused.contains(char::is_control), "{refused}");
     }
 
     fn secret() -> Secret {

@@ -25,10 +25,10 @@ pub mod mask;
 pub mod step;
 
 pub use control::{
-    BUILD_MAX, CollectiveSpec, DeviceKind, Dtype, EngineConfig, Form, FormFailed, Formed,
-    GROUP_ID_MAX, GroupId, HeldShard, Hello, KvCacheDtype, LoadProgress, NVLINK_LABEL,
+    BUILD_MAX, CollectiveSpec, DeviceKind, Dtype, EngineConfig, FailedGroups, Form, FormFailed,
+    Formed, GROUP_ID_MAX, GroupId, HeldShard, Hello, KvCacheDtype, LoadProgress, NVLINK_LABEL,
     NodeResources, Quantization, RESOURCES_MAX, Rejoin, Start, Started, TO_FETCH_MAX, ToFetch,
-    Welcome, WorkerStats,
+    Trouble, Welcome, WorkerStats,
 };
 pub use frontend::{
     AcceptedChoice, EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello,
@@ -52,7 +52,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change to a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 18;
+pub const PROTOCOL_VERSION: u16 = 19;
 
 /// All messages from a coordinator to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -82,6 +82,11 @@ pub enum ToWorker {
     Masks(StepMasks),
     /// Load or drop an adapter.
     Adapter(ChangeAdapter),
+    /// To a worker that is no rank: fetch these files of the hub, so that nothing waits for them
+    /// when it becomes one. There is no answer.
+    Fetch(ToFetch),
+    /// Remember this for the next coordinator, in place of what it was told before.
+    Remember(Trouble),
 }
 
 /// All messages from a worker to the coordinator after the handshake.
@@ -136,7 +141,9 @@ impl RemoteMessage for ToWorker {
             | Self::Abort { .. }
             | Self::Shutdown { .. }
             | Self::GroupId(_)
-            | Self::Adapter(_) => FrameKind::Control,
+            | Self::Adapter(_)
+            | Self::Fetch(_)
+            | Self::Remember(_) => FrameKind::Control,
         }
     }
 }

@@ -225,10 +225,42 @@ async fn usage(response: reqwest::Response) -> (f64, f64) {
     (tokens("prompt_tokens"), tokens("completion_tokens"))
 }
 
+/// Nobody takes over if all coordinators are told to end: the leader finishes what runs.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_ends_whole_when_all_coordinators_are_told_to_end() {
+    let Some(meeting) = Meeting::new().await else { return };
+    let mut leader = meeting.coordinator_of("1", &[]).await;
+    let _worker = meeting.worker(0);
+    leader.wait_ready().await.unwrap();
+    let mut standby = meeting.coordinator_of("1", &[]).await;
+    let frontend = meeting.frontend().await;
+    let client = leader.client().unwrap();
+    let two = |s: &Scrape| s.sum("tutti_membership_members", &[("role", "coordinator")]) == 2.0;
+    assert!(two(&client.scrape_until(PATIENCE, two).await.unwrap()));
+    let frontend = frontend.client().unwrap();
+    let mut streams = Vec::new();
+    for _ in 0..4 {
+        let mut stream = frontend.open("/v1/completions", &streamed(900)).await.unwrap();
+        assert!(stream.chunk().await.unwrap().is_some(), "it has begun");
+        streams.push(stream);
+    }
+    for coordinator in [&leader, &standby] {
+        LocalCluster::signal(coordinator.pid(), "TERM").unwrap();
+    }
+    for stream in streams {
+        let told = tokio::time::timeout(PATIENCE, usage(stream)).await.expect("it ends");
+        assert_eq!(told.1, 900.0);
+    }
+    for coordinator in [&mut leader, &mut standby] {
+        assert!(coordinator.wait_end().unwrap().success(), "{}", coordinator.log());
+    }
+}
+
 /// Streams of a front end that go on under the next leader are no errors, and are counted once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn totals_over_a_leaders_orderly_end_are_the_clients_own() {
     let Some(meeting) = Meeting::new().await else { return };
+    // Otherwise they may be over before the leader ends.
     let quick = ["--leader-lease", "2", "--checkpoint-interval", "1", "--drain-timeout", "0"];
     let mut first = meeting.coordinator_of("1", &quick).await;
     let _worker = meeting.worker(0);

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
+use testkit::adapters::AdapterSpec;
 use testkit::etcd::Etcd;
 use testkit::fake_hub::FakeHub;
 use testkit::fleet::free_port;
@@ -133,6 +134,46 @@ async fn each_host_downloads_what_it_needs() {
     assert_eq!(completion(&frontend, NAME).await, text);
     assert!(third.has("tokenizer.json", &commit) && !third.has("model.safetensors", &commit));
     drop(workers);
+}
+
+/// An adapter that is loaded while the cluster runs: its clients need not wait for a download when
+/// a spare takes over.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_spare_has_an_adapter_before_it_becomes_a_rank() {
+    let hub = FakeHub::start();
+    hub.put(NAME, "main", &demo());
+    let folder = tempfile::tempdir().unwrap();
+    AdapterSpec::whole(8, 51).write(&demo(), folder.path()).unwrap();
+    let commit = hub.put("org/sql", "main", folder.path());
+    let [first, second, third] = [(); 3].map(|()| Host::new(&hub));
+    let address = format!("127.0.0.1:{}", free_port());
+    let more = ["--tensor-parallel", "1", "--replicas", "1", "--max-loras", "2"];
+    let mut coordinator = first.coordinator(&address, &more);
+    coordinator.wait_url().await.unwrap();
+    let args = ["worker", "--coordinator", &address, "--threads", "1", "--node"];
+    let rank = second.spawn(&[&args[..], &["a"]].concat());
+    coordinator.wait_ready().await.unwrap();
+    let _spare = third.spawn(&[&args[..], &["b"]].concat());
+    let client = coordinator.client().unwrap();
+    until("the spare is there", async || {
+        let nodes = client.get("/admin/status").await.ok()?.body["nodes"].clone();
+        nodes.as_array()?.iter().any(|node| node["state"] == "spare").then_some(())
+    })
+    .await;
+    let load = json!({"lora_name": "sql", "lora_path": "org/sql"});
+    let loaded = client.post("/v1/load_lora_adapter", &load).await.unwrap();
+    assert_eq!(loaded.status, 200, "{}", loaded.body);
+    let text = completion(&coordinator, "sql").await;
+    let snapshot = third.cache().join("models--org--sql/snapshots").join(commit);
+    until("the spare has it, too", async || {
+        let files = ["adapter_config.json", "adapter_model.safetensors"];
+        files.iter().all(|file| snapshot.join(file).is_file()).then_some(())
+    })
+    .await;
+    // Nobody can download it now.
+    hub.restrict("org/sql", "hf_other");
+    LocalCluster::signal(rank.pid(), "KILL").unwrap();
+    assert_eq!(completion(&coordinator, "sql").await, text);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -36,12 +36,15 @@ struct Serving<D: Device> {
     epoch: u64,
     step: u64,
     sequences: u64,
+    /// The largest step, in tokens.
+    step_tokens: u32,
 }
 
 impl<D: Device> Serving<D> {
     fn new(device: D) -> Self {
         let rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
-        Self { rank, slot: AbortSlot::default(), epoch: 0, step: 0, sequences: 0 }
+        let (slot, step_tokens) = (AbortSlot::default(), 64);
+        Self { rank, slot, epoch: 0, step: 0, sequences: 0, step_tokens }
     }
 
     fn form(&mut self, lora: &Lora) -> (f64, u64) {
@@ -65,7 +68,7 @@ impl<D: Device> Serving<D> {
                 block_size: BLOCK,
                 max_model_len: 64,
                 max_num_seqs: 4,
-                max_num_batched_tokens: 64,
+                max_num_batched_tokens: self.step_tokens,
                 kv_cache_bytes: 1 << 20,
                 swap_bytes: 0,
                 kv_cache_dtype: KvCacheDtype::Auto,
@@ -232,6 +235,16 @@ fn adapters_come_and_go<D: Device>(device: impl Fn() -> D) {
     // The same fingerprint in other places.
     let (_, swapped) = serving.form(&listed(&[2, 3], 2));
     assert_eq!(swapped, contents);
+    // With smaller steps and with larger ones again: the weights stay, and so do the adapters.
+    serving.step_tokens = prompt.len() as u32 - 1;
+    assert_eq!(serving.form(&listed(&[2, 3], 2)), (0.0, contents));
+    let error = serving.begin(prompt, 2).unwrap_err();
+    assert!(error.contains(&format!("the limit is {}", serving.step_tokens)), "{error}");
+    serving.step_tokens = 64;
+    assert_eq!(serving.form(&listed(&[2, 3], 2)), (0.0, contents));
+    for number in [0, 2, 3] {
+        assert_eq!(serving.whole(prompt, number as u32), wanted[number], "adapter {number}");
+    }
 }
 
 #[test]

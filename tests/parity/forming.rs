@@ -134,14 +134,17 @@ fn alone(epoch: u64, draft: Option<&str>) -> Form {
 fn with_drafts<D: Device>(device: D) {
     let slots = [AbortSlot::default(), AbortSlot::default()];
     let mut rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
-    let mut form = |epoch, draft| {
+    let mut formed = |epoch, draft, step_tokens| {
         let mut observer = FormReporter { epoch: Epoch(epoch), other: &slots[1], ends: None };
-        let ready = rank.form(&alone(epoch, draft), &slots[0], &mut observer).unwrap();
+        let mut form = alone(epoch, draft);
+        form.engine.max_num_batched_tokens = step_tokens;
+        let ready = rank.form(&form, &slots[0], &mut observer).unwrap();
         rank.start(ready.kv_blocks, ready.host_blocks).unwrap();
         rank.release();
         slots[0].clear();
         ready
     };
+    let mut form = |epoch, draft| formed(epoch, draft, 32);
     let plain = form(1, None);
     let drafting = form(2, Some("llama-gqa"));
     assert_eq!(drafting.weight_bytes, 2 * plain.weight_bytes, "the same model twice");
@@ -152,9 +155,15 @@ fn with_drafts<D: Device>(device: D) {
     assert_eq!((again.load_seconds, again.kv_blocks), (0.0, drafting.kv_blocks));
     let other = form(4, Some("smollm3"));
     assert!(other.load_seconds > 0.0 && other.kv_blocks < drafting.kv_blocks, "{other:?}");
-    let mut observer = FormReporter { epoch: Epoch(5), other: &slots[1], ends: None };
+    // Steps of another size need other buffers, but the same weights.
+    for (epoch, step_tokens) in [(5, 96), (6, 32)] {
+        let resized = formed(epoch, Some("smollm3"), step_tokens);
+        assert_eq!((resized.load_seconds, resized.kv_blocks), (0.0, other.kv_blocks));
+        assert_eq!(resized.weight_bytes, other.weight_bytes);
+    }
+    let mut observer = FormReporter { epoch: Epoch(7), other: &slots[1], ends: None };
     let error =
-        rank.form(&alone(5, Some("../../models/demo")), &slots[0], &mut observer).unwrap_err();
+        rank.form(&alone(7, Some("../../models/demo")), &slots[0], &mut observer).unwrap_err();
     assert!(error.permanent, "{error}");
     let message = error.to_string();
     assert!(message.contains("demo/config.json: vocab_size is 2048, but the model"), "{message}");

@@ -17,12 +17,13 @@ use shared::protocol::lora::{ADAPTER_NAME_MAX, ADAPTER_PATH_MAX, ADAPTERS_MAX};
 use shared::protocol::{
     AcceptedChoice, Adapter, AdapterChange, AdapterCommand, AdapterDone, AdapterError, BUILD_MAX,
     ChangeAdapter, CollectiveSpec, DeviceKind, Drafts, Dtype, EngineConfig, EngineError,
-    EngineEvent, ExitReason, FinishReason, Form, FormFailed, Formed, FromFrontend, FromWorker,
-    FrontendHello, FrontendId, FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec, HeldShard, Hello,
-    KvCacheDtype, LoadProgress, Lora, MODEL_NAME_MAX, MODEL_NAMES_MAX, NewSequence, NodeResources,
-    Quantization, Rejoin, SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed,
-    StepMasks, StepPlan, StepResult, StepTimings, SubmitRequest, Swap, SwapPair, ToFrontend,
-    ToWorker, TokenLogprobs, TokenMask, Whitespace, WorkerStats,
+    EngineEvent, ExitReason, FailedGroups, FinishReason, Form, FormFailed, Formed, FromFrontend,
+    FromWorker, FrontendHello, FrontendId, FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec,
+    HeldShard, Hello, KvCacheDtype, LoadProgress, Lora, MODEL_NAME_MAX, MODEL_NAMES_MAX,
+    NewSequence, NodeResources, Quantization, Rejoin, SequenceOutput, SequenceStep, Serving, Start,
+    Started, StepFailed, StepMasks, StepPlan, StepResult, StepTimings, SubmitRequest, Swap,
+    SwapPair, ToFetch, ToFrontend, ToWorker, TokenLogprobs, TokenMask, Trouble, Whitespace,
+    WorkerStats,
 };
 use shared::sampling::{Pooling, SamplingParams};
 use shared::wire::codec::{self, CodecError};
@@ -137,6 +138,11 @@ fn form(collective: CollectiveSpec) -> ToWorker {
     })
 }
 
+fn failed_groups(count: u32) -> FailedGroups {
+    let ms = u64::from(count) << 32;
+    FailedGroups { failures: count, last_ms: ms, rests: count, rests_ms: ms }
+}
+
 #[test]
 fn every_message_survives_and_every_cut_is_noticed() {
     let ranks = vec!["10.0.0.1:1".parse().unwrap(), "[::1]:65535".parse().unwrap()];
@@ -159,11 +165,12 @@ fn every_message_survives_and_every_cut_is_noticed() {
             change: AdapterChange::Load(adapter()),
         }),
         ToWorker::Adapter(ChangeAdapter { epoch: Epoch(3), change: AdapterChange::Drop(7) }),
+        ToWorker::Fetch(ToFetch { models: vec!["m".to_owned()], adapters: vec!["a".to_owned()] }),
     ];
     to.iter().for_each(round_trip);
     let epoch = Epoch(1);
     let from = [
-        FromWorker::Progress(LoadProgress { epoch, bytes_done: 1, bytes_total: 2 }),
+        FromWorker::Progress(LoadProgress { epoch, adapter: 70, bytes_done: 1, bytes_total: 2 }),
         FromWorker::Formed(Formed {
             epoch,
             kv_blocks: 1,
@@ -191,7 +198,10 @@ fn every_message_survives_and_every_cut_is_noticed() {
         rank: 3,
         world_size: 4,
     };
-    for rejoin in [Rejoin::default(), Rejoin { slot: Some(WorkerId(7)), shard: Some(shard) }] {
+    let trouble = Trouble { formations: failed_groups(1), steps: failed_groups(300) };
+    round_trip(&ToWorker::Remember(trouble));
+    let rejoin = Rejoin { slot: Some(WorkerId(7)), shard: Some(shard), trouble };
+    for rejoin in [Rejoin::default(), rejoin] {
         round_trip(&Hello {
             node: "n".to_owned(),
             incarnation: Incarnation(1),
@@ -242,6 +252,10 @@ fn a_hello_with_all_it_may_offer_fits_into_its_frame() {
                 rank: 63,
                 world_size: 64,
             }),
+            trouble: Trouble {
+                formations: failed_groups(u32::MAX),
+                steps: failed_groups(u32::MAX),
+            },
         },
     };
     round_trip(&hello);

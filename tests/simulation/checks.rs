@@ -274,18 +274,22 @@ impl World {
     /// Slow ranks do not stay where there are spares.
     fn check_slow_ranks(&mut self) {
         let places = self.places();
-        let is_spare = |(slot, epoch): &(usize, Option<Epoch>)| {
+        let core = &self.coordinator.core;
+        // One that is aside or doubted, such as a process that hangs, is no better.
+        let is_spare = |(worker, slot, epoch): &(WorkerId, usize, Option<Epoch>)| {
             epoch.is_none()
                 && self.processes[*slot].alive
                 && !self.checks.slow.contains_key(slot)
-                && self.coordinator.core.replicas().all(|it| it.phase == ReplicaPhase::Serving)
+                && !core.is_aside(*worker)
+                && core.doubt(*worker).is_none()
+                && core.replicas().all(|it| it.phase == ReplicaPhase::Serving)
         };
         let spare = places.iter().any(is_spare);
         let since = self.coordinator.checks.spare_since.filter(|_| spare);
         let since = spare.then(|| since.unwrap_or(self.now));
         self.coordinator.checks.spare_since = since;
         let Some(spare_since) = since else { return };
-        for (slot, epoch) in places {
+        for (_, slot, epoch) in places {
             let (Some(epoch), Some((from, until))) = (epoch, self.checks.slow.get(&slot)) else {
                 continue;
             };

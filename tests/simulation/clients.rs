@@ -16,7 +16,7 @@ use tokio::sync::mpsc::{Receiver, channel, error::TryRecvError};
 use coordinator::scheduler::SUSPICION_MAX;
 
 use crate::coordinator::Life;
-use crate::model::{adapter_of, before, embedding, extend};
+use crate::model::{OF_THE_HUB, before, embedding, extend, undisturbed_with};
 use crate::scenario::{Client, Leaving, MS, Time};
 use crate::tally::Tally;
 use crate::world::World;
@@ -61,6 +61,8 @@ struct Open {
     got: Vec<Vec<u32>>,
     reasons: Vec<Option<FinishReason>>,
     embedded: bool,
+    /// What the adapter of its request contains.
+    contents: u64,
     state: State,
     left: Option<Leaving>,
     left_at: Time,
@@ -89,6 +91,7 @@ impl Clients {
                 got: vec![Vec::new(); n],
                 reasons: vec![None; n],
                 embedded: false,
+                contents: 0,
                 state: State::Coming,
                 left: None,
                 left_at: 0,
@@ -108,10 +111,18 @@ impl Clients {
         index: usize,
         life: Life,
         now: Time,
+        (adapter, contents): (AdapterUse, u64),
     ) -> (GenerateRequest, EventSender) {
         let open = &mut self.open[index];
         open.life = Some(life);
-        let client = &open.client;
+        open.contents = contents;
+        let client = &mut open.client;
+        if contents >= OF_THE_HUB && client.pooling.is_none() {
+            // Only now is it known which of that name it gets.
+            let (prompt, seed, ends) = (&client.prompt, client.seed, &client.ends);
+            let text = |choice| undisturbed_with(contents, prompt, seed, choice, ends);
+            client.expected = (0..client.n).map(text).collect();
+        }
         let sampling = |choice| SamplingParams {
             choice,
             seed: client.seed,
@@ -129,7 +140,7 @@ impl Clients {
             guides: (0..client.n).filter_map(guide).collect(),
             // Text and promises do not depend on the priority.
             priority: (index % 3) as i32 - 1,
-            adapter: AdapterUse::numbered(adapter_of(client.seed)),
+            adapter,
             end_tokens: client.ends.end_tokens.clone(),
             arrived: Duration::from_micros(now),
             ..GenerateRequest::new(
@@ -455,7 +466,7 @@ impl World {
                 }
                 Ok(EngineEvent::Embedding(found)) => {
                     let state = open.client.prompt.iter();
-                    let begun = before(adapter_of(open.client.seed));
+                    let begun = before(open.contents);
                     let state = state.fold(begun, |state, token| extend(state, *token));
                     let asked = open.client.pooling.is_some() && !open.embedded;
                     if !asked || found != embedding(state) {

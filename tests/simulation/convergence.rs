@@ -10,15 +10,18 @@ use crate::scenario::{S, Time};
 use crate::world::World;
 
 impl World {
-    /// Slots of members, with the epoch in which each is a rank of a replica that serves.
-    pub(crate) fn places(&self) -> Vec<(usize, Option<Epoch>)> {
+    /// Members and their slots, with the epoch in which each is a rank of a replica that serves.
+    pub(crate) fn places(&self) -> Vec<(WorkerId, usize, Option<Epoch>)> {
         let epoch_of = |worker: WorkerId| {
             let serves = |it: &ReplicaStatus| it.phase == ReplicaPhase::Serving;
             let holds = |it: &ReplicaStatus| it.ranks.contains(&Some(worker));
             self.coordinator.core.replicas().find(|it| serves(it) && holds(it)).map(|it| it.epoch)
         };
         let connected = self.coordinator.connected.iter();
-        connected.map(|(worker, it)| (self.links[it.link].slot, epoch_of(*worker))).collect()
+        let place = |(worker, it): (&WorkerId, &Connected)| {
+            (*worker, self.links[it.link].slot, epoch_of(*worker))
+        };
+        connected.map(place).collect()
     }
 
     /// Whether a replica waits because it failed for good.

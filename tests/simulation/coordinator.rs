@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::{Deref, DerefMut};
 use std::time::Duration;
 
+use coordinator::adapters::{Leaving, ServedAdapters};
 use coordinator::cluster::affinity::Affinity;
 use coordinator::cluster::migration::{Migrations, with_room};
 use coordinator::cluster::roster::{LinkNumber, Roster};
@@ -56,6 +57,9 @@ pub(crate) struct Coordinator {
     pub(crate) retiring: BTreeMap<ReplicaId, RunningReplica>,
     pub(crate) migrations: Migrations,
     pub(crate) affinity: Affinity,
+    /// The adapters that requests may name, and those that some may still use.
+    pub(crate) served: ServedAdapters,
+    pub(crate) leaving: Vec<Leaving>,
     /// When queues are compared next.
     pub(crate) shares_at: Duration,
     pub(crate) mail: VecDeque<ClusterMail>,
@@ -88,10 +92,10 @@ impl Coordinator {
             dtype: Dtype::Auto,
             quantization: Quantization::None,
             engine: scenario.engine.clone(),
-            cpu_step_tokens: scenario.engine.max_num_batched_tokens,
+            cpu_step_tokens: scenario.cpu_step_tokens,
             collective_timeout: Duration::from_micros(scenario.collective_timeout),
             form_timeout: if patient { Duration::MAX } else { Duration::from_micros(FORM_TIMEOUT) },
-            lora: lora(),
+            lora: lora(scenario.places),
             model_names: vec![MODEL.to_owned()],
             draft_model: None,
             worker_stats: true,
@@ -111,6 +115,8 @@ impl Coordinator {
             retiring: BTreeMap::new(),
             migrations: Migrations::default(),
             affinity: Affinity::new(scenario.engine.max_num_seqs),
+            served: ServedAdapters::default(),
+            leaving: Vec::new(),
             shares_at: Duration::ZERO,
             mail: VecDeque::new(),
             mail_due: 0,
@@ -197,6 +203,7 @@ impl World {
         coordinator.core.expect(workers);
         self.coordinator.lives.push(Some(Box::new(coordinator)));
         self.coordinator.acting = life;
+        self.adapters_changed();
         self.say(|| format!("life {life} begins"));
         self.schedule(self.scenario.checkpoint, Event::Checkpoint(life));
         life
@@ -232,6 +239,7 @@ impl World {
             }
         }
         self.clients_lost(life);
+        self.operators.asked.retain(|_, it| it.life != life);
     }
 
     /// The acting coordinator leaves its totals, if it believes that it leads.

@@ -12,7 +12,7 @@ use coordinator::replica::core::{ReplicaCore, ReplicaLoad};
 use coordinator::replica::driver::ReplicaDriver;
 use coordinator::scheduler::Scheduler;
 use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
-use shared::protocol::ToWorker;
+use shared::protocol::{EngineConfig, ToWorker};
 
 use crate::events::Event;
 use crate::network::{LinkId, Packet, Side};
@@ -34,8 +34,16 @@ impl World {
                         self.send(link, Side::Worker, Packet::Down(Rc::new(message)));
                     }
                 }
-                Effect::ReplicaReady { replica, epoch, ranks, num_blocks, host_blocks, .. } => {
-                    self.replica_ready(replica, epoch, ranks, (num_blocks, host_blocks));
+                Effect::ReplicaReady {
+                    replica,
+                    epoch,
+                    ranks,
+                    num_blocks,
+                    host_blocks,
+                    step_tokens,
+                } => {
+                    let sizes = (num_blocks, host_blocks, step_tokens);
+                    self.replica_ready(replica, epoch, ranks, sizes);
                 }
                 Effect::AnswerTimedOut { worker, .. } => {
                     self.say(|| format!("{worker} has not answered when it was formed"));
@@ -79,7 +87,10 @@ impl World {
                     let who = self.member_of(self.coordinator.seat);
                     self.desire(who, desired);
                 }
-                Effect::Adapters | Effect::AdapterChanged { .. } => {}
+                Effect::Adapters => self.adapters_changed(),
+                Effect::AdapterChanged { ticket, outcome } => {
+                    self.adapter_changed(ticket, &outcome);
+                }
                 Effect::Unservable { replica, reason } => {
                     self.say(|| format!("{replica} cannot be formed: {reason}"));
                 }
@@ -92,7 +103,7 @@ impl World {
         id: ReplicaId,
         epoch: Epoch,
         workers: Vec<WorkerId>,
-        (num_blocks, host_blocks): (u32, u32),
+        (num_blocks, host_blocks, step_tokens): (u32, u32, u32),
     ) {
         let ranks: Vec<(WorkerId, LinkId)> = workers
             .iter()
@@ -104,14 +115,19 @@ impl World {
         self.say(|| format!("{id} serves in {epoch}"));
         self.coordinator.checks.serves(epoch, self.now);
         let config = ReplicaConfig {
-            engine: self.scenario.engine.clone(),
+            engine: EngineConfig {
+                max_num_batched_tokens: step_tokens,
+                ..self.scenario.engine.clone()
+            },
             num_blocks,
             host_blocks,
             tensor_parallel: workers.len() as u32,
         };
         self.coordinator.hub.observer().record().replica_ready(id, &config);
         self.start_replica(id);
-        self.mail_replica(id, ReplicaMail::EpochFormed { epoch, num_blocks, host_blocks, ranks });
+        let formed =
+            ReplicaMail::EpochFormed { epoch, num_blocks, host_blocks, step_tokens, ranks };
+        self.mail_replica(id, formed);
         self.coordinator.migrations.expect(id);
         if let Some(running) = self.coordinator.replicas.get_mut(&id) {
             running.serving = Some((epoch, workers));
@@ -159,7 +175,10 @@ impl World {
 
     /// A request arrives from the front end; does what `ClusterActor::submit` does.
     pub(crate) fn submit(&mut self, index: usize) {
-        let (request, events) = self.clients.open(index, self.coordinator.life, self.now);
+        let Some(adapter) = self.adapter_for(index) else {
+            return self.clients.refused(index);
+        };
+        let (request, events) = self.clients.open(index, self.coordinator.life, self.now, adapter);
         if let Some((after, _)) = self.scenario.clients[index].leaves {
             self.schedule(after, Event::Leave(index));
         }

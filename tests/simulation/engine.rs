@@ -10,7 +10,8 @@ use shared::protocol::{
 };
 use shared::sampling::{Pooling, SamplingParams};
 
-use crate::model::{ADAPTERS, POISON, VOCABULARY, before, choose, embedding, extend};
+use crate::adapters::{HeldAdapters, contents_held};
+use crate::model::{POISON, VOCABULARY, before, choose, embedding, extend};
 use crate::switches::Switches;
 
 /// Same as in the real engine: sequences held per sequence that a step can run.
@@ -21,6 +22,8 @@ struct Known {
     tokens: Vec<u32>,
     sampling: SamplingParams,
     adapter: u32,
+    /// What that adapter contains.
+    contents: u64,
     blocks: Vec<u32>,
     /// The state after each computed token, as this sequence wrote it.
     states: Vec<u64>,
@@ -85,8 +88,14 @@ impl RankEngine {
         *self = Self::default();
     }
 
-    /// Computes a plan: one share of the logits for each sampled row, in order.
-    pub(crate) fn run(&mut self, plan: &StepPlan, switches: &Switches) -> Result<Vec<u64>, String> {
+    /// Computes a plan with these adapters: one share of the logits for each sampled row, in
+    /// order.
+    pub(crate) fn run(
+        &mut self,
+        plan: &StepPlan,
+        adapters: &HeldAdapters,
+        switches: &Switches,
+    ) -> Result<Vec<u64>, String> {
         let Some(config) = self.config.clone() else { return Err("no KV cache".to_owned()) };
         if plan.step.0 != self.last_step + 1 {
             return Err(format!("{} after step-{}", plan.step, self.last_step));
@@ -95,11 +104,13 @@ impl RankEngine {
         let before = switches.swap_out_comes_late.then(|| plan.swap_out.clone());
         self.forget(plan);
         self.swap(plan, config.block_size as usize, switches)?;
-        self.admit(plan, &config)?;
+        self.admit(plan, adapters, &config)?;
         if switches.adapters_are_mixed_up
             && let Some(last) = plan.admitted.last()
         {
-            let one_adapter = |known: &mut Known| known.adapter = last.adapter;
+            let (adapter, contents) = (last.adapter, contents_held(adapters, last.adapter)?);
+            let one_adapter =
+                |known: &mut Known| (known.adapter, known.contents) = (adapter, contents);
             self.known.values_mut().filter(|known| known.states.is_empty()).for_each(one_adapter);
         }
         self.draft(plan)?;
@@ -115,6 +126,10 @@ impl RankEngine {
                 return Err(format!("{} occurs twice", entry.seq));
             }
             seen.push(entry.seq);
+            if let Some(known) = self.known.get(&entry.seq) {
+                contents_held(adapters, known.adapter)
+                    .map_err(|why| format!("{}: {why}", entry.seq))?;
+            }
             self.compute(entry, &config).map_err(|why| format!("{}: {why}", entry.seq))?;
             if entry.sample
                 && let Some(known) = self.known.get(&entry.seq)
@@ -137,7 +152,7 @@ impl RankEngine {
             let Some(most) = entry.drafts.asked() else { continue };
             let known = self.known.get(&entry.seq);
             let known = known.ok_or_else(|| format!("{} is not known, and drafts", entry.seq))?;
-            let begun = before(known.adapter);
+            let begun = before(known.contents);
             let mut state = known.tokens.iter().fold(begun, |state, token| extend(state, *token));
             let mut last = known.tokens.last().copied().unwrap_or_default();
             let drawn = state >> 13;
@@ -220,18 +235,23 @@ impl RankEngine {
         self.host[to..to + size].copy_from_slice(&self.cache[from..from + size]);
     }
 
-    fn admit(&mut self, plan: &StepPlan, config: &EngineConfig) -> Result<(), String> {
+    fn admit(
+        &mut self,
+        plan: &StepPlan,
+        adapters: &HeldAdapters,
+        config: &EngineConfig,
+    ) -> Result<(), String> {
         for new in &plan.admitted {
             if new.tokens.is_empty() || new.tokens.len() > config.max_model_len as usize {
                 return Err(format!("{} has {} tokens", new.seq, new.tokens.len()));
             }
-            if new.adapter > ADAPTERS {
-                return Err(format!("{} has adapter {}", new.seq, new.adapter));
-            }
+            let contents = contents_held(adapters, new.adapter);
+            let contents = contents.map_err(|why| format!("{}: {why}", new.seq))?;
             let known = Known {
                 tokens: new.tokens.clone(),
                 sampling: new.sampling.clone(),
                 adapter: new.adapter,
+                contents,
                 blocks: Vec::new(),
                 states: Vec::new(),
                 host: None,
@@ -277,7 +297,7 @@ impl RankEngine {
             if start % size != 0 || prefix.len() * size != start {
                 return Err(format!("begins at {start} with {} blocks", entry.new_blocks.len()));
             }
-            let mut state = before(known.adapter);
+            let mut state = before(known.contents);
             for (at, token) in known.tokens[..start].iter().enumerate() {
                 state = extend(state, *token);
                 let held = self.cache.get(prefix[at / size].0 as usize * size + at % size);
@@ -311,7 +331,7 @@ impl RankEngine {
                 return Err(format!("reads position {at}, which is not its own any more"));
             }
         }
-        let mut state = known.states.last().copied().unwrap_or(before(known.adapter));
+        let mut state = known.states.last().copied().unwrap_or(before(known.contents));
         for at in start..end {
             state = extend(state, known.tokens[at]);
             if at >= known.written || !self.keeps_rejected {

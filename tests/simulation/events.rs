@@ -18,6 +18,8 @@ pub(crate) enum Heal {
     EtcdBack,
     JoinEtcd { who: MemberId },
     ChangesArrive { who: MemberId },
+    StepsRun { slot: usize, incarnation: u64 },
+    Together { slots: [usize; 2] },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -45,6 +47,7 @@ pub(crate) enum Event {
     Executed { slot: usize, token: u64 },
     Broken { slot: usize, token: u64 },
     Deadline { slot: usize, token: u64 },
+    Reader { slot: usize, token: u64 },
     ReportDue { slot: usize, incarnation: u64, generation: u64 },
     LeaveDeadline { slot: usize, incarnation: u64 },
     Submit(usize),
@@ -101,6 +104,9 @@ pub(crate) struct Report {
     pub(crate) silent: u64,
     /// Steps that hung, and so ended their epoch.
     pub(crate) hung: u64,
+    /// Operators' commands about adapters that were carried out, and those that were not.
+    pub(crate) adapters_changed: u64,
+    pub(crate) adapters_refused: u64,
     /// Processes ended by what they computed.
     pub(crate) poisoned: u64,
     pub(crate) preemptions: u64,

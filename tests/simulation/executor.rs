@@ -1,17 +1,18 @@
 //! A worker's executor, which runs one command at a time. It does what `worker::executor` does,
 //! with this simulation's model.
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
 use kernels::CollectiveError;
 use shared::ids::Epoch;
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{
-    CollectiveSpec, Form, FormFailed, Formed, FromWorker, HeldShard, LoadProgress, SequenceOutput,
-    Start, Started, StepFailed, StepMasks, StepPlan, StepResult, StepTimings, ToWorker, TokenMask,
-    WorkerStats,
+    AdapterChange, AdapterDone, ChangeAdapter, CollectiveSpec, Form, FormFailed, Formed,
+    FromWorker, HeldShard, LoadProgress, SequenceOutput, Start, Started, StepFailed, StepMasks,
+    StepPlan, StepResult, StepTimings, ToWorker, TokenMask, WorkerStats,
 };
 
+use crate::adapters::{Download, HeldAdapters, Reader, give_up};
 use crate::engine::{Chooser, RankEngine};
 use crate::events::Event;
 use crate::model::{VOCABULARY, all_reduce, choose};
@@ -36,11 +37,28 @@ pub(crate) enum Command {
     Step(Rc<ToWorker>),
     Release(Epoch),
     Report,
+    Adapter(ChangeAdapter),
+    /// What an adapter's reader says.
+    Fetched(LoadProgress),
+    Read(AdapterDone),
+}
+
+impl Command {
+    /// Whether it counts among those of which only so many may wait.
+    fn is_usual(&self) -> bool {
+        match self {
+            Self::Adapter(command) => matches!(command.change, AdapterChange::Load(_)),
+            Self::Fetched(_) | Self::Read(_) => false,
+            _ => true,
+        }
+    }
 }
 
 /// What the executor is doing.
 #[derive(Debug)]
 pub(crate) enum Job {
+    /// Fetching what a formation needs.
+    Download(Form, Download),
     /// Waiting for the other ranks to connect.
     Connect(Form),
     Load(Form),
@@ -90,6 +108,9 @@ pub(crate) struct Executor {
     collective: Option<Collective>,
     /// Rank and degree of the weights held.
     loaded: Option<(u32, u32)>,
+    /// The adapters beside them, and what reads others.
+    pub(crate) adapters: HeldAdapters,
+    pub(crate) readers: BTreeMap<u64, Reader>,
     form: Option<Form>,
     /// Number of blocks that it has room for, as reported when it was formed.
     kv_blocks: u32,
@@ -126,7 +147,8 @@ impl Executor {
 impl World {
     pub(crate) fn command(&mut self, slot: usize, command: Command) -> bool {
         let executor = &mut self.processes[slot].executor;
-        if executor.queue.len() >= COMMANDS_MAX {
+        let waiting = executor.queue.iter().filter(|(_, it)| it.is_usual()).count();
+        if command.is_usual() && waiting >= COMMANDS_MAX {
             return false;
         }
         let (forms, leaves) = match command {
@@ -193,13 +215,13 @@ impl World {
         token
     }
 
-    fn begin_for(&mut self, slot: usize, job: Job, takes: Time) {
+    pub(crate) fn begin_for(&mut self, slot: usize, job: Job, takes: Time) {
         let token = self.begin(slot, job);
         self.schedule(takes, Event::Executed { slot, token });
     }
 
     /// Starts the next command, if none is running.
-    fn pump(&mut self, slot: usize) {
+    pub(crate) fn pump(&mut self, slot: usize) {
         while self.processes[slot].executor.job.is_none() && self.processes[slot].hung.is_none() {
             let executor = &mut self.processes[slot].executor;
             let Some((link, command)) = executor.queue.pop_front() else { return };
@@ -224,6 +246,9 @@ impl World {
                     let stats = self.stats(slot);
                     self.tell(slot, FromWorker::Stats(stats));
                 }
+                Command::Adapter(command) => self.change_adapter(slot, &command),
+                Command::Fetched(progress) => self.adapter_fetched(slot, progress),
+                Command::Read(done) => self.adapter_read(slot, done),
             }
         }
     }
@@ -233,6 +258,7 @@ impl World {
         let executor = &mut self.processes[slot].executor;
         executor.handle = None;
         executor.epoch = None;
+        give_up(&mut executor.adapters);
         if !self.switches.keeps_cache {
             self.processes[slot].executor.engine.release();
         }
@@ -244,6 +270,14 @@ impl World {
         if executor.aborted >= (executor.entered, form.epoch) {
             return;
         }
+        match self.missing_files(slot, &form) {
+            Some(download) => self.downloads(slot, form, download),
+            None => self.connect(slot, form),
+        }
+    }
+
+    /// Meets the other ranks.
+    pub(crate) fn connect(&mut self, slot: usize, form: Form) {
         let (place, world_size, rank) = (self.place_of(&form), form.world_size, form.rank);
         let alone = form.collective == CollectiveSpec::None;
         let token = self.begin(slot, Job::Connect(form));
@@ -301,6 +335,7 @@ impl World {
             return;
         }
         match self.processes[slot].executor.job.take() {
+            Some(Job::Download(form, download)) => self.downloads(slot, form, download),
             Some(Job::Connect(form)) => self.connected(slot, form),
             Some(Job::Load(form)) => self.loaded(slot, form),
             Some(Job::Start(start)) => self.started(slot, start),
@@ -332,7 +367,8 @@ impl World {
         if self.processes[slot].executor.loaded == Some((form.rank, form.world_size)) {
             return self.loaded(slot, form);
         }
-        let progress = LoadProgress { epoch: form.epoch, bytes_done: 1, bytes_total: 2 };
+        let progress =
+            LoadProgress { epoch: form.epoch, adapter: 0, bytes_done: 1, bytes_total: 2 };
         self.tell(slot, FromWorker::Progress(progress));
         let takes = self.random.range(MS, self.scenario.load) * self.processes[slot].slowed.min(2);
         self.begin_for(slot, Job::Load(form), takes);
@@ -343,8 +379,11 @@ impl World {
         let kv_blocks = self.random.range(low, high) as u32;
         let (low, high) = self.scenario.host_blocks;
         let host_blocks = if high > 0 { self.random.range(low, high) as u32 } else { 0 };
+        let shard = Some((form.rank, form.world_size));
+        let is_new = self.processes[slot].executor.loaded != shard;
+        let adapters = self.match_adapters(slot, &form, is_new);
         let process = &mut self.processes[slot];
-        process.executor.loaded = Some((form.rank, form.world_size));
+        process.executor.loaded = shard;
         process.executor.epoch = Some((process.executor.entered, form.epoch));
         process.stats().formed(form.replica, form.rank);
         let formed = Formed {
@@ -354,7 +393,7 @@ impl World {
             weight_bytes: 1,
             load_seconds: 0.0,
             identity: ModelIdentity(1),
-            adapters: 0,
+            adapters,
         };
         process.executor.form = Some(form);
         process.executor.kv_blocks = kv_blocks;
@@ -362,7 +401,7 @@ impl World {
         self.tell(slot, FromWorker::Formed(formed));
     }
 
-    fn form_failed(&mut self, slot: usize, form: &Form, why: &str, permanent: bool) {
+    pub(crate) fn form_failed(&mut self, slot: usize, form: &Form, why: &str, permanent: bool) {
         self.release(slot);
         let failed = FormFailed { epoch: form.epoch, message: why.to_owned(), permanent };
         self.tell(slot, FromWorker::FormFailed(failed));
@@ -411,7 +450,7 @@ impl World {
         executor.engine.keeps_rejected = self.switches.rejected_drafts_stay;
         let is_first = executor.collective.as_ref().is_none_or(|it| it.rank == 0);
         executor.engine.drafts_alone = self.switches.drafts_are_not_told && !is_first;
-        let shares = match executor.engine.run(plan, &self.switches) {
+        let shares = match executor.engine.run(plan, &executor.adapters, &self.switches) {
             Ok(shares) => shares,
             // Other tokens make other drafts right, so the next plan does not fit this rank's
             // state.

@@ -152,21 +152,49 @@ impl World {
                 self.heal_after(lasts, Heal::Single { twin });
             }
             Fault::Hang { slot, notices } => self.hang(slot, notices),
-            Fault::HangSteps { slot } => {
-                self.processes[slot].steps_hang = true;
-                self.disturb_all(FOUND_WITHIN);
-                self.faulty_until(self.now + FOUND_WITHIN);
+            Fault::HangSteps { slot, lasts } => {
+                let process = &mut self.processes[slot];
+                process.steps_hang = true;
+                let incarnation = process.incarnation;
+                self.bad_ranks(lasts, Heal::StepsRun { slot, incarnation });
             }
-            Fault::Apart { slots } => {
+            Fault::Apart { slots, lasts } => {
                 self.apart.push(slots);
-                self.disturb_all(FOUND_WITHIN);
-                self.faulty_until(self.now + FOUND_WITHIN);
+                self.bad_ranks(lasts, Heal::Together { slots });
+            }
+            Fault::LoadAdapter { .. } | Fault::UnloadAdapter { .. } if leading.is_none() => {}
+            Fault::LoadAdapter { name, contents, replace } => {
+                self.command_adapter(name, Some((contents, replace)));
+            }
+            Fault::UnloadAdapter { name } => self.command_adapter(name, None),
+            Fault::FailAdapter { slot } => {
+                self.processes[slot].fail_adapter = true;
+                self.heal_after(OCCASION, Heal::NoOccasion { slot });
+            }
+            Fault::SlowFetch { slot, takes, speaks } => {
+                self.processes[slot].slow_fetch = Some((takes, speaks));
+                self.heal_after(OCCASION, Heal::NoOccasion { slot });
             }
             Fault::FailForm { slot, permanent } => {
                 self.processes[slot].fail_form = Some(permanent);
                 self.heal_after(OCCASION, Heal::NoOccasion { slot });
             }
         }
+    }
+
+    /// Ranks are of no use to each other, for a while or for ever: until that is over, or found,
+    /// and until nobody waits any more for what will not come.
+    fn bad_ranks(&mut self, lasts: Option<Time>, heal: Heal) {
+        let lasts = match lasts {
+            Some(lasts) => {
+                self.heal_after(lasts, heal);
+                let step = micros(self.scenario.limits.step_timeout);
+                lasts + step + self.scenario.collective_timeout + 10 * S
+            }
+            None => FOUND_WITHIN,
+        };
+        self.disturb_all(lasts);
+        self.faulty_until(self.now + lasts);
     }
 
     /// Something holds up the slot's steps for this long.
@@ -224,6 +252,16 @@ impl World {
                 process.fail_step = false;
                 process.diverge = false;
                 process.fail_form = None;
+                process.fail_adapter = false;
+                process.slow_fetch = None;
+            }
+            Heal::StepsRun { slot, incarnation } => {
+                let process = &mut self.processes[slot];
+                process.steps_hang &= process.incarnation != incarnation;
+            }
+            Heal::Together { slots } => {
+                let at = self.apart.iter().position(|it| *it == slots);
+                at.map(|at| self.apart.remove(at));
             }
         }
     }

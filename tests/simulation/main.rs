@@ -5,6 +5,7 @@
 //! - [`world`], [`events`]: the event queue; [`faults`]: what goes wrong
 //! - [`network`]: links, latency, partitions, liveness
 //! - [`process`], [`executor`], [`engine`], [`model`]: a worker, from its link to its cache
+//! - [`adapters`]: adapters that come and go, at coordinators and workers
 //! - [`seats`]: coordinator processes, one of which leads; [`etcd`], [`membership`]: how they and
 //!   the workers find each other
 //! - [`coordinator`], [`workers`], [`effects`], [`replicas`]: a coordinator that leads: the cores,
@@ -26,6 +27,7 @@
     reason = "tests panic and print"
 )]
 
+mod adapters;
 mod checks;
 mod clients;
 mod convergence;
@@ -119,6 +121,8 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
                 all.overdue += report.overdue;
                 all.silent += report.silent;
                 all.hung += report.hung;
+                all.adapters_changed += report.adapters_changed;
+                all.adapters_refused += report.adapters_refused;
                 all.preemptions += report.preemptions;
                 all.swapped += report.swapped;
                 all.masks_awaited += report.masks_awaited;
@@ -162,9 +166,9 @@ const GUARD_SEEDS: u64 = 4 * SEEDS;
 /// showed its absence; it only saves the search for another.
 type Mutation = (&'static str, u64, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 58] = [
+const MUTATIONS: [Mutation; 60] = [
     ("ignores_abort", 0, |it| it.ignores_abort = true),
-    ("keeps_epoch_without_link", 14, |it| it.keeps_epoch_without_link = true),
+    ("keeps_epoch_without_link", 15, |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", 0, |it| it.keeps_cache = true),
     ("runs_any_epoch", 6, |it| it.runs_any_epoch = true),
     ("reports_pile_up", 69, |it| it.reports_pile_up = true),
@@ -196,8 +200,8 @@ const MUTATIONS: [Mutation; 58] = [
     ("masks_are_ignored", 0, |it| it.masks_are_ignored = true),
     ("masks_are_for_anybody", 18, |it| it.masks_are_for_anybody = true),
     ("masks_are_kept_back", 1, |it| it.masks_are_kept_back = true),
-    ("drafts_are_believed", 0, |it| it.drafts_are_believed = true),
-    ("rejected_drafts_stay", 0, |it| it.rejected_drafts_stay = true),
+    ("drafts_are_believed", 3, |it| it.drafts_are_believed = true),
+    ("rejected_drafts_stay", 9, |it| it.rejected_drafts_stay = true),
     ("drafts_are_cut", 3, |it| it.drafts_are_cut = true),
     ("drafts_are_not_told", 9, |it| it.drafts_are_not_told = true),
     ("drafted_is_not_told", 3, |it| it.drafted_is_not_told = true),
@@ -221,6 +225,8 @@ const MUTATIONS: [Mutation; 58] = [
     ("commands_stored_unfenced", 388, |it| it.commands_stored_unfenced = true),
     ("leases_are_given_up", 1144, |it| it.leases_are_given_up = true),
     ("leads_by_an_old_lease", 1144, |it| it.leads_by_an_old_lease = true),
+    ("adapters_are_dropped_in_use", 9, |it| it.adapters_are_dropped_in_use = true),
+    ("listed_adapters_are_skipped", 17, |it| it.listed_adapters_are_skipped = true),
 ];
 
 #[test]
@@ -308,6 +314,7 @@ fn ranks_that_waited_for_each_other_in_vain_say_so() {
 fn a_rank_whose_every_step_hangs_makes_room_for_a_spare() {
     let any_slot = |scenario: &Scenario, seed: u64| Fault::HangSteps {
         slot: seed as usize % scenario.hosts.len(),
+        lasts: None,
     };
     let found = |(seed, scenario): &(u64, Scenario), switches| {
         let report = World::of(scenario.clone(), *seed, switches, false).run();
@@ -336,7 +343,7 @@ fn ranks_that_do_not_reach_each_other_go_on_with_fewer() {
     let two = |scenario: &Scenario, seed: u64| {
         let ranks = scenario.hosts.len();
         let first = seed as usize % ranks;
-        Fault::Apart { slots: [first, (first + 1) % ranks] }
+        Fault::Apart { slots: [first, (first + 1) % ranks], lasts: None }
     };
     let may_be_fewer = |(_, scenario): &(u64, Scenario)| scenario.degrees.len() > 1;
     let stories: Vec<(u64, Scenario)> = stories(0, two).filter(may_be_fewer).take(8).collect();

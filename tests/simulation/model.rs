@@ -14,16 +14,30 @@ pub(crate) const POISON: u32 = VOCABULARY + 1;
 /// The state before the first token.
 pub(crate) const EMPTY: u64 = 0x7077_1e55;
 
-/// The state before the first token of a request with this adapter.
-pub(crate) fn before(adapter: u32) -> u64 {
-    match adapter {
+/// The state before the first token of a request with an adapter of these contents; 0 for none.
+pub(crate) fn before(contents: u64) -> u64 {
+    match contents {
         0 => EMPTY,
-        adapter => mix(EMPTY, u64::from(adapter)) | 1,
+        contents => mix(EMPTY, contents) | 1,
     }
 }
 
-/// The number of adapters.
+/// The number of adapters that coordinators are started with.
 pub(crate) const ADAPTERS: u32 = 2;
+/// Names of adapters that operators load and unload.
+pub(crate) const COMING: [&str; 2] = ["x", "y"];
+/// Contents from here on are on the hub: hosts do not have them from the beginning.
+pub(crate) const OF_THE_HUB: u64 = 100;
+
+/// The path of an adapter with these contents.
+pub(crate) fn path_of(contents: u64) -> String {
+    format!("/adapters/{contents}")
+}
+
+/// The contents of the adapter with this path.
+pub(crate) fn contents_of(path: &str) -> u64 {
+    path.rsplit('/').next().and_then(|it| it.parse().ok()).expect("a path of an adapter")
+}
 
 /// The adapter of the request with this seed: half of the requests have none.
 pub(crate) fn adapter_of(seed: u64) -> u32 {
@@ -152,7 +166,18 @@ pub(crate) fn undisturbed(
     choice: u32,
     ends: &Ends,
 ) -> (Vec<u32>, FinishReason) {
-    let begun = before(adapter_of(seed));
+    undisturbed_with(u64::from(adapter_of(seed)), prompt, seed, choice, ends)
+}
+
+/// The same with an adapter of these contents.
+pub(crate) fn undisturbed_with(
+    contents: u64,
+    prompt: &[u32],
+    seed: u64,
+    choice: u32,
+    ends: &Ends,
+) -> (Vec<u32>, FinishReason) {
+    let begun = before(contents);
     let mut state = prompt.iter().fold(begun, |state, token| extend(state, *token));
     let mut text = Vec::new();
     if ends.max_tokens == 0 {
@@ -183,8 +208,8 @@ pub(crate) fn undisturbed(
     }
 }
 
-/// What ranks are told about the adapters.
-pub(crate) fn lora() -> Lora {
-    let adapter = |number: u32| (number.to_string(), format!("/adapters/{number}"));
-    Lora::fixed((1..=ADAPTERS).map(adapter), 16)
+/// The adapters that coordinators are started with, and the room for them.
+pub(crate) fn lora(places: u32) -> Lora {
+    let adapter = |number: u32| (number.to_string(), path_of(number.into()));
+    Lora { places, ..Lora::fixed((1..=ADAPTERS).map(adapter), 16) }
 }

@@ -2,10 +2,18 @@
 //! last command that was reported as stored, or a later one.
 use std::collections::BTreeMap;
 
+use coordinator::cluster::Ticket;
 use shared::membership::DesiredState;
 
+use crate::adapters::AskedChange;
 use crate::coordinator::Life;
+use crate::model::{ADAPTERS, COMING};
+use crate::scenario::{S, Time};
 use crate::world::World;
+
+/// Time after the last fault within which a command about an adapter has an outcome: each of those
+/// before it may wait for a rank that says nothing.
+const ANSWERED_WITHIN: Time = 300 * S;
 
 /// A bound on replicas that a coordinator was given.
 #[derive(Clone, Copy, Debug)]
@@ -18,8 +26,27 @@ struct ReplicaBound {
     led: bool,
 }
 
+/// What is served under a name, by which coordinator's word.
+#[derive(Clone, Copy, Debug)]
+struct ServedAs {
+    life: Life,
+    /// Number of commands until then.
+    generation: u64,
+    name: &'static str,
+    contents: Option<u64>,
+    /// Whether that coordinator is the last one that led.
+    led: bool,
+}
+
 #[derive(Default)]
 pub(crate) struct Operators {
+    /// Commands about adapters whose outcome is awaited.
+    pub(crate) asked: BTreeMap<Ticket, AskedChange>,
+    tickets: u64,
+    /// Adapters by name, where they are known to be stored and differ from the options.
+    served: BTreeMap<&'static str, Option<u64>>,
+    /// Changes since then, stored or not.
+    changed: Vec<ServedAs>,
     /// The last bound that is known to be stored.
     promised: Option<u32>,
     /// Bounds given since then, stored or not.
@@ -33,6 +60,19 @@ pub(crate) struct Operators {
 impl Operators {
     pub(crate) fn new(bound: Option<u32>) -> Self {
         Self { promised: bound, ..Self::default() }
+    }
+
+    /// An operator waits for the outcome of a command.
+    pub(crate) fn ask(&mut self, asked: AskedChange) -> Ticket {
+        self.tickets += 1;
+        self.asked.insert(Ticket(self.tickets), asked);
+        Ticket(self.tickets)
+    }
+
+    /// It was carried out, as the command of this number.
+    pub(crate) fn note_change(&mut self, asked: &AskedChange, generation: u64, led: bool) {
+        let AskedChange { life, name, contents, .. } = *asked;
+        self.changed.push(ServedAs { life, generation, name, contents, led });
     }
 }
 
@@ -74,6 +114,15 @@ impl World {
             self.operators.promised = said.bound;
             self.operators.said.drain(..=last);
         }
+        let is_stored = |it: &ServedAs| stored(it.life, it.generation);
+        let changed = self.operators.changed.extract_if(.., |it| is_stored(it));
+        let changed: Vec<ServedAs> = changed.collect();
+        for it in changed {
+            if !it.led {
+                self.fail(format!("life {life} stored {it:?} although another had led"));
+            }
+            self.operators.served.insert(it.name, it.contents);
+        }
         let heard = |(_, said): &(&u64, &(Life, u64))| stored(said.0, said.1);
         let gone: Vec<u64> =
             self.operators.drained.iter().filter(heard).map(|(run, _)| *run).collect();
@@ -87,6 +136,7 @@ impl World {
         if let Some(told) = told.filter(|_| !self.switches.commands_are_forgotten) {
             let who = self.member_of(self.coordinator.seat);
             self.coordinator.core.adopt_desired(told.clone());
+            self.adapters_changed();
             self.desire(who, told);
         }
         let run = self.seats[self.coordinator.seat].incarnation;
@@ -105,6 +155,27 @@ impl World {
         }
         self.operators.promised = bound;
         self.operators.said.clear();
+        let options = (1..=u64::from(ADAPTERS)).map(Some).zip(["1", "2"]);
+        for (contents, name) in options.chain(COMING.map(|name| (None, name))) {
+            let operators = &self.operators;
+            let promised = operators.served.get(name).copied().unwrap_or(contents);
+            let served = self.served_as(name);
+            let may_be = |it: &ServedAs| it.led && (it.name, it.contents) == (name, served);
+            if served != promised && !operators.changed.iter().any(may_be) {
+                return self.fail(format!(
+                    "the next leader serves {served:?} as {name}, and stored was {promised:?}"
+                ));
+            }
+            self.operators.served.insert(name, served);
+        }
+        self.operators.changed.clear();
+    }
+
+    /// A command about an adapter without an outcome for too long, if there is one.
+    pub(crate) fn unanswered(&self) -> Option<String> {
+        let asked = self.operators.asked.values();
+        let since = |it: &&AskedChange| self.now > it.since.max(self.last_fault) + ANSWERED_WITHIN;
+        asked.filter(since).map(|it| format!("{it:?} has no outcome")).next()
     }
 
     /// Returns a process that is linked although it was told to leave and that command was stored.

@@ -1,12 +1,14 @@
 //! A worker process: its life, and its end of the link, as in `worker::actor`.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId, WorkerId};
 use shared::membership::{Destination, Record, Role, View};
 use shared::metrics::RankStats;
-use shared::protocol::{ExitReason, FromWorker, Rejoin, StepTimings, ToWorker, WorkerStats};
+use shared::protocol::{
+    ExitReason, FromWorker, Rejoin, StepTimings, ToWorker, Trouble, WorkerStats,
+};
 
 use crate::events::Event;
 use crate::executor::{Command, Executor, Job};
@@ -41,6 +43,8 @@ pub(crate) struct Process {
     waits_for_leader: bool,
     /// Its slot at the current or last coordinator.
     pub(crate) worker: Option<WorkerId>,
+    /// What it was told to remember, and when.
+    trouble: (Trouble, Time),
     /// By slot, since each coordinator may give it another.
     stats: BTreeMap<WorkerId, Counted>,
     pub(crate) last_report: Option<Time>,
@@ -52,6 +56,10 @@ pub(crate) struct Process {
     pub(crate) steps_hang: bool,
     pub(crate) diverge: bool,
     pub(crate) fail_form: Option<bool>,
+    pub(crate) fail_adapter: bool,
+    pub(crate) slow_fetch: Option<(Time, bool)>,
+    /// Contents of the adapters that its host has fetched.
+    pub(crate) fetched: BTreeSet<u64>,
     /// Set if its executor hangs, with whether its process notices.
     pub(crate) hung: Option<Hung>,
     /// When it is started again after it was told to end, if ever.
@@ -73,6 +81,7 @@ impl Process {
             dialled: None,
             waits_for_leader: false,
             worker: None,
+            trouble: (Trouble::default(), 0),
             stats: BTreeMap::new(),
             last_report: None,
             executor: Executor::default(),
@@ -82,6 +91,9 @@ impl Process {
             steps_hang: false,
             diverge: false,
             fail_form: None,
+            fail_adapter: false,
+            slow_fetch: None,
+            fetched: BTreeSet::new(),
             hung: None,
             back_after: None,
         }
@@ -143,8 +155,10 @@ impl World {
             return;
         }
         let incarnation = self.random.next();
-        let old = &self.processes[slot];
+        let old = &mut self.processes[slot];
+        let fetched = std::mem::take(&mut old.fetched);
         let (slowed, stall) = (old.slowed, old.stall);
+        let (fail_adapter, slow_fetch) = (old.fail_adapter, old.slow_fetch);
         let (fail_step, fail_form, diverge) = (old.fail_step, old.fail_form, old.diverge);
         self.processes[slot] = Process {
             incarnation,
@@ -154,6 +168,9 @@ impl World {
             fail_step,
             diverge,
             fail_form,
+            fail_adapter,
+            slow_fetch,
+            fetched,
             ..Process::absent()
         };
         self.say(|| format!("slot {slot} starts"));
@@ -301,7 +318,9 @@ impl World {
         self.processes[slot].dialling = Some(link);
         let process = &self.processes[slot];
         let shard = process.executor.held();
-        let rejoin = Rejoin { slot: process.worker, shard };
+        let (trouble, since) = process.trouble;
+        let trouble = trouble.after(Duration::from_micros(self.now - since));
+        let rejoin = Rejoin { slot: process.worker, shard, trouble };
         self.send(link, Side::Coordinator, Packet::Hello(rejoin));
         self.schedule(HANDSHAKE_DEADLINE, Event::HandshakeDeadline { slot, link });
     }
@@ -420,10 +439,13 @@ impl World {
                 self.tell_masks(slot, masks);
                 true
             }
-            // Its ranks have no GPUs.
-            ToWorker::GroupId(_) => true,
-            // Its adapters never change.
-            ToWorker::Adapter(_) => true,
+            // Its ranks have no GPUs, and its spares fetch when they become ranks.
+            ToWorker::GroupId(_) | ToWorker::Fetch(_) => true,
+            ToWorker::Adapter(command) => self.command(slot, Command::Adapter(command.clone())),
+            ToWorker::Remember(trouble) => {
+                self.processes[slot].trouble = (*trouble, self.now);
+                true
+            }
             ToWorker::Shutdown { .. } => {
                 self.shut_down(slot);
                 true

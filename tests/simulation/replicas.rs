@@ -25,11 +25,24 @@ const SHARE: Duration = Duration::from_millis(500);
 
 /// A message to a replica.
 pub(crate) enum ReplicaMail {
-    Submit { index: usize, request: Box<GenerateRequest>, events: EventSender },
+    Submit {
+        index: usize,
+        request: Box<GenerateRequest>,
+        events: EventSender,
+    },
     Cancel(RequestId),
-    EpochFormed { epoch: Epoch, num_blocks: u32, host_blocks: u32, ranks: Vec<(WorkerId, LinkId)> },
+    EpochFormed {
+        epoch: Epoch,
+        num_blocks: u32,
+        host_blocks: u32,
+        step_tokens: u32,
+        ranks: Vec<(WorkerId, LinkId)>,
+    },
     EpochEnded(Epoch, EpochEnd),
-    StepDone { worker: WorkerId, result: Box<StepResult> },
+    StepDone {
+        worker: WorkerId,
+        result: Box<StepResult>,
+    },
     GiveUpRequests,
     ShareQueue(QueueShare),
     Retire,
@@ -131,7 +144,7 @@ impl World {
             ReplicaMail::Cancel(request) => {
                 self.operate(id, |core, now, out| core.cancel(now, request, out));
             }
-            ReplicaMail::EpochFormed { epoch, num_blocks, host_blocks, ranks } => {
+            ReplicaMail::EpochFormed { epoch, num_blocks, host_blocks, step_tokens, ranks } => {
                 running.down_since = None;
                 self.clients.served(life, id);
                 let Some(running) = self.coordinator.running(id) else { return };
@@ -139,6 +152,7 @@ impl World {
                 let workers = ranks.iter().map(|(worker, _)| *worker).collect();
                 let mut requests = Vec::new();
                 self.operate(id, |core, now, out| {
+                    core.limit_steps(step_tokens);
                     requests = core.epoch_formed(now, epoch, num_blocks, host_blocks, workers, out);
                 });
                 self.mail_cluster(ClusterMail::MigrateRequests { from: id, requests });
@@ -329,6 +343,7 @@ impl World {
             self.coordinator.core.tick(now, &mut effects);
         }
         self.carry_out(effects);
+        self.free_adapters();
         if now >= self.coordinator.shares_at {
             self.coordinator.shares_at = now + SHARE;
             self.share_queues();

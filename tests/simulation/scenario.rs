@@ -7,7 +7,7 @@ use coordinator::scheduler::{Method, NgramConfig, SchedulerConfig, Speculation};
 use shared::protocol::{EngineConfig, KvCacheDtype};
 use shared::sampling::Pooling;
 
-use crate::model::{Ends, POISON, VOCABULARY, undisturbed};
+use crate::model::{COMING, Ends, OF_THE_HUB, POISON, VOCABULARY, adapter_of, undisturbed};
 use crate::random::{Random, mix};
 
 /// Virtual time in microseconds.
@@ -85,10 +85,21 @@ pub(crate) enum Fault {
     /// process ends once that is noticed: by itself if `notices`, otherwise because the coordinator
     /// says so.
     Hang { slot: usize, notices: bool },
-    /// Every step of the rank hangs until it is told to leave, as long as its process lives.
-    HangSteps { slot: usize },
-    /// These two processes do not reach each other, for ever, though everybody else reaches both.
-    Apart { slots: [usize; 2] },
+    /// Every step of the rank hangs until it is told to leave, as long as its process lives, or
+    /// for a while.
+    HangSteps { slot: usize, lasts: Option<Time> },
+    /// These two processes do not reach each other, for ever or for a while, though everybody else
+    /// reaches both.
+    Apart { slots: [usize; 2], lasts: Option<Time> },
+    /// An operator has an adapter of this name loaded.
+    LoadAdapter { name: &'static str, contents: u64, replace: bool },
+    /// An operator has the adapter of this name unloaded.
+    UnloadAdapter { name: &'static str },
+    /// The rank cannot read the next adapter that it is told to load.
+    FailAdapter { slot: usize },
+    /// The rank's next download of an adapter takes this long; `speaks`: whether it says meanwhile
+    /// that it gets on.
+    SlowFetch { slot: usize, takes: Time, speaks: bool },
 }
 
 /// How a client leaves early.
@@ -111,6 +122,8 @@ pub(crate) struct Client {
     pub(crate) prompt: Vec<u32>,
     pub(crate) n: u32,
     pub(crate) seed: u64,
+    /// The name of its adapter; empty for none.
+    pub(crate) adapter: &'static str,
     pub(crate) ends: Ends,
     /// Set if it asks for an embedding, not tokens.
     pub(crate) pooling: Option<Pooling>,
@@ -137,6 +150,12 @@ pub(crate) struct Scenario {
     /// When each slot's process is first started.
     pub(crate) starts: Vec<Time>,
     pub(crate) engine: EngineConfig,
+    /// Maximum number of tokens in a step of replicas with a rank on a CPU.
+    pub(crate) cpu_step_tokens: u32,
+    /// By slot: whether its process computes on a GPU.
+    pub(crate) gpus: Vec<bool>,
+    /// For how many adapters there is room; 0 if their list never changes.
+    pub(crate) places: u32,
     pub(crate) scheduler: SchedulerConfig,
     pub(crate) limits: DriverLimits,
     pub(crate) collective_timeout: Time,
@@ -231,6 +250,9 @@ impl Scenario {
                 })
                 .collect(),
             engine,
+            cpu_step_tokens: max_num_batched_tokens,
+            gpus: vec![false; count],
+            places: 0,
             scheduler,
             limits,
             collective_timeout: 30 * S,
@@ -249,6 +271,9 @@ impl Scenario {
         scenario.add_clients(random);
         scenario.add_faults(random);
         scenario.add_hang(seed);
+        scenario.add_bad_ranks(seed);
+        scenario.add_adapters(seed);
+        scenario.add_gpus(seed);
         scenario
     }
 
@@ -260,6 +285,9 @@ impl Scenario {
         self.starts.truncate(self.hosts.len());
         self.starts.iter_mut().for_each(|start| *start = (*start).min(300 * MS));
         self.clients.retain(|client| !client.prompt.contains(&POISON));
+        // Nobody loads these.
+        let coming = self.clients.iter_mut().filter(|client| COMING.contains(&client.adapter));
+        coming.for_each(|client| client.adapter = "");
         self
     }
 
@@ -321,7 +349,8 @@ impl Scenario {
             Some(_) => vec![(Vec::new(), FinishReason::Complete)],
             None => (0..n).map(|choice| undisturbed(&prompt, seed, choice, &ends)).collect(),
         };
-        Client { at, prompt, n, seed, ends, pooling, leaves, expected }
+        let adapter = ["", "1", "2"][adapter_of(seed) as usize];
+        Client { at, prompt, n, seed, adapter, ends, pooling, leaves, expected }
     }
 
     /// When a process is started again, if ever.
@@ -394,6 +423,75 @@ impl Scenario {
             let slot = random.range(0, self.starts.len() as u64 - 1) as usize;
             let at = random.range(0, FAULTS_END);
             self.faults.push((at, Fault::Hang { slot, notices: random.chance(50) }));
+        }
+    }
+
+    /// Adds a rank whose steps hang for a while, and two that do not reach each other. This and the
+    /// following depend only on the seed, like [`Self::add_hang`].
+    fn add_bad_ranks(&mut self, seed: u64) {
+        let random = &mut Random::new(seed ^ 0xbad);
+        let last = self.hosts.len() as u64 - 1;
+        if random.chance(5) {
+            let (slot, lasts) = (random.range(0, last) as usize, random.range(S, 40 * S));
+            let at = random.range(2 * S, FAULTS_END);
+            self.faults.push((at, Fault::HangSteps { slot, lasts: Some(lasts) }));
+        }
+        if self.tensor_parallel > 1 && random.chance(6) {
+            let (first, lasts) = (random.range(0, last), random.range(S, 60 * S));
+            let other = (first + random.range(1, last)) % (last + 1);
+            let slots = [first as usize, other as usize];
+            let at = random.range(0, FAULTS_END);
+            self.faults.push((at, Fault::Apart { slots, lasts: Some(lasts) }));
+        }
+    }
+
+    /// Adds adapters that come and go.
+    fn add_adapters(&mut self, seed: u64) {
+        let random = &mut Random::new(seed ^ 0xada9);
+        if !random.chance(30) {
+            return;
+        }
+        self.places = random.range(4, 6) as u32;
+        for client in self.clients.iter_mut().filter(|it| it.adapter.is_empty()) {
+            client.adapter = if random.chance(60) { random.pick(&COMING) } else { "" };
+        }
+        let mut contents = OF_THE_HUB;
+        let mut load = |name, replace| {
+            contents += 1;
+            Fault::LoadAdapter { name, contents, replace }
+        };
+        // When a replica serves, mostly.
+        self.faults.extend(COMING.map(|name| (random.range(2 * S, 5 * S), load(name, false))));
+        for _ in 0..random.range(2, 7) {
+            let (at, name) = (random.range(S, FAULTS_END), random.pick(&COMING));
+            let change = match random.range(0, 9) {
+                0..=5 => load(name, random.chance(70)),
+                6..=8 => Fault::UnloadAdapter { name },
+                _ => Fault::UnloadAdapter { name: random.pick(&["1", "2"]) },
+            };
+            self.faults.push((at, change));
+        }
+        for _ in 0..random.range(0, 3) {
+            let slot = random.range(0, self.hosts.len() as u64 - 1) as usize;
+            let fault = match random.chance(30) {
+                true => Fault::FailAdapter { slot },
+                false => {
+                    let (takes, speaks) = (random.skewed(S, 60 * S), random.chance(70));
+                    Fault::SlowFetch { slot, takes, speaks }
+                }
+            };
+            self.faults.push((random.range(0, FAULTS_END), fault));
+        }
+    }
+
+    /// Gives some processes a GPU, so that the largest step depends on the ranks.
+    fn add_gpus(&mut self, seed: u64) {
+        let random = &mut Random::new(seed ^ 0x69b5);
+        if random.chance(30) {
+            let engine = &self.engine;
+            let (least, most) = (engine.max_num_seqs, engine.max_num_batched_tokens);
+            self.cpu_step_tokens = random.range(least.into(), most.into()) as u32;
+            self.gpus = self.hosts.iter().map(|_| random.chance(60)).collect();
         }
     }
 

@@ -124,4 +124,8 @@ pub(crate) struct Switches {
     pub(crate) leases_are_given_up: bool,
     /// The leader's key stays under the lease that it was written under.
     pub(crate) leads_by_an_old_lease: bool,
+    /// The place of an unloaded adapter is freed although requests use it.
+    pub(crate) adapters_are_dropped_in_use: bool,
+    /// Ranks that have their weights already do not look which adapters a formation lists.
+    pub(crate) listed_adapters_are_skipped: bool,
 }

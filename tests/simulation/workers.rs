@@ -61,6 +61,8 @@ impl World {
             coordinator.hub.retire(Source::Worker(worker), retired);
             self.coordinator.checks.retired.insert((worker, retired.0));
         }
+        let is_on_gpu = self.scenario.gpus[self.scenario.nodes[slot]];
+        let gpu = if is_on_gpu { format!("GPU-{node}") } else { String::new() };
         let member = Member {
             worker,
             incarnation: Incarnation(incarnation),
@@ -69,12 +71,14 @@ impl World {
             collective_addr: ([127, 0, 0, 1], 9000 + slot as u16).into(),
             draining: false,
             offer: NodeResources::default(),
-            gpu: String::new(),
+            gpu,
             build: "b".into(),
         };
         let mut effects = Vec::new();
         let now = self.time();
-        self.coordinator.core.set_held_weights(worker, rejoin.shard);
+        let core = &mut self.coordinator.core;
+        core.set_held_weights(worker, rejoin.shard);
+        core.trouble_brought(now, worker, Incarnation(incarnation), rejoin.trouble);
         self.coordinator.core.worker_joined(now, member, &mut effects);
         self.carry_out(effects);
     }

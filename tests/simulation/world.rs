@@ -226,6 +226,7 @@ impl World {
             | Event::Executed { slot, .. }
             | Event::Broken { slot, .. }
             | Event::Deadline { slot, .. }
+            | Event::Reader { slot, .. }
             | Event::LeaveDeadline { slot, .. }
             | Event::ReportDue { slot, .. } => Some(slot),
             Event::EtcdOpen { who, .. }
@@ -352,6 +353,7 @@ impl World {
             Event::Executed { slot, token } => self.executed(slot, token),
             Event::Broken { slot, token } => self.broken(slot, token),
             Event::Deadline { slot, token } => self.broken(slot, token),
+            Event::Reader { slot, token } => self.reads(slot, token),
             Event::ReportDue { slot, incarnation, generation } => {
                 self.report_due(slot, incarnation, generation);
             }
@@ -409,7 +411,11 @@ impl World {
                 ));
             }
         }
-        let settled = converged.is_ok() && self.clients.hung().is_none();
+        if let Some(why) = self.unanswered() {
+            self.fail(why);
+        }
+        let settled =
+            converged.is_ok() && self.clients.hung().is_none() && self.operators.asked.is_empty();
         if !settled || self.now <= self.last_fault {
             self.well_since = None;
         } else if self.well_since.is_none() {

@@ -7,7 +7,7 @@
 //! does not end it: the epoch ends, the weights stay, and it dials again.
 //!
 //! - `dialling`: how it finds its coordinator
-//! - `fetching`: how it gets the files of models of the hub before it joins
+//! - `fetching`: how it gets the files of models of the hub, before it joins or becomes a rank
 //! - `uplink`: the sending side of the link to the coordinator
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,7 +23,7 @@ use shared::hub::Hub;
 use shared::ids::{Epoch, WorkerId};
 use shared::log::{LogLimits, SharedLog};
 use shared::membership::{CoordinatorAddress, Destination};
-use shared::protocol::{ExitReason, FromWorker, Hello, ToFetch, ToWorker};
+use shared::protocol::{ExitReason, FromWorker, Hello, ToFetch, ToWorker, Trouble};
 use shared::wire::codec;
 use shared::wire::frame::Frame;
 use shared::wire::keyring::Keyring;
@@ -110,6 +110,8 @@ pub struct WorkerActor {
     dialled: Option<Destination>,
     /// The slot at the last coordinator.
     slot: Option<WorkerId>,
+    /// What a coordinator has it remember, and since when.
+    trouble: (Trouble, Duration),
     /// Number of the link, to recognise events of an older one.
     generation: u64,
     redial: Duration,
@@ -146,6 +148,7 @@ impl WorkerActor {
             peer: None,
             dialled: None,
             slot: None,
+            trouble: (Trouble::default(), Duration::ZERO),
             generation: 0,
             redial: REDIAL_MIN,
             unreached: Unreached::default(),
@@ -297,6 +300,14 @@ impl WorkerActor {
             }
             ToWorker::Masks(masks) => {
                 self.executor.tell_masks(masks);
+                Ok(())
+            }
+            ToWorker::Remember(trouble) => {
+                self.trouble = (trouble, self.config.clock.now());
+                Ok(())
+            }
+            ToWorker::Fetch(to_fetch) => {
+                self.fetch_ahead(ctx, to_fetch);
                 Ok(())
             }
             ToWorker::Shutdown { reason, again } => {

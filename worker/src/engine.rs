@@ -213,6 +213,19 @@ impl<B: Backend> Engine<B> {
         self.config = config;
     }
 
+    /// The same with the same weights, for steps of another size; without a cache.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    pub fn resized(mut self, config: EngineConfig) -> Result<Self, KernelError> {
+        self.release();
+        let Self { mut backend, decoder, draft, .. } = self;
+        let (tokens, rows) = (config.max_num_batched_tokens, config.max_num_seqs);
+        let decoder = decoder.resized(&mut backend, tokens as usize, rows as usize)?;
+        let draft = draft.map(|draft| draft.resized(&mut backend, &config)).transpose()?;
+        Ok(Self { backend, decoder, draft, config, ..self })
+    }
+
     /// Allocates an empty KV cache, and `host_blocks` blocks in host memory to swap to; all
     /// sequences are forgotten.
     ///

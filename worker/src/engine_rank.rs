@@ -188,9 +188,17 @@ impl<D: Device> EngineRank<D> {
         let joined = rested
             .and_then(|()| D::set_collective(backend, collective))
             .and_then(|()| join::<D>(backend, joining));
-        // Whatever happened, keep the weights.
+        // Whatever has become of the others, the weights are good.
+        if let Err(error) = joined {
+            self.loaded = Some(loaded);
+            return Err(self.recorded(&error));
+        }
+        if loaded.step_tokens != joining.form.engine.max_num_batched_tokens {
+            let resized = loaded::resize(&self.device, loaded, &joining.form.engine);
+            loaded = resized.map_err(|error| self.recorded(&error))?;
+        }
         self.loaded = Some(loaded);
-        joined.map_err(|error| self.recorded(&error))
+        Ok(())
     }
 
     /// Loads the shard; returns how many seconds that took.
@@ -209,8 +217,9 @@ impl<D: Device> EngineRank<D> {
         })?;
         // Loading has nearly always named the files that cannot be read.
         let identity = identity.map_err(|message| FormError { message, permanent: true })?;
+        let step_tokens = joining.form.engine.max_num_batched_tokens;
         let key = LoadedKey::new(joining.form, identity);
-        self.loaded = Some(LoadedShard { engine, key, is_new: true });
+        self.loaded = Some(LoadedShard { engine, key, step_tokens, is_new: true });
         Ok(began.elapsed().as_secs_f64())
     }
 

@@ -284,7 +284,8 @@ impl<O: Outbox> FormObserver for FormReporter<'_, O> {
         let due = self.last.is_none_or(|last| last.elapsed() >= PROGRESS_INTERVAL);
         if due || bytes_done == bytes_total {
             self.last = Some(Instant::now());
-            let progress = LoadProgress { epoch: self.epoch, bytes_done, bytes_total };
+            let (epoch, adapter) = (self.epoch, 0);
+            let progress = LoadProgress { epoch, adapter, bytes_done, bytes_total };
             self.outbox.send(self.link, FromWorker::Progress(progress));
         }
     }

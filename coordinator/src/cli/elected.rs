@@ -12,9 +12,8 @@ use tokio::sync::watch;
 
 use super::etcd::{advertised, no_thread};
 use super::output::print_line;
-use super::serve::finish;
 use super::signals::Signals;
-use super::{CliError, etcd};
+use super::{CliError, etcd, handing_over};
 
 /// Stands by until this process leads, then serves until told to stop or until another leads.
 pub(crate) async fn run(
@@ -57,6 +56,12 @@ pub(crate) async fn run(
         error = other_state(view.clone(), pinned) => Err(error),
         error = etcd::failed(&mut membership) => Err(error),
     };
+    // Told to end, it leaves first: a leader that ends at the same time must not count on it.
+    if matches!(elected, Ok(None))
+        && let Some(membership) = membership.take()
+    {
+        membership.leave().await;
+    }
     standby.stop().await;
     let end = match elected {
         Ok(Some(leader)) => {
@@ -65,9 +70,10 @@ pub(crate) async fn run(
                 tokio::select! {
                     () = async {
                         signals.next().await;
-                        // It leads until the last request has ended; otherwise clients would be
-                        // told to leave it.
-                        finish(coordinator, patience, &mut signals).await;
+                        // It leads until the last request that ends with it has ended; otherwise
+                        // workers would be told to leave it.
+                        let signals = &mut signals;
+                        handing_over::end(coordinator, &view, incarnation, patience, signals).await;
                     } => Ok(()),
                     leader = other_leader(view.clone(), incarnation) => Err(superseded(&leader)),
                     error = etcd::failed(&mut membership) => Err(error),

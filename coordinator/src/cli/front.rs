@@ -61,7 +61,7 @@ async fn serve(options: FrontendOptions, patience: Duration) -> Result<(), CliEr
         error = frontend.failed() => return Err(CliError::Failed(error.to_string())),
     }
     tokio::select! {
-        () = signals.drain(frontend.requests(), patience, frontend.finish(patience)) => {}
+        _ = signals.drain(frontend.requests(), patience, frontend.finish(patience)) => {}
         error = frontend.failed() => return Err(CliError::Failed(error.to_string())),
     }
     frontend.stop().await;

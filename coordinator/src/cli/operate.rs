@@ -325,6 +325,18 @@ fn table(status: &Status) -> Vec<String> {
             actor.reason.as_deref().unwrap_or("-")
         ));
     }
+    if !status.refused.is_empty() {
+        lines.push(format!("\n{:<24} {:>6} {:>9}  reason", "REFUSED", "TIMES", "AGO"));
+    }
+    for refused in &status.refused {
+        lines.push(format!(
+            "{:<24} {:>6} {:>9}  {}",
+            refused.address,
+            refused.times,
+            elapsed_text(refused.at),
+            refused.reason
+        ));
+    }
     if !status.dead.is_empty() {
         let count = status.dead.len();
         lines.push(format!("\n{count} processes have ended: see tutti status --dead"));

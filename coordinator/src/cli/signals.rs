@@ -48,13 +48,13 @@ impl Signals {
     }
 
     /// Lets `finish` run for at most `patience`, and no longer than until the next signal. `finish`
-    /// resolves to whether all `requests` have ended.
+    /// resolves to whether all `requests` have ended. Returns false if told to stop at once.
     pub(crate) async fn drain(
         &mut self,
         requests: usize,
         patience: Duration,
         finish: impl Future<Output = bool>,
-    ) {
+    ) -> bool {
         if requests > 0 {
             print_line(&format!(
                 "finishing {requests} requests, for at most {} s; signal again to stop at once",
@@ -66,8 +66,12 @@ impl Signals {
                 if !finished {
                     tracing::warn!(?patience, "some requests did not finish in time and will fail");
                 }
+                true
             }
-            () = self.next() => tracing::warn!("told to stop at once: running requests fail"),
+            () = self.next() => {
+                tracing::warn!("told to stop at once: running requests fail");
+                false
+            }
         }
     }
 }

@@ -28,7 +28,7 @@ use shared::protocol::{EngineConfig, ToFetch, ToWorker};
 use tokio::sync::watch;
 
 use self::adapters::Adapting;
-pub use self::adapters::ChangeAdapters;
+pub use self::adapters::{ChangeAdapters, HasLeavingAdapters};
 use self::names::AffectedActors;
 pub use self::names::Supervised;
 pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, ResetPrefixCache, Scale};

@@ -256,8 +256,9 @@ impl Cluster {
     }
 
     /// A rank that was told to load an adapter fetches its files.
-    pub(super) fn load_heard(&mut self, now: Duration) {
-        if let Some(load) = self.adapters.loads.front_mut() {
+    pub(super) fn load_heard(&mut self, now: Duration, number: u32) {
+        let first = self.adapters.loads.front_mut();
+        if let Some(load) = first.filter(|load| load.adapter.number == number) {
             load.since = load.since.max(now);
         }
     }
@@ -372,6 +373,7 @@ impl Cluster {
                 }
                 self.adapters.note(&mut self.desired, &adapter.name, Some(&adapter));
                 self.adapters.served.push(adapter);
+                self.fetch_ahead(effects);
                 effects.push(Effect::Adapters);
                 effects.push(Effect::StoreDesired(self.desired.clone()));
             }
@@ -379,6 +381,21 @@ impl Cluster {
         }
         effects.push(Effect::AdapterChanged { ticket, outcome });
         self.begin_load(now, effects);
+    }
+
+    /// Has workers that are no ranks fetch what they would need as ranks.
+    fn fetch_ahead(&self, effects: &mut Vec<Effect>) {
+        let to_fetch = self.to_fetch();
+        if to_fetch.fingerprint() == 0 {
+            return;
+        }
+        let message = ToWorker::Fetch(to_fetch);
+        let spare = self.members.keys().filter(|worker| self.replicas.of(**worker).is_none());
+        effects.extend(spare.map(|worker| Effect::Send {
+            worker: *worker,
+            epoch: self.epoch,
+            message: message.clone(),
+        }));
     }
 
     fn unload(&mut self, name: &str, effects: &mut Vec<Effect>) -> Result<(), AdapterError> {

@@ -7,19 +7,25 @@
 //! failed less often; if that was not it, another does. Where no spare is better, the group goes on
 //! with fewer ranks, if it may, and those that it goes on without rest: for a while, as long as a
 //! device that fails would, they are no reason for it to grow again.
-use std::collections::BTreeMap;
+//!
+//! Each worker is told its own record, and brings it to the next coordinator, which would otherwise
+//! find out for itself, one failed group after the other.
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
+use shared::protocol::{FailedGroups, ToWorker, Trouble};
 
 use super::placement::joins;
-use super::quarantine::rest_after;
+use super::quarantine::{FORGOTTEN, REST_MAX, rest_after};
 use super::replica::Replica;
 use super::{Cluster, Effect, Failing, Member};
 use crate::scheduler::SUSPICION_MAX;
 
 /// Maximum number of workers remembered while they are gone.
 const GONE_MAX: usize = 256;
+/// Maximum number of rests that a worker can say it had; later ones are no longer.
+const BROUGHT_RESTS_MAX: u32 = 10;
 
 /// When failures count.
 #[derive(Clone, Copy, Debug)]
@@ -59,13 +65,20 @@ pub(super) const STEPS: Patience = Patience {
 pub(super) struct FailingRanks {
     patience: Patience,
     ranks: BTreeMap<WorkerId, Record>,
+    /// When an operator had everything forgotten: workers that were away then do not know it.
+    forgotten: Option<Duration>,
 }
+
+/// What a worker was last told of how groups with it failed: failures, rests, the last failure.
+pub(super) type ToldGroups = (u32, u32, Duration);
 
 #[derive(Debug, Default)]
 struct Record {
     /// In a row.
     failures: u32,
     last: Duration,
+    /// How long before the beginning of time the last one was, at a coordinator that is younger.
+    before: Duration,
     /// How often it has rested; each rest is longer than the one before.
     rests: u32,
     until: Option<Duration>,
@@ -84,11 +97,16 @@ impl Record {
         let long = patience.forgotten_after.max(rested);
         Some(self.serves_since?.saturating_add(long.saturating_sub(self.served)))
     }
+
+    /// How long ago it failed.
+    fn ago(&self, now: Duration) -> Duration {
+        now.saturating_sub(self.last).saturating_add(self.before)
+    }
 }
 
 impl FailingRanks {
     pub(super) fn new(patience: Patience) -> Self {
-        Self { patience, ranks: BTreeMap::new() }
+        Self { patience, ranks: BTreeMap::new(), forgotten: None }
     }
 
     /// A group of these ranks has failed.
@@ -97,12 +115,12 @@ impl FailingRanks {
         for rank in ranks {
             let record = self.ranks.entry(*rank).or_default();
             // One that a group once had to go on without has no such grace.
-            let apart = now.saturating_sub(record.last) > self.patience.within;
+            let apart = record.ago(now) > self.patience.within;
             if apart && record.rests == 0 {
                 record.failures = 0;
             }
             record.failures = record.failures.saturating_add(1);
-            record.last = now;
+            (record.last, record.before) = (now, Duration::ZERO);
             record.served = Duration::ZERO;
             record.serves_since = record.serves_since.map(|_| now);
         }
@@ -144,6 +162,46 @@ impl FailingRanks {
         if record.gone.take().is_some_and(|(of, _)| of != incarnation) {
             self.ranks.remove(&worker);
         }
+    }
+
+    /// What is known of a worker, as it is told.
+    fn noted(&self, now: Duration, worker: WorkerId) -> FailedGroups {
+        let Some(record) = self.ranks.get(&worker) else { return FailedGroups::default() };
+        let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        FailedGroups {
+            failures: record.failures,
+            last_ms: ms(record.ago(now)),
+            rests: record.rests,
+            rests_ms: record.until.map_or(0, |until| ms(until.saturating_sub(now))),
+        }
+    }
+
+    /// What is known of a worker, as it is compared with what the worker was told.
+    fn to_tell(&self, worker: WorkerId) -> ToldGroups {
+        let of = |record: &Record| (record.failures, record.rests, record.last);
+        self.ranks.get(&worker).map(of).unwrap_or_default()
+    }
+
+    /// A worker brings what an earlier coordinator knew of it. What is known here is newer. It is
+    /// believed as far as it harms nobody else: groups go by the worst of their ranks.
+    fn brought(&mut self, now: Duration, worker: WorkerId, noted: FailedGroups) {
+        let FailedGroups { failures, last_ms, rests, rests_ms } = noted;
+        let ago = Duration::from_millis(last_ms);
+        let is_old = match rests {
+            0 => failures == 0 || ago > self.patience.within,
+            _ => rests_ms == 0 && ago > FORGOTTEN,
+        };
+        let last = now.saturating_sub(ago);
+        if is_old || self.forgotten.is_some_and(|forgotten| last <= forgotten) {
+            return;
+        }
+        let failures = failures.min(self.patience.smaller_after);
+        let rests = rests.min(BROUGHT_RESTS_MAX);
+        let left = Duration::from_millis(rests_ms).min(REST_MAX);
+        let until = (!left.is_zero()).then(|| now.saturating_add(left));
+        let before = ago.saturating_sub(now);
+        let record = Record { failures, last, before, rests, until, ..Record::default() };
+        self.ranks.entry(worker).or_insert(record);
     }
 
     /// How often it failed, in a row.
@@ -209,12 +267,50 @@ impl FailingRanks {
     }
 
     /// What was is forgotten.
-    pub(super) fn forget_all(&mut self) {
+    pub(super) fn forget_all(&mut self, now: Duration) {
         self.ranks.clear();
+        self.forgotten = Some(now);
     }
 }
 
 impl Cluster {
+    /// A worker that is about to join brings what an earlier coordinator knew of it.
+    pub fn trouble_brought(
+        &mut self,
+        now: Duration,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        trouble: Trouble,
+    ) {
+        self.failed_formations.joined(worker, incarnation);
+        self.hung_steps.joined(worker, incarnation);
+        self.failed_formations.brought(now, worker, trouble.formations);
+        self.hung_steps.brought(now, worker, trouble.steps);
+    }
+
+    /// Tells workers what is known of them, where that has changed.
+    pub(super) fn tell_trouble(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        let of = [&self.failed_formations, &self.hung_steps];
+        let known = of.into_iter().flat_map(|it| it.ranks.keys()).chain(self.told.keys());
+        let known: BTreeSet<WorkerId> =
+            known.filter(|it| self.members.contains_key(it)).copied().collect();
+        self.told.retain(|worker, _| known.contains(worker));
+        for worker in known {
+            let to_tell = of.map(|it| it.to_tell(worker));
+            if self.told.get(&worker).copied().unwrap_or_default() == to_tell {
+                continue;
+            }
+            if to_tell == <[ToldGroups; 2]>::default() {
+                self.told.remove(&worker);
+            } else {
+                self.told.insert(worker, to_tell);
+            }
+            let [formations, steps] = of.map(|it| it.noted(now, worker));
+            let message = ToWorker::Remember(Trouble { formations, steps });
+            effects.push(Effect::Send { worker, epoch: self.epoch, message });
+        }
+    }
+
     fn failing(&self, failing: Failing) -> &FailingRanks {
         match failing {
             Failing::Formations => &self.failed_formations,
@@ -307,5 +403,67 @@ impl Cluster {
             replica.resize(now, left);
         });
         effects.push(Effect::FewerRanks { replica: id, workers, left, failing });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const W: WorkerId = WorkerId(0);
+
+    fn secs(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    fn groups(failures: u32, ago: u64, rests: u32, rests_for: u64) -> FailedGroups {
+        let (last_ms, rests_ms) = (ago * 1000, rests_for * 1000);
+        FailedGroups { failures, last_ms, rests, rests_ms }
+    }
+
+    #[test]
+    fn what_happened_before_a_coordinator_began_is_as_old_as_it_was() {
+        let mut ranks = FailingRanks::new(STEPS);
+        ranks.brought(secs(1), W, groups(3, 590, 0, 0));
+        assert_eq!(ranks.noted(secs(6), W), groups(3, 595, 0, 0));
+        ranks.failed(secs(5), &[W]);
+        assert_eq!(ranks.noted(secs(6), W), groups(4, 1, 0, 0));
+        let mut ranks = FailingRanks::new(STEPS);
+        ranks.brought(secs(1), W, groups(3, 590, 0, 0));
+        ranks.failed(secs(20), &[W]);
+        assert_eq!(ranks.failures(W), 1, "not in a row");
+    }
+
+    #[test]
+    fn what_an_operator_had_forgotten_does_not_come_back() {
+        let mut ranks = FailingRanks::new(FORMATIONS);
+        ranks.failed(secs(10), &[W]);
+        ranks.forget_all(secs(20));
+        ranks.brought(secs(30), W, groups(3, 20, 1, 580));
+        assert!(ranks.failures(W) == 0 && !ranks.is_resting(W));
+        ranks.brought(secs(50), W, groups(3, 20, 1, 580));
+        assert!(ranks.failures(W) == 3 && ranks.is_resting(W), "it is newer");
+    }
+
+    #[test]
+    fn no_worker_claims_more_than_concerns_it_alone() {
+        let mut ranks = FailingRanks::new(FORMATIONS);
+        ranks.brought(secs(1), W, groups(u32::MAX, 5, u32::MAX, u64::MAX / 1000));
+        let told = ranks.noted(secs(1), W);
+        assert_eq!((told.failures, told.rests), (FORMATIONS.smaller_after, BROUGHT_RESTS_MAX));
+        assert_eq!(told.rests_ms, u64::try_from(REST_MAX.as_millis()).unwrap());
+        let mut ranks = FailingRanks::new(FORMATIONS);
+        ranks.brought(secs(1), W, groups(3, FORGOTTEN.as_secs() + 1, 2, 0));
+        assert_eq!(ranks.failures(W), 0, "long ago");
+    }
+
+    #[test]
+    fn a_new_failure_is_told_though_the_counts_are_the_same() {
+        let mut ranks = FailingRanks::new(STEPS);
+        ranks.failed(secs(1), &[W]);
+        let told = ranks.to_tell(W);
+        assert_eq!(ranks.to_tell(W), told);
+        ranks.failed(secs(700), &[W]);
+        assert!(ranks.failures(W) == 1 && ranks.to_tell(W) != told);
     }
 }

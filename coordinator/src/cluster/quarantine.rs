@@ -13,9 +13,9 @@ const WINDOW: Duration = Duration::from_secs(600);
 /// First rest of a device; doubles each time, until it has gone [`FORGOTTEN`] without a failure.
 const REST_MIN: Duration = Duration::from_secs(600);
 /// Longest rest.
-const REST_MAX: Duration = Duration::from_secs(6 * 3600);
+pub(super) const REST_MAX: Duration = Duration::from_secs(6 * 3600);
 /// A device without a failure for this long starts afresh.
-const FORGOTTEN: Duration = Duration::from_secs(24 * 3600);
+pub(super) const FORGOTTEN: Duration = Duration::from_secs(24 * 3600);
 /// Maximum number of devices remembered; beyond it, those that failed longest ago are forgotten.
 const DEVICES_MAX: usize = 4096;
 

@@ -23,8 +23,8 @@ impl Cluster {
         self.desired.scale(replicas);
         self.release_held();
         self.quarantine.forgive();
-        self.failed_formations.forget_all();
-        self.hung_steps.forget_all();
+        self.failed_formations.forget_all(now);
+        self.hung_steps.forget_all(now);
         effects.push(Effect::StoreDesired(self.desired.clone()));
         self.reconcile(now, effects);
     }

@@ -42,6 +42,23 @@ pub struct Status {
     pub hosts: Vec<ActorHost>,
     /// Processes that are gone, newest first; bounded.
     pub dead: Vec<DeadProcess>,
+    /// Processes that were not let into the cluster in the last ten minutes, newest first; bounded.
+    #[serde(default)]
+    pub refused: Vec<RefusedProcess>,
+}
+
+/// A process that was not let into the cluster: of another version, with another secret, or under a
+/// name that is taken.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RefusedProcess {
+    /// The address that it dialled from.
+    pub address: String,
+    /// Why, in one sentence.
+    pub reason: String,
+    /// How often it tried.
+    pub times: u64,
+    /// When it tried last, in seconds since 1970.
+    pub at: u64,
 }
 
 /// Commands that operators gave while coordinators ran: scaling and draining.

@@ -20,6 +20,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use shared::actor::{ActorRuntime, CreateError};
+use shared::clock::since_1970;
 use shared::log::{LogActor, LogQuery, SharedLog};
 use shared::membership::{Role, View};
 use shared::wire::keyring::Keyring;
@@ -34,6 +35,7 @@ use crate::cluster::actor::{ClusterActor, Drain, GetLogs, GetStatus, Scale};
 use crate::cluster::records::WhichProcess;
 use crate::cluster::status::{Node, NodeLogs};
 use crate::frontends::Frontends;
+use crate::links::RefusedProcesses;
 
 /// The purpose that an operator's token is made for.
 pub const TOKEN_PURPOSE: &str = "admin";
@@ -57,6 +59,8 @@ pub struct Admin {
     pub membership: Option<watch::Receiver<View>>,
     /// This process run, as etcd knows it.
     pub run: u64,
+    /// Processes that were not let in of late.
+    pub refused: RefusedProcesses,
 }
 
 /// Sets the number of worker processes; the answer says why it cannot be done.
@@ -275,6 +279,7 @@ async fn status(state: Data<AppState>, request: HttpRequest) -> Result<HttpRespo
     if let Some(view) = &admin.membership {
         status.nodes.extend(coordinators(&view.borrow()));
     }
+    status.refused = admin.refused.list(since_1970());
     Ok(HttpResponse::Ok().json(status))
 }
 

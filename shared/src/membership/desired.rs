@@ -8,6 +8,10 @@ use crate::protocol::lora::ADAPTERS_MAX;
 /// Maximum number of remembered workers that were told to leave; the oldest are forgotten first.
 const LEAVING_MAX: usize = 256;
 
+/// Maximum number of them that had the same node's name, so that a node that is drained again and
+/// again does not make the others forgotten.
+const LEAVING_OF_A_NODE: usize = 8;
+
 /// The accumulated effect of all commands, stored as JSON under its key.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DesiredState {
@@ -80,8 +84,17 @@ impl DesiredState {
     /// Tells a worker to leave.
     pub fn drain(&mut self, node: &str, incarnation: u64) {
         self.generation += 1;
-        self.leaving.retain(|it| it.node != node);
-        self.leaving.push(DrainedWorker { node: node.to_owned(), incarnation });
+        // An earlier process of that name may be back: one that hung when it was told, and whose
+        // place another took meanwhile.
+        let new = DrainedWorker { node: node.to_owned(), incarnation };
+        self.leaving.retain(|it| *it != new);
+        let of_the_node = self.leaving.iter().filter(|it| it.node == node).count();
+        if of_the_node >= LEAVING_OF_A_NODE
+            && let Some(oldest) = self.leaving.iter().position(|it| it.node == node)
+        {
+            self.leaving.remove(oldest);
+        }
+        self.leaving.push(new);
         let over = self.leaving.len().saturating_sub(LEAVING_MAX);
         self.leaving.drain(..over);
     }
@@ -109,8 +122,16 @@ mod tests {
         desired.scale(Some(2));
         desired.drain("a", 1);
         desired.drain("a", 2);
-        assert!(desired.drains("a", 2) && !desired.drains("a", 1), "of a node its last process");
+        assert!(desired.drains("a", 2) && desired.drains("a", 1), "each of them may be back");
+        assert!(!desired.drains("a", 3), "a later process of the node may stay");
         assert!(!desired.drains("b", 2), "of that node alone");
+        desired.drain("b", 1);
+        (3..=LEAVING_OF_A_NODE as u64).for_each(|incarnation| desired.drain("a", incarnation));
+        desired.drain("a", 2);
+        assert_eq!(desired.leaving.len(), LEAVING_OF_A_NODE + 1, "none is there twice");
+        desired.drain("a", 9);
+        assert!(desired.drains("b", 1) && desired.drains("a", 9) && desired.drains("a", 2));
+        assert!(!desired.drains("a", 1), "the oldest of the node is forgotten");
         for incarnation in 10..10 + LEAVING_MAX as u64 {
             desired.drain(&format!("n{incarnation}"), incarnation);
         }

@@ -2,6 +2,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -62,6 +63,45 @@ pub struct Rejoin {
     pub slot: Option<WorkerId>,
     /// Weights it holds.
     pub shard: Option<HeldShard>,
+    /// What it was told to remember.
+    pub trouble: Trouble,
+}
+
+/// How groups of ranks with a worker have failed of late, as its coordinator counts it. The worker
+/// keeps it for the next coordinator and does nothing else with it; a restarted one knows nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Trouble {
+    /// Formations that came to nothing.
+    pub formations: FailedGroups,
+    /// Steps that hung.
+    pub steps: FailedGroups,
+}
+
+/// How often groups with a worker have failed in one way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FailedGroups {
+    /// How often, in a row.
+    pub failures: u32,
+    /// How long ago the last time was, in milliseconds.
+    pub last_ms: u64,
+    /// How often groups have gone on without it, or with another in its place.
+    pub rests: u32,
+    /// For how much longer no group grows because of it, in milliseconds.
+    pub rests_ms: u64,
+}
+
+impl Trouble {
+    /// The same after some time.
+    #[must_use]
+    pub fn after(self, elapsed: Duration) -> Self {
+        let elapsed = u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX);
+        let of = |groups: FailedGroups| FailedGroups {
+            last_ms: groups.last_ms.saturating_add(elapsed),
+            rests_ms: groups.rests_ms.saturating_sub(elapsed),
+            ..groups
+        };
+        Self { formations: of(self.formations), steps: of(self.steps) }
+    }
 }
 
 /// The part of a model that a worker holds.
@@ -337,14 +377,16 @@ impl fmt::Debug for GroupId {
     }
 }
 
-/// Progress of loading the weights.
+/// Progress of loading the weights, or of fetching an adapter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoadProgress {
-    /// The epoch being formed.
+    /// The epoch being formed, or that of the command to load the adapter.
     pub epoch: Epoch,
-    /// Bytes of this rank's shard that are packed so far.
+    /// The number of the adapter that a rank that has started fetches; else 0.
+    pub adapter: u32,
+    /// Bytes of this rank's shard that are packed so far; or of the adapter that are here.
     pub bytes_done: u64,
-    /// Total bytes of this rank's shard.
+    /// Total bytes of this rank's shard, or of the adapter.
     pub bytes_total: u64,
 }
 

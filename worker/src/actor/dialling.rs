@@ -34,7 +34,9 @@ impl WorkerActor {
         let mut hello = config.hello.clone();
         // It must fit into a hello.
         let shard = self.uplink.held().filter(|shard| shard.model.len() <= SHARD_MODEL_MAX);
-        hello.rejoin = Rejoin { slot: self.slot, shard };
+        let (trouble, since) = self.trouble;
+        let trouble = trouble.after(config.clock.now().saturating_sub(since));
+        hello.rejoin = Rejoin { slot: self.slot, shard, trouble };
         hello.fetched = self.fetched();
         let (mut address, last) = (config.coordinator.clone(), self.dialled.clone());
         let addr = ctx.address();

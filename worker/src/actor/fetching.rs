@@ -1,6 +1,7 @@
 //! How a worker gets the files of models of the hub before it joins: the coordinator names them in
 //! place of a welcome, and takes the worker when it says that it has them. Nothing waits for it
-//! meanwhile: it is no rank yet.
+//! meanwhile: it is no rank yet. One that has joined and is a spare fetches in the same way what
+//! has come since.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,6 +28,11 @@ impl Drop for ModelFetch {
 #[derive(Message)]
 #[rtype(result = "()")]
 struct FetchDone(Result<(), HubError>);
+
+/// The outcome of a fetching that nothing waits for.
+#[derive(Message)]
+#[rtype(result = "()")]
+struct FetchedAhead(Result<(), HubError>);
 
 /// What is to be fetched, with the part that is wanted of each.
 fn parts(to_fetch: &ToFetch) -> Result<Vec<(HubModel, ModelPart)>, String> {
@@ -67,23 +73,58 @@ impl WorkerActor {
             Ok(ready) => ready,
             Err(message) => return self.cannot_fetch(ctx, message),
         };
+        let addr = ctx.address();
+        let done = move |outcome| addr.do_send(FetchDone(outcome));
+        if let Err(message) = self.begin_fetching(to_fetch, hub, parts, done) {
+            self.cannot_fetch(ctx, message);
+        }
+    }
+
+    /// Fetches what it will need as a rank; what fails now is fetched then.
+    pub(super) fn fetch_ahead(&mut self, ctx: &mut Context<Self>, to_fetch: ToFetch) {
+        let addr = ctx.address();
+        let done = move |outcome| addr.do_send(FetchedAhead(outcome));
+        let ready = self.config.hub.clone().and_then(|hub| Ok((hub, parts(&to_fetch)?)));
+        let begun = ready.and_then(|(hub, it)| self.begin_fetching(to_fetch, hub, it, done));
+        if let Err(reason) = begun {
+            tracing::warn!(reason, "adapters cannot be fetched before they are needed");
+        }
+    }
+
+    /// Begins to fetch, in place of what is being fetched, and remembers the list.
+    fn begin_fetching(
+        &mut self,
+        to_fetch: ToFetch,
+        hub: Hub,
+        parts: Vec<(HubModel, ModelPart)>,
+        done: impl FnOnce(Result<(), HubError>) + Send + 'static,
+    ) -> Result<(), String> {
         self.to_fetch = Some(to_fetch);
         let watch = Arc::new(DownloadHandle::default());
         self.fetching = Some(ModelFetch(watch.clone()));
-        let addr = ctx.address();
         let thread = std::thread::Builder::new().name("fetch".to_owned());
-        let spawned = thread.spawn(move || {
-            let outcome = fetch_all(&hub, &parts, &watch);
-            addr.do_send(FetchDone(outcome));
-        });
-        if let Err(error) = spawned {
-            self.cannot_fetch(ctx, format!("no thread to download with: {error}"));
-        }
+        let spawned = thread.spawn(move || done(fetch_all(&hub, &parts, &watch)));
+        spawned.map(drop).map_err(|error| format!("no thread to download with: {error}"))
     }
 
     fn cannot_fetch(&mut self, ctx: &mut Context<Self>, message: String) {
         tracing::error!(message, "the worker cannot have the model");
         self.finish(ctx, WorkerEnd::Failed { message });
+    }
+}
+
+impl Handler<FetchedAhead> for WorkerActor {
+    type Result = ();
+
+    fn handle(&mut self, FetchedAhead(outcome): FetchedAhead, _ctx: &mut Self::Context) {
+        match outcome {
+            Ok(()) => tracing::info!("all files that a rank needs are here"),
+            // Others are fetched in its place.
+            Err(HubError::Cancelled) => {}
+            Err(error) => {
+                tracing::warn!(%error, "adapters cannot be fetched before they are needed");
+            }
+        }
     }
 }
 

@@ -102,6 +102,14 @@ impl<B: Backend> Draft<B> {
         }
     }
 
+    /// The same with room for other steps.
+    pub(super) fn resized(self, shared: &mut B, sizes: &EngineConfig) -> Result<Self, KernelError> {
+        let Self { mut backend, decoder, positions, .. } = self;
+        let (tokens, rows) = (sizes.max_num_batched_tokens as usize, sizes.max_num_seqs as usize);
+        let decoder = decoder.resized(backend.as_mut().unwrap_or(shared), tokens, rows)?;
+        Ok(Self::new(backend, decoder, positions))
+    }
+
     /// Size of its part of a KV block, in bytes.
     pub(super) fn block_bytes(&self, shared: &B, sizes: &EngineConfig) -> u64 {
         let backend = self.backend.as_ref().unwrap_or(shared);

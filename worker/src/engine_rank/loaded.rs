@@ -4,7 +4,7 @@ use std::path::Path;
 use kernels::collective::single_rank;
 use kernels::{Collective, KernelError};
 use shared::model_identity::ModelIdentity;
-use shared::protocol::{Dtype, Form, KvCacheDtype, Lora, Quantization};
+use shared::protocol::{Dtype, EngineConfig, Form, KvCacheDtype, Lora, Quantization};
 
 use super::joining::{Formation, join};
 use crate::device::{Device, ShardOptions, bytes_text};
@@ -33,7 +33,6 @@ pub(super) struct LoadedKey {
     world_size: u32,
     reduction_ranks: u32,
     max_model_len: u32,
-    max_num_batched_tokens: u32,
     max_num_seqs: u32,
 }
 
@@ -54,7 +53,6 @@ impl LoadedKey {
             world_size: form.world_size,
             reduction_ranks: form.reduction_ranks,
             max_model_len: sizes.max_model_len,
-            max_num_batched_tokens: sizes.max_num_batched_tokens,
             max_num_seqs: sizes.max_num_seqs,
         }
     }
@@ -64,6 +62,8 @@ impl LoadedKey {
 pub(super) struct LoadedShard<D: Device> {
     pub(super) engine: Engine<D::Backend>,
     pub(super) key: LoadedKey,
+    /// The largest steps that there is room for, in tokens. Weights do not depend on it.
+    pub(super) step_tokens: u32,
     /// It has not served yet.
     pub(super) is_new: bool,
 }
@@ -138,6 +138,26 @@ pub(super) fn load<D: Device>(
     device.prepare(&mut engine)?;
     D::set_alone(engine.backend(), false);
     Ok(engine)
+}
+
+/// Makes room for steps of another size beside the same weights. What ranks that leave meanwhile
+/// have to say counts when they are next needed, as while weights are loaded.
+///
+/// # Errors
+/// [`KernelError`]; the weights are gone.
+pub(super) fn resize<D: Device>(
+    device: &D,
+    loaded: LoadedShard<D>,
+    sizes: &EngineConfig,
+) -> Result<LoadedShard<D>, KernelError> {
+    let LoadedShard { mut engine, key, step_tokens: before, is_new } = loaded;
+    let step_tokens = sizes.max_num_batched_tokens;
+    tracing::info!(step_tokens, before, "steps are of another size; the weights stay");
+    D::set_alone(engine.backend(), true);
+    let mut engine = engine.resized(sizes.clone())?;
+    device.prepare(&mut engine)?;
+    D::set_alone(engine.backend(), false);
+    Ok(LoadedShard { engine, key, step_tokens, is_new })
 }
 
 /// Lets the draft model's own backend, which is in no collective, drop what it recorded in an

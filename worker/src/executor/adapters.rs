@@ -89,14 +89,15 @@ impl AdapterSink for Sink<'_> {
     }
 
     fn fetches(&mut self, news: Option<(u64, u64)>) -> bool {
-        let Reader { queue, abort, link, epoch, is_dropped, .. } = self.reader;
+        let Reader { queue, abort, link, epoch, is_dropped, number } = self.reader;
         if is_dropped.load(Ordering::Relaxed) {
             return false;
         }
         let due = self.reported.is_none_or(|last| last.elapsed() >= FETCH_INTERVAL);
         if let Some((bytes_done, bytes_total)) = news.filter(|_| due) {
             self.reported = Some(Instant::now());
-            let progress = LoadProgress { epoch: *epoch, bytes_done, bytes_total };
+            let (epoch, adapter) = (*epoch, *number);
+            let progress = LoadProgress { epoch, adapter, bytes_done, bytes_total };
             // If one is still queued, that says enough.
             let _ = queue.push(*link, ExecutorCommand::Fetched(progress));
         }

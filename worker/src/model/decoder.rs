@@ -210,6 +210,24 @@ impl<B: Backend> Decoder<B> {
         })
     }
 
+    /// The same with the same weights and room for other steps.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    pub fn resized(
+        self,
+        backend: &mut B,
+        tokens_max: usize,
+        rows_max: usize,
+    ) -> Result<Self, KernelError> {
+        let Self { weights, config, shard, buffers, adapters, .. } = self;
+        // The old buffers go first: there may not be enough memory for both.
+        drop(buffers);
+        let adapters = adapters.map(|it| it.resized(backend, tokens_max)).transpose()?;
+        let resized = Self::new(backend, config, shard, weights, tokens_max, rows_max)?;
+        Ok(resized.with_adapters(adapters))
+    }
+
     /// Adds LoRA adapters, if there are any.
     #[must_use]
     pub fn with_adapters(self, adapters: Option<Adapters<B>>) -> Self {

@@ -25,7 +25,7 @@ mod places;
 
 use std::ops::Range;
 
-use kernels::backend::{DType, EXPERT_SLOTS, HostMatrix, Routing};
+use kernels::backend::{Buffer as _, DType, EXPERT_SLOTS, HostMatrix, Routing};
 use kernels::{Backend, KernelError};
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{Adapter, Lora};
@@ -201,7 +201,6 @@ impl LoraFiles {
         if count == 0 {
             return Ok(None);
         }
-        let routing = Routing::softmax(count, 1, false);
         let held = self.adapters.iter().map(|files| Some(Held::of(files, true)));
         let mut held: Vec<Option<Held>> = held.collect();
         held.resize_with(count, || None);
@@ -209,7 +208,7 @@ impl LoraFiles {
             held,
             places: self.places,
             layers: Vec::with_capacity(config.num_layers),
-            routes: backend.new_routes(tokens_max, routing)?,
+            routes: backend.new_routes(tokens_max, routing(count))?,
             rooms: [const { None }; Site::ALL.len()],
             bytes: 0,
         };
@@ -218,10 +217,7 @@ impl LoraFiles {
         let joints = [qkv?, output?, gate_up?, down?];
         for (joint, room) in joints.iter().zip(&mut loaded.rooms) {
             if let Some(joint) = joint {
-                *room = Some(Room {
-                    ranks: backend.new_input_buffer(tokens_max, joint.width())?,
-                    out: backend.new_buffer(tokens_max, joint.outputs())?,
-                });
+                *room = Some(Room::new(backend, tokens_max, (joint.width(), joint.outputs()))?);
             }
         }
         for layer in 0..config.num_layers {
@@ -401,6 +397,11 @@ impl Joint {
     }
 }
 
+/// Sends each row to one of `count` adapters.
+fn routing(count: usize) -> Routing {
+    Routing::softmax(count, 1, false)
+}
+
 fn bytes_of(matrix: &[f32]) -> Vec<u8> {
     matrix.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
@@ -442,6 +443,17 @@ struct Room<B: Backend> {
     out: B::Buffer,
 }
 
+impl<B: Backend> Room<B> {
+    fn new(
+        backend: &mut B,
+        tokens_max: usize,
+        (width, outputs): (usize, usize),
+    ) -> Result<Self, KernelError> {
+        let ranks = backend.new_input_buffer(tokens_max, width)?;
+        Ok(Self { ranks, out: backend.new_buffer(tokens_max, outputs)? })
+    }
+}
+
 /// An adapter in a place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Held {
@@ -478,6 +490,20 @@ impl<B: Backend> std::fmt::Debug for Adapters<B> {
 }
 
 impl<B: Backend> Adapters<B> {
+    /// The same adapters with buffers for steps of up to `tokens_max` tokens.
+    pub(super) fn resized(self, backend: &mut B, tokens_max: usize) -> Result<Self, KernelError> {
+        let Self { held, places, layers, routes, rooms, bytes } = self;
+        let widths = rooms.map(|room| room.map(|room| (room.ranks.width(), room.out.width())));
+        drop(routes);
+        let routes = backend.new_routes(tokens_max, routing(held.len()))?;
+        let mut rooms = [const { None }; Site::ALL.len()];
+        for (room, widths) in rooms.iter_mut().zip(widths) {
+            let made = widths.map(|widths| Room::new(backend, tokens_max, widths));
+            *room = made.transpose()?;
+        }
+        Ok(Self { held, places, layers, routes, rooms, bytes })
+    }
+
     /// Number of adapters that there is room for.
     #[must_use]
     pub fn count(&self) -> u32 {

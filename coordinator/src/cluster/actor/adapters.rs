@@ -20,6 +20,11 @@ const WAITING_MAX: usize = 256;
 #[rtype(result = "Result<u64, AdapterError>")]
 pub struct ChangeAdapters(pub AdapterCommand);
 
+/// Whether adapters that are not served any more still have their places, which requests may use.
+#[derive(Clone, Copy, Debug, Message)]
+#[rtype(result = "bool")]
+pub struct HasLeavingAdapters;
+
 type Outcome = Result<u64, AdapterError>;
 
 /// See the module's documentation.
@@ -100,5 +105,13 @@ impl Handler<ChangeAdapters> for ClusterActor {
             let stopped = || AdapterError::NotNow("the coordinator is stopping".to_owned());
             outcome.await.unwrap_or_else(|_| Err(stopped()))
         })
+    }
+}
+
+impl Handler<HasLeavingAdapters> for ClusterActor {
+    type Result = bool;
+
+    fn handle(&mut self, _: HasLeavingAdapters, _ctx: &mut Self::Context) -> bool {
+        !self.core.leaving_adapters().is_empty()
     }
 }

@@ -413,10 +413,12 @@ impl Handler<Joined> for ClusterActor {
                 "workers run several builds; all ranks of a replica must run the same one"
             );
         }
+        let (now, incarnation) = (self.clock.now(), member.incarnation);
         self.core.set_held_weights(worker, hello.rejoin.shard);
+        self.core.trouble_brought(now, worker, incarnation, hello.rejoin.trouble);
         let mut effects = Vec::new();
         self.report_member(&member);
-        self.core.worker_joined(self.clock.now(), member, &mut effects);
+        self.core.worker_joined(now, member, &mut effects);
         self.carry_out(ctx, effects);
     }
 }

@@ -337,13 +337,60 @@ fn a_load_whose_files_are_still_on_their_way_is_waited_for() {
     let number = number_of(&load(&mut cluster, 1, "b", false), "b");
     let mut effects = Vec::new();
     for at in (10..300).step_by(50) {
-        let progress = LoadProgress { epoch: Epoch(1), bytes_done: at, bytes_total: 300 };
-        cluster.load_progressed(secs(at), WorkerId(0), progress);
+        fetches(&mut cluster, at, number);
         cluster.tick(secs(at + 49), &mut effects);
     }
     assert!(outcomes(&effects).is_empty(), "{effects:?}");
     assert_eq!(cluster.load_progress(), (0, 0), "no weights are loaded");
     assert_eq!(outcomes(&answer(&mut cluster, 0, 1, number, Ok(1))), [(1, Ok(()))]);
+}
+
+/// The first worker says how far it is with fetching an adapter.
+fn fetches(cluster: &mut Cluster, at: u64, number: u32) {
+    let (epoch, bytes_total) = (Epoch(1), 300);
+    let progress = LoadProgress { epoch, adapter: number, bytes_done: at, bytes_total };
+    cluster.load_progressed(secs(at), WorkerId(0), progress);
+}
+
+#[test]
+fn another_adapter_s_progress_gives_a_load_no_more_time() {
+    let mut cluster = serving(1, 1);
+    let number = number_of(&load(&mut cluster, 1, "b", false), "b");
+    let mut effects = Vec::new();
+    fetches(&mut cluster, 40, number + 1);
+    cluster.tick(secs(60), &mut effects);
+    assert!(outcomes(&effects).is_empty(), "{effects:?}");
+    cluster.tick(secs(62), &mut effects);
+    assert!(matches!(*outcomes(&effects), [(1, Err(AdapterError::NotNow(_)))]), "{effects:?}");
+}
+
+#[test]
+fn spares_fetch_what_is_loaded_as_ranks_do() {
+    let mut config = with_room(1);
+    (config.max_replicas, config.lora.places) = (Some(1), 3);
+    let (mut cluster, _) = cluster_of(config, 2);
+    bring_up(&mut cluster, secs(1), 1, &[0]);
+    let told = |effects: &[Effect]| -> Vec<(u32, Vec<String>)> {
+        let of = |effect: &Effect| match effect {
+            Effect::Send { worker, message: ToWorker::Fetch(it), .. } => {
+                Some((worker.0, it.adapters.clone()))
+            }
+            _ => None,
+        };
+        effects.iter().filter_map(of).collect()
+    };
+    // Nobody fetches what is in folders.
+    let number = number_of(&load(&mut cluster, 1, "b", false), "b");
+    let effects = answer(&mut cluster, 0, 1, number, Ok(1));
+    assert_eq!((outcomes(&effects), told(&effects)), (vec![(1, Ok(()))], vec![]));
+    let path = format!("hf://org/sql@{}", "a".repeat(40));
+    let load = AdapterCommand::Load { name: "c".to_owned(), path: path.clone(), replace: false };
+    let mut effects = Vec::new();
+    cluster.change_adapters(secs(2), Ticket(2), load, &mut effects);
+    let number = number_of(&effects, "c");
+    assert!(told(&effects).is_empty(), "nobody has read it yet");
+    let effects = answer(&mut cluster, 0, 1, number, Ok(1));
+    assert_eq!(told(&effects), [(1, vec![path])]);
 }
 
 #[test]

@@ -1,4 +1,6 @@
 //! Ranks that do not reach each other, while the coordinator reaches each of them.
+use shared::protocol::Trouble;
+
 use super::*;
 
 /// Workers of hosts of their own join; those formed fail as long as `apart` says so of their group.
@@ -89,6 +91,77 @@ fn what_failed_is_forgotten_when_it_serves() {
         epoch = forms(&effects)[0].2;
         assert_eq!(groups(&cluster), [[Some(0), Some(1)]]);
     }
+}
+
+/// What workers are told to remember.
+fn remembered(effects: &[Effect]) -> BTreeMap<u32, Trouble> {
+    let of = |effect: &Effect| match effect {
+        Effect::Send { worker, message: ToWorker::Remember(it), .. } => Some((worker.0, *it)),
+        _ => None,
+    };
+    effects.iter().filter_map(of).collect()
+}
+
+/// Two workers that do not reach each other join a coordinator that may go on with one of them,
+/// with what an earlier one had them remember. Returns how often they are formed in vain, what they
+/// remember then, and the coordinator.
+fn one_of_two(
+    at: Duration,
+    brought: &BTreeMap<u32, Trouble>,
+) -> (usize, BTreeMap<u32, Trouble>, Cluster) {
+    let mut config = config(2);
+    config.degrees = vec![2, 1];
+    config.max_replicas = Some(1);
+    let (mut cluster, mut effects, mut now) = (Cluster::new(config), Vec::new(), at);
+    for worker in 0..2 {
+        let trouble = brought.get(&worker).copied().unwrap_or_default();
+        cluster.trouble_brought(now, WorkerId(worker), Incarnation(1), trouble);
+        let member = member(worker, 1, &format!("h{worker}"));
+        cluster.worker_joined(now, member, &mut effects);
+    }
+    let (mut tried, mut all) = (0, BTreeMap::new());
+    while tried < 9 {
+        let told = forms(&std::mem::take(&mut effects));
+        if told.len() == 1 {
+            bring_up(&mut cluster, now, told[0].2, &[told[0].0]);
+            break;
+        }
+        if let Some(epoch) = told.first().map(|form| form.2) {
+            tried += 1;
+            now += secs(30);
+            let message = "cannot reach the others".to_owned();
+            let failure = FormFailed { epoch: Epoch(epoch), message, permanent: false };
+            for worker in 0..2 {
+                cluster.form_failed(now, WorkerId(worker), &failure, &mut effects);
+            }
+        }
+        now += secs(1);
+        cluster.tick(now, &mut effects);
+        all.extend(remembered(&effects));
+    }
+    (tried, all, cluster)
+}
+
+#[test]
+fn what_failed_is_known_to_the_next_coordinator_from_the_workers() {
+    let (tried, told, mut cluster) = one_of_two(secs(0), &BTreeMap::new());
+    assert_eq!(tried, 3);
+    let (stays, rests) = (told[&0].formations, told[&1].formations);
+    // Of equals, the first goes on; what it was told is what was before it served.
+    assert_eq!((stays.failures, stays.rests, rests.failures, rests.rests), (3, 0, 3, 1));
+    assert!((500_000..=600_000).contains(&rests.rests_ms), "{rests:?}");
+    let mut effects = Vec::new();
+    cluster.tick(secs(200), &mut effects);
+    assert_eq!(remembered(&effects), [(0, Trouble::default())].into(), "it serves");
+    let told = BTreeMap::from([(0, Trouble::default()), (1, told[&1].after(secs(100)))]);
+    assert_eq!(told[&1].formations.rests_ms, rests.rests_ms - 100_000);
+    // The next one goes on with one of them when they have failed once more.
+    let (tried, again, next) = one_of_two(secs(0), &told);
+    assert_eq!((tried, again[&1].formations.failures), (1, 4), "{again:?}");
+    assert_eq!(groups(&next), [[Some(0)]]);
+    assert!(next.rests(WorkerId(1)) && !next.rests(WorkerId(0)));
+    // A restarted worker brings nothing.
+    assert_eq!(one_of_two(secs(0), &BTreeMap::new()).0, 3);
 }
 
 /// A cluster of so many workers on hosts of their own, in time.
@@ -262,7 +335,7 @@ fn a_rank_that_fetches_what_it_lacks_is_no_reason_to_replace_one() {
             let epoch = Epoch(forms(&effects).last().unwrap().2);
             now += secs(30);
             if fetches {
-                let progress = LoadProgress { epoch, bytes_done: 1, bytes_total: 100 };
+                let progress = LoadProgress { epoch, adapter: 0, bytes_done: 1, bytes_total: 100 };
                 cluster.load_progressed(now, WorkerId(1), progress);
             }
             cluster.executor_heard(now, WorkerId(1));

@@ -131,6 +131,7 @@ impl Twins {
         let (mut a, mut b) = (Vec::new(), Vec::new());
         self.lazy.tick(self.now, &mut a);
         self.eager.reconcile(self.now, &mut b);
+        self.eager.tell_trouble(self.now, &mut b);
         self.compare(&a, &b);
     }
 

@@ -38,7 +38,8 @@ fn formed(cluster: &mut Cluster, at: u64, worker: u32, epoch: u64) {
 }
 
 fn loads(cluster: &mut Cluster, at: u64, worker: u32, epoch: u64) {
-    let progress = LoadProgress { epoch: Epoch(epoch), bytes_done: at, bytes_total: 1000 };
+    let (epoch, adapter) = (Epoch(epoch), 0);
+    let progress = LoadProgress { epoch, adapter, bytes_done: at, bytes_total: 1000 };
     cluster.load_progressed(secs(at), WorkerId(worker), progress);
 }
 

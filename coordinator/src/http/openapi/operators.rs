@@ -53,6 +53,10 @@ fn status() -> Value {
         }),
         json!({}),
     );
+    let refused = answer(
+        json!({"address": string(), "reason": string(), "times": count(), "at": count()}),
+        json!({}),
+    );
     answer(
         json!({
             "version": string(), "model": string(), "ready": boolean(), "message": string(),
@@ -60,6 +64,7 @@ fn status() -> Value {
             "adapters": any_list(adapter), "adapter_places": or_null(count()),
             "nodes": any_list(node()), "replicas": any_list(replica()),
             "actors": any_list(actor()), "hosts": any_list(host), "dead": any_list(dead()),
+            "refused": any_list(refused),
         }),
         json!({"classes": count()}),
     )
