@@ -10,7 +10,7 @@ fn folders() -> Vec<PathBuf> {
     let mut folders = vec![root.join("models/demo")];
     for entry in std::fs::read_dir(root.join("tests/models")).unwrap() {
         let path = entry.unwrap().path();
-        if path.is_dir() {
+        if path.join("golden.json").is_file() {
             folders.push(path);
         }
     }
