@@ -73,6 +73,9 @@ impl Case for Fp8 {
     fn tolerance(&self) -> (f32, f32) {
         match self.product {
             Product::GateUp | Product::Experts => (ROUNDING, 1e-3),
+            // Widened weights are rounded once more, by at most 1/512 each: in sums of the order of
+            // one that is 1e-3 on average, and several times that in the worst of many.
+            Product::Linear | Product::Head if self.rows > 256 => (SUM, 1e-2),
             Product::Linear | Product::Head => (SUM, 1e-5 * self.k as f32),
         }
     }
