@@ -16,7 +16,8 @@
 //
 // The order of every sum depends only on k, so each row's result has the same bits with any number
 // of rows, in any variant. Shapes and launch rules: kernels.h. Limits: rows of x and W begin at
-// multiples of 16 bytes. Best up to 32 rows; every 64 rows read W again.
+// multiples of 16 bytes. Best up to 32 rows; every 64 rows read W again (FP8 and 4 bits:
+// every 32).
 #include "skinny_fp8.cuh"
 #include "skinny_int4.cuh"
 #include "skinny_int8.cuh"

@@ -1,8 +1,9 @@
 // The inner loop of skinny.cuh for weights in FP8 (E4M3), with a scale for each group of k.
 //
 // A lane has the same bytes as of int8 weights: 16 k, so 4 lanes load 64 k of a row at once. They
-// are converted to bf16 in registers, exactly: there is no NaN among them. Groups begin with a
-// load. Each is summed from zero and added times its scale: one group, at most a chunk, at a time.
+// are converted to bf16 in registers, exactly but for NaN: a row with one has scales that are NaN.
+// Groups begin with a load. Each is summed from zero and added times its scale: one group, at most
+// a chunk, at a time.
 #pragma once
 #include "skinny_int8.cuh"
 

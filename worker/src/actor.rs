@@ -127,7 +127,7 @@ pub struct WorkerActor {
     ending: Option<WorkerEnd>,
     /// What the last coordinator wanted it to fetch.
     to_fetch: Option<ToFetch>,
-    /// The fetching under way; called off when this is dropped.
+    /// The last fetching; called off, if it is under way, when this is dropped.
     fetching: Option<ModelFetch>,
 }
 

@@ -357,7 +357,7 @@ impl Device for CudaDevice {
             })
         };
         let (memory, own) = (self.measure(backend)?, need(shard)?);
-        if check_fit(&memory, &own, &[]).is_ok() {
+        if own.bytes() <= memory.kv_bytes() {
             return Ok(());
         }
         // Ranks of one degree can keep different forms: the columns that they take differ.
@@ -367,7 +367,7 @@ impl Device for CudaDevice {
             all.into_iter().max_by_key(MemoryNeed::bytes)
         };
         let larger = own.degree.saturating_add(1)..=64;
-        let fitting = larger.filter_map(most).find(|need| check_fit(&memory, need, &[]).is_ok());
+        let fitting = larger.filter_map(most).find(|need| need.bytes() <= memory.kv_bytes());
         check_fit(&memory, &own, fitting.as_slice()).map_err(ModelError::Fit)
     }
 

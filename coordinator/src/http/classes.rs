@@ -29,8 +29,7 @@ pub(super) async fn respond(state: &AppState, fields: Fields) -> Result<HttpResp
         Ok(())
     };
     let tokens = asked.compute(state, fields, texts, take).await?;
-    let head = Head { id: &id, object: "list", created: since_1970().as_secs(), model: &model };
-    let (head, tail) = frame(&head, tokens)?;
+    let (head, tail) = frame(&id, &model, tokens)?;
     let text = state.text.clone();
     let entries = all.into_iter().enumerate().map(move |(index, probs)| {
         let likeliest = most_likely(&probs);
@@ -41,13 +40,14 @@ pub(super) async fn respond(state: &AppState, fields: Fields) -> Result<HttpResp
     Ok(list(head, entries, tail))
 }
 
-/// What stands before and after the entries of `data`.
+/// What stands before and after the entries of `data`, in vLLM's form.
 ///
 /// # Errors
 /// 500.
-pub(super) fn frame(head: &Head<'_>, tokens: usize) -> Result<(String, String), ApiError> {
+pub(super) fn frame(id: &str, model: &str, tokens: usize) -> Result<(String, String), ApiError> {
     let failed = |error: serde_json::Error| ApiError::internal(error.to_string());
-    let head = serde_json::to_string(head).map_err(failed)?;
+    let head = Head { id, object: "list", created: since_1970().as_secs(), model };
+    let head = serde_json::to_string(&head).map_err(failed)?;
     let head = format!("{},\"data\":[", head.strip_suffix('}').unwrap_or(&head));
     let usage = serde_json::to_string(&Usage::of(tokens)).map_err(failed)?;
     Ok((head, format!("],\"usage\":{usage}}}")))
@@ -82,11 +82,11 @@ pub(super) fn check_generates(text: &TextModel) -> Result<(), ApiError> {
 
 /// An answer, before its data.
 #[derive(Serialize)]
-pub(super) struct Head<'a> {
-    pub(super) id: &'a str,
-    pub(super) object: &'static str,
-    pub(super) created: u64,
-    pub(super) model: &'a str,
+struct Head<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
 }
 
 #[derive(Serialize)]

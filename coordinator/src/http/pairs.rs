@@ -60,11 +60,6 @@ impl Pairs<'_> {
                 );
                 return Err(ApiError::field(field, message));
             }
-            if pair.is_empty() {
-                let field = right.field;
-                let message = format!("`{field}[{index}]` has no tokens");
-                return Err(ApiError::field(field, message));
-            }
             pairs.push(pair);
         }
         Ok(pairs)

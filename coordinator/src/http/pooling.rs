@@ -2,9 +2,8 @@
 //! model that has them, or else an embedding.
 use actix_web::HttpResponse;
 use serde::Serialize;
-use shared::clock::since_1970;
 
-use super::classes::{Head, frame};
+use super::classes::frame;
 use super::embeddings::{self, Vector};
 use super::error::ApiError;
 use super::fields::Fields;
@@ -43,8 +42,7 @@ pub(super) async fn respond(state: &AppState, fields: Fields) -> Result<HttpResp
         Ok(())
     };
     let tokens = asked.compute(state, fields, texts, take).await?;
-    let head = Head { id: &id, object: "list", created: since_1970().as_secs(), model: &model };
-    let (head, tail) = frame(&head, tokens)?;
+    let (head, tail) = frame(&id, &model, tokens)?;
     let entries = all.into_iter().enumerate().map(move |(index, values)| Entry {
         index,
         object: "pooling",

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use actix_web::HttpResponse;
 use serde::Serialize;
 use serde_json::Value;
-use shared::clock::since_1970;
 
+use super::classes::frame;
 use super::embeddings::Usage;
 use super::error::ApiError;
 use super::fields::Fields;
@@ -75,16 +75,10 @@ pub(super) async fn score(state: &AppState, fields: Fields) -> Result<HttpRespon
     }
     let (id, model) = (asked.id.clone(), asked.model.clone());
     let (scores, tokens) = judge(state, asked, fields, ones, others).await?;
+    let (head, tail) = frame(&id, &model, tokens)?;
     let scores = scores.into_iter().enumerate();
-    let data = scores.map(|(index, score)| Score { index, object: "score", score }).collect();
-    Ok(HttpResponse::Ok().json(Scores {
-        id: &id,
-        object: "list",
-        created: since_1970().as_secs(),
-        model: &model,
-        data,
-        usage: Usage::of(tokens),
-    }))
+    let data = scores.map(|(index, score)| Score { index, object: "score", score });
+    Ok(list(head, data, tail))
 }
 
 /// Scores each of the `others` with the one at its place, or with the only one. Returns the scores,
@@ -237,16 +231,6 @@ struct Rank {
 #[derive(Serialize)]
 struct Document {
     text: Arc<str>,
-}
-
-#[derive(Serialize)]
-struct Scores<'a> {
-    id: &'a str,
-    object: &'static str,
-    created: u64,
-    model: &'a str,
-    data: Vec<Score>,
-    usage: Usage,
 }
 
 #[derive(Serialize)]

@@ -1,6 +1,6 @@
 //! A vector of numbers for each of several texts or pairs of texts, computed like prompts without
-//! output tokens: an embedding, or a number for each class. For `embeddings`, `classes`, and
-//! `scores`, which compares texts.
+//! output tokens: an embedding, or a number for each class. For `embeddings`, `classes`, `pooling`,
+//! and `scores`, which compares texts.
 use std::iter;
 use std::pin::pin;
 use std::sync::Arc;
@@ -341,17 +341,17 @@ fn encode(
                 tokens
             }
         };
-        if tokens.is_empty() {
-            return Err(failed(format!("`{name}[{index}]` has no tokens")));
-        }
         check_length(name, index, tokens.len(), max)?;
         Ok(tokens)
     };
     group.inputs.into_iter().enumerate().map(encode).collect()
 }
 
-/// Rejects a text of more than `max` tokens.
+/// Rejects a text without tokens, or of more than `max`.
 pub(super) fn check_length(name: &str, index: usize, len: usize, max: u32) -> Result<(), ApiError> {
+    if len == 0 {
+        return Err(ApiError::field(name, format!("`{name}[{index}]` has no tokens")));
+    }
     if len <= max as usize {
         return Ok(());
     }
@@ -369,7 +369,8 @@ fn can_answer(text: &TextModel, endpoint: Endpoint) -> Result<(), ApiError> {
         (Endpoint::Embeddings, Some(_)) => no_vectors(text),
         (Endpoint::Classify, None) => Some(
             "this model generates text and has no classes: a model for `/classify` has an \
-             architecture that ends in ForSequenceClassification"
+             architecture that ends in ForSequenceClassification, or `classifier_from_token` in \
+             its `config.json`"
                 .to_owned(),
         ),
         (Endpoint::Rerank | Endpoint::Score, Some(count)) if count > 1 => Some(format!(

@@ -241,7 +241,7 @@ impl Grouping {
     }
 }
 
-fn sizes(stack: &CpuStack) -> StackSizes {
+pub(super) fn sizes(stack: &CpuStack) -> StackSizes {
     (stack.count(), stack.rows(), stack.cols())
 }
 

@@ -1,6 +1,6 @@
 //! Multi-head latent attention: the norm and RoPE before attention, and a product for each head.
 use super::elementwise::norm_rope;
-use super::experts::Grouping;
+use super::experts::{Grouping, sizes};
 use super::gemm::Grouped;
 use super::memory::Disjoint;
 use super::{CpuBackend, CpuBuffer, CpuKvCache, CpuStack, CpuVector, GRAIN};
@@ -75,7 +75,7 @@ impl LatentOps for CpuBackend {
         scale: f32,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let (heads, n, cols) = (weight.count(), weight.rows(), weight.cols());
+        let (heads, n, cols) = sizes(weight);
         let stride = check::heads_product(x, (heads, n, cols), out)?;
         let rows = x.rows();
         out.set_rows(rows)?;

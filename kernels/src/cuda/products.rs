@@ -264,7 +264,7 @@ impl CudaBackend {
 
     /// As [`Self::is_skinny`], for a product with this matrix. Converting quantised weights to bf16
     /// for cuBLASLt takes as long as reading int8 weights about five times; the kernels here read
-    /// them once per 64 rows.
+    /// them once per 64 rows, or per 32 if groups of inputs have scales.
     pub(super) fn is_skinny_with(&self, rows: usize, weight: &CudaMatrix) -> bool {
         self.is_skinny(rows) || (!weight.weight().is_bf16() && rows <= INT8_SKINNY_MAX)
     }

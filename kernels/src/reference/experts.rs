@@ -78,7 +78,7 @@ fn kept(keys: &[f32], routing: &Routing) -> Vec<bool> {
 }
 
 /// Number of matrices in a stack, and rows and columns of each.
-fn sizes(stack: &[ReferenceMatrix]) -> StackSizes {
+pub(super) fn sizes(stack: &[ReferenceMatrix]) -> StackSizes {
     stack.first().map_or((0, 0, 0), |matrix| (stack.len(), matrix.rows(), matrix.cols()))
 }
 

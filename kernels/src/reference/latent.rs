@@ -1,5 +1,6 @@
 //! Multi-head latent attention: what is written to the cache, and products per head.
 use super::attention::{rope_row, rotate};
+use super::experts::sizes;
 use super::{ReferenceBackend, dot, rmsnorm};
 use crate::backend::{AttentionAt, Buffer as _, LatentInput, LatentOps};
 use crate::check::{attention, latent as check};
@@ -48,7 +49,7 @@ impl LatentOps for ReferenceBackend {
         scale: f32,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
-        let sizes = weight.first().map_or((0, 0, 0), |it| (weight.len(), it.rows(), it.cols()));
+        let sizes = sizes(weight);
         let stride = check::heads_product(x, sizes, out)?;
         out.set_rows(x.rows())?;
         for i in 0..x.rows() {

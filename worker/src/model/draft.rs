@@ -95,10 +95,10 @@ impl DraftFiles {
     ) -> Result<Draft<B>, ModelError> {
         let positions = self.positions(sizes.max_model_len);
         let backend = own.as_mut().unwrap_or(shared);
-        let Self { config, shard, files } = self;
-        let source = Source { files: &files, config: &config, shard: &shard };
         let longest = positions as usize;
-        let weights = weights::load(backend, &source, QUANTIZATION, longest, &mut |_, _| {})?;
+        let weights =
+            weights::load(backend, &self.source(), QUANTIZATION, longest, &mut |_, _| {})?;
+        let Self { config, shard, .. } = self;
         let (tokens, rows) = (sizes.max_num_batched_tokens as usize, sizes.max_num_seqs as usize);
         let decoder = Decoder::new(backend, config, shard, weights, tokens, rows)?;
         Ok(Draft::new(own, decoder, positions))

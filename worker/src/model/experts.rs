@@ -190,11 +190,6 @@ impl<'a> ExpertParts<'a> {
         let biases = Biases { router: bias, ..Biases::default() };
         Ok(Self { router, gate_up, down, biases })
     }
-
-    /// All matrices: the router, then those of the experts.
-    pub(crate) fn matrices(&self) -> impl Iterator<Item = &HostMatrix<'a>> {
-        self.router.iter().chain(&self.gate_up).chain(self.down.iter().flatten())
-    }
 }
 
 /// An expert's down projection within a tensor.

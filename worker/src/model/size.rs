@@ -13,7 +13,9 @@ const SCALE: u64 = 4;
 /// Whether a device keeps a matrix in this form (or a stack of them, if true).
 pub type Keeps<'a> = &'a dyn Fn(&Compact, bool) -> bool;
 
-/// Size of a shard's weights, in bytes, if no matrix stays as a quantised checkpoint has it.
+/// Size of a shard's weights, in bytes, if no matrix stays as a quantised checkpoint has it:
+/// computed from the configuration alone, for measurements. Workers count with
+/// [`super::weights::kept_bytes`].
 #[must_use]
 pub fn weight_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantization) -> u64 {
     let n = |n: usize| n as u64;

@@ -174,9 +174,10 @@ pub struct Source<'a> {
 }
 
 /// Checks all tensors, then packs this rank's shard of each. With `quantization`, quantises all
-/// matrices of the layers except routers, and the output head; a head tied to the embedding then
-/// becomes a separate matrix, since the embedding is not quantised. `max_positions` bounds the
-/// rotary tables; `progress` is called with (bytes done, bytes total) of the matrices as stored.
+/// matrices of the layers except routers and those that make K and V of latents, and the output
+/// head; a head tied to the embedding then becomes a separate matrix, since the embedding is not
+/// quantised. `max_positions` bounds the rotary tables; `progress` is called with (bytes done, bytes
+/// total) of the matrices as stored.
 ///
 /// # Errors
 /// [`ModelError`].
@@ -191,11 +192,7 @@ pub fn load<B: Backend>(
     let part = Part(*source);
     let padding = padding(config, shard);
     let embedding = part.embedding(&padding)?;
-    let lm_head = match (config.has_own_head(), quantization) {
-        (true, _) => Some(part.vocabulary("lm_head.weight", &padding)?),
-        (false, Quantization::Int8) if config.classifier.is_none() => Some(embedding.clone()),
-        (false, _) => None,
-    };
+    let lm_head = output_head(&part, &embedding, quantization, &padding)?;
     let class_head = ClassHead::read(source)?;
     let layers = (0..config.num_layers).map(|i| part.layer(i)).collect::<Result<Vec<_>, _>>()?;
     let mut final_norm = part.stream_norm("model.norm")?;
@@ -205,7 +202,8 @@ pub fn load<B: Backend>(
     if quantization == Quantization::None {
         warn_of_mixed_experts(&layers, &|form| backend.keeps(form, true));
     }
-    let matrices = layers.iter().flat_map(part::LayerPart::matrices);
+    let loads = layers.iter().flat_map(part::LayerPart::loads);
+    let matrices = loads.flat_map(|(matrices, _)| matrices);
     let total = embedding.iter().chain(lm_head.iter().flatten()).chain(matrices).map(bytes).sum();
     progress(0, total);
     let mut loader = Loader { backend, quantization, progress, done: 0, total, held: 0 };
@@ -272,19 +270,29 @@ pub fn kept_bytes(
     let (part, padding) = (Part(*source), padding(config, shard));
     let kept = |matrices: &[HostMatrix<'_>], kind| kept(matrices, kind, quantization, keeps);
     let embedding = part.embedding(&padding)?;
-    let head = match (config.has_own_head(), quantization) {
-        (true, _) => kept(&part.vocabulary("lm_head.weight", &padding)?, Kind::Matrix),
-        (false, Quantization::Int8) if config.classifier.is_none() => {
-            kept(&embedding, Kind::Matrix)
-        }
-        (false, _) => 0,
-    };
+    let head = output_head(&part, &embedding, quantization, &padding)?
+        .map_or(0, |matrix| kept(&matrix, Kind::Matrix));
     let mut bytes = head + kept(&embedding, Kind::Small);
     for index in 0..config.num_layers {
         let layer = part.layer(index)?;
         bytes += layer.loads().iter().map(|(matrices, kind)| kept(matrices, *kind)).sum::<u64>();
     }
     Ok(bytes)
+}
+
+/// The output head, if it is a matrix beside the embedding.
+fn output_head<'a>(
+    part: &Part<'a>,
+    embedding: &[HostMatrix<'a>],
+    quantization: Quantization,
+    padding: &'a [u8],
+) -> Result<Option<Vec<HostMatrix<'a>>>, ModelError> {
+    let config = part.0.config;
+    Ok(match (config.has_own_head(), quantization) {
+        (true, _) => Some(part.vocabulary("lm_head.weight", padding)?),
+        (false, Quantization::Int8) if config.classifier.is_none() => Some(embedding.to_vec()),
+        (false, _) => None,
+    })
 }
 
 /// Zeros for the rows of the vocabulary that no token has.

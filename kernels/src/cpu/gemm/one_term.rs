@@ -135,7 +135,7 @@ pub(super) fn widen_pairs(row: &ByteRow) -> [__m512bh; 4] {
 /// The same, converted from FP8.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 #[inline]
-pub(super) fn fp8_pairs(row: &ByteRow) -> [__m512bh; 4] {
+fn fp8_pairs(row: &ByteRow) -> [__m512bh; 4] {
     [widen_fp8(&row[0]), widen_fp8(&row[1]), widen_fp8(&row[2]), widen_fp8(&row[3])]
 }
 

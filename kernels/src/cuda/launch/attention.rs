@@ -114,13 +114,13 @@ pub struct AttentionIo {
     pub seqs: DevicePtr,
     /// u32 [..]
     pub block_tables: DevicePtr,
-    /// As q.
+    /// As q, with [`AttentionShape::value_dim`] elements per head.
     pub out: DevicePtr,
     /// `f32 [num_heads]`
     pub sinks: Option<DevicePtr>,
 }
 
-fn window(shape: &AttentionShape) -> u32 {
+pub(super) fn window(shape: &AttentionShape) -> u32 {
     shape.sliding_window.unwrap_or(0)
 }
 

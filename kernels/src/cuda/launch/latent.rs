@@ -106,7 +106,7 @@ pub fn latent_attention(
     let latent = shape.value_dim();
     let args = words(args, [shape.num_heads, latent, shape.head_dim.saturating_sub(latent)])
         .u32(io.cache.block_shift)
-        .u32(shape.sliding_window.unwrap_or(0))
+        .u32(super::attention::window(shape))
         .f32(super::attention::scale(shape))
         .u32(u32::from(skips_single))
         .ptr(live);
@@ -137,7 +137,7 @@ pub fn latent_decode(
         .ptr(io.out);
     let args = words(args, [shape.num_heads, latent, shape.head_dim.saturating_sub(latent)])
         .u32(io.cache.block_shift)
-        .u32(shape.sliding_window.unwrap_or(0))
+        .u32(super::attention::window(shape))
         .u32(SPLITS_MAX)
         .u32(least)
         .f32(super::attention::scale(shape))

@@ -25,12 +25,6 @@ pub(super) struct LatentPart<'a> {
 }
 
 impl<'a> LatentPart<'a> {
-    /// All matrices.
-    pub(super) fn matrices(&self) -> impl Iterator<Item = &HostMatrix<'a>> {
-        let down = self.q_down.iter().map(|(matrix, _)| matrix);
-        down.chain(&self.q).chain(&self.kv).chain(&self.keys).chain(&self.values)
-    }
-
     /// All matrices, those together that are loaded together.
     pub(super) fn loads(&self) -> Vec<(&[HostMatrix<'a>], Kind)> {
         let down = self.q_down.iter();

@@ -58,16 +58,6 @@ pub(super) enum MlpPart<'a> {
     Experts(ExpertParts<'a>),
 }
 
-impl<'a> MlpPart<'a> {
-    /// Its matrices.
-    fn matrices(&self) -> Box<dyn Iterator<Item = &HostMatrix<'a>> + '_> {
-        match self {
-            Self::Dense { gate_up, down, .. } => Box::new(gate_up.iter().chain(down)),
-            Self::Experts(parts) => Box::new(parts.matrices()),
-        }
-    }
-}
-
 impl MlpPart<'_> {
     /// Whether it has a stack of experts in which some would stay as they are according to `keeps`
     /// if all had their form, and others have another.
@@ -113,12 +103,6 @@ impl<'a> LayerPart<'a> {
             }
         }
         loads
-    }
-
-    /// All matrices.
-    pub(super) fn matrices(&self) -> impl Iterator<Item = &HostMatrix<'a>> {
-        let latent = self.latent.iter().flat_map(LatentPart::matrices);
-        latent.chain(&self.qkv).chain(&self.output).chain(self.mlp.matrices())
     }
 }
 
