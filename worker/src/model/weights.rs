@@ -176,8 +176,8 @@ pub struct Source<'a> {
 /// Checks all tensors, then packs this rank's shard of each. With `quantization`, quantises all
 /// matrices of the layers except routers and those that make K and V of latents, and the output
 /// head; a head tied to the embedding then becomes a separate matrix, since the embedding is not
-/// quantised. `max_positions` bounds the rotary tables; `progress` is called with (bytes done, bytes
-/// total) of the matrices as stored.
+/// quantised. `max_positions` bounds the rotary tables; `progress` is called with (bytes done,
+/// bytes total) of the matrices as stored.
 ///
 /// # Errors
 /// [`ModelError`].
