@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::application::{Applications, Family};
 use super::catalogue::REPORTS_REFUSED;
 use super::definition::{Definition, GaugeMerge, Kind, Owner, SeriesId};
-use super::labels::{LabelValue, PROCESS_NAME, RANK_NAME, ReportRefusal, WORKER_NAME};
+use super::labels::{LabelValue, PROCESS_NAME, ReportRefusal, WORKER_NAME};
 use super::merged::{Merged, merge};
 use super::snapshot::{LabelValues, PartialSnapshot, SeriesSnapshot, Value};
 use crate::ids::{Incarnation, WorkerId};
@@ -448,11 +448,9 @@ fn check_labels(
         }
         (Owner::Coordinator | Owner::Frontend, Source::Coordinator)
         | (Owner::Frontend, Source::Frontend(_)) => true,
-        (Owner::EveryRank | Owner::RankZero, Source::Worker(worker)) => {
-            // A worker speaks only for itself, and for its replica only as rank 0.
+        // A worker speaks only for itself.
+        (Owner::EveryRank, Source::Worker(worker)) => {
             value_of(WORKER_NAME).is_none_or(|value| *value == worker.0.to_string())
-                && (definition.owner == Owner::EveryRank
-                    || value_of(RANK_NAME).is_some_and(|value| value == "0"))
         }
         _ => false,
     };
