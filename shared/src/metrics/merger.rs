@@ -51,13 +51,14 @@ pub struct Limits {
     /// Number of retired incarnations remembered per source, so that a late report from one of them
     /// is refused rather than counted again.
     pub retired_incarnations: usize,
-    /// Maximum number of lost incarnations; beyond it, the one lost first is retired.
+    /// Maximum number of lost incarnations; beyond it, the one lost first is retired. A change of
+    /// the leader loses all of them until they report again, and no report of a retired one counts.
     pub lost: usize,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { label_sets: 16_384, retired_incarnations: 64, lost: 1024 }
+        Self { label_sets: 16_384, retired_incarnations: 64, lost: 4096 }
     }
 }
 
