@@ -7,16 +7,17 @@
 //! long.
 //!
 //! - `options`: what a coordinator is started with; `prepared`: checks it, and binds the addresses
+//! - `parts`: makes its parts from the options
 //! - `changes`: carries out commands about LoRA adapters
 //! - `stats`: the loggers of statistics
 mod changes;
 mod options;
+mod parts;
 mod prepared;
 mod stats;
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,50 +26,33 @@ use actix_web::dev::ServerHandle;
 use shared::actor::ActorRuntime;
 use shared::clock::{Clock, SystemClock, since_1970};
 use shared::host::HostThread;
-use shared::hub::HubModel;
-use shared::ids::{Incarnation, ReplicaId};
 use shared::membership::{DesiredStateSender, Role, View};
-use shared::model_identity::ModelIdentity;
-use shared::protocol::{EngineConfig, KvCacheDtype, Lora, Serving};
+use shared::protocol::KvCacheDtype;
 use tokio::sync::{mpsc, watch};
 
 use crate::adapters::{AdapterChanges, ServedAdapters};
 use crate::checkpoint::Publication;
-use crate::cluster::ClusterConfig;
 use crate::cluster::actor::{
-    ClusterActor, Command, Drain, HasLeavingAdapters, ProcessEnded, ReplicaFactory, Stop,
-    Supervised,
+    ClusterActor, Command, Drain, HasLeavingAdapters, ProcessEnded, Stop, Supervised,
 };
 use crate::cluster::records::ProcessExit;
-use crate::cluster::view::{ClusterView, not_ready};
+use crate::cluster::view::ClusterView;
 use crate::engine::{EngineCommand, EngineHandle};
 use crate::frontends::Frontends;
 use crate::http::admin::Admin;
 use crate::http::gate::Gate;
-use crate::http::metrics::{self as metrics_page, MetricsPage};
 use crate::http::models::Models;
 use crate::http::params::Limits;
 use crate::http::server;
-use crate::http::state::{AppState, Readiness, ReadinessCheck};
-use crate::http::tls::{Tls, scheme};
+use crate::http::state::AppState;
+use crate::http::tls::scheme;
 use crate::links::{self, RefusedProcesses};
-use crate::metrics::exposition::PageOptions;
-use crate::metrics::{Hub, membership};
-use crate::replica::actor::{ReplicaActor, ReplicaLoad};
-use crate::replica::driver::{DriverLimits, ReplicaDriver};
-use crate::scheduler::{Scheduler, SchedulerConfig};
+use crate::metrics::membership;
 
 use self::changes::Changes;
 pub use self::options::{CoordinatorOptions, LogStats, ModelSources, StartError};
 pub(crate) use self::prepared::BoundListener;
 pub use self::prepared::PreparedCoordinator;
-
-/// Deadline of a collective's set-up and of each of its operations.
-const COLLECTIVE_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// How long ranks may stay away before a replica continues with fewer: a restarted process is back
-/// sooner.
-const RESHARD_AFTER: Duration = Duration::from_millis(1500);
 
 /// How long delivering the last events to clients may take.
 const FLUSH_PATIENCE: Duration = Duration::from_secs(1);
@@ -137,6 +121,7 @@ impl Coordinator {
         let PreparedCoordinator {
             options,
             text,
+            identity,
             engine,
             cpu_step_tokens,
             scheduling,
@@ -163,8 +148,9 @@ impl Coordinator {
             let view = leadership.view.clone();
             actix::spawn(membership::observe(hub.membership().clone(), view));
         }
-        let config = cluster_config(&options, engine, cpu_step_tokens);
-        let factory = replica_factory(scheduling, options.limits, clock.clone(), hub.clone());
+        let config = parts::cluster_config(&options, identity, engine, cpu_step_tokens);
+        let factory =
+            parts::replica_factory(scheduling, options.limits, clock.clone(), hub.clone());
         let (view_sender, view) = watch::channel(ClusterView::default());
         let actors = ActorRuntime::hub("coordinator", options.run, clock.clone());
         hub.with_actors(actors.stats().clone());
@@ -198,10 +184,10 @@ impl Coordinator {
         actix::spawn(forward(commands, cluster.clone()));
         let (gate, frontends_gate) = (Gate::default(), Gate::default());
         let ready_behind = |gate: &Gate| {
-            readiness(view.clone(), clock.clone(), gate.clone(), options.tensor_parallel)
+            parts::readiness(view.clone(), clock.clone(), gate.clone(), options.tensor_parallel)
         };
         let readiness = ready_behind(&gate);
-        let serving = serving(&options, max_model_len, text.fingerprint);
+        let serving = parts::serving(&options, max_model_len, text.fingerprint);
         let frontends = Arc::new(Frontends::new(
             hub.clone(),
             clock.clone(),
@@ -221,7 +207,7 @@ impl Coordinator {
             options.secret.clone(),
             refused.clone(),
         ));
-        let page = page(&options, &hub, &clock, clock_start, leadership.as_ref());
+        let page = parts::page(&options, &hub, &clock, clock_start, leadership.as_ref());
         let readiness_alone = readiness.clone();
         let state = AppState::new(
             text,
@@ -254,7 +240,7 @@ impl Coordinator {
         let http = server.handle();
         actix::spawn(server);
         let metrics = metrics
-            .map(|bound| start_metrics(bound, page, readiness_alone, tls.as_ref()))
+            .map(|bound| parts::start_metrics(bound, page, readiness_alone, tls.as_ref()))
             .transpose()?;
         let (loggers, interval) =
             stats::loggers(&options.log_stats, &hub, clock.now(), clock_start)?;
@@ -421,99 +407,6 @@ impl Coordinator {
     }
 }
 
-fn cluster_config(
-    options: &CoordinatorOptions,
-    engine: EngineConfig,
-    cpu_step_tokens: u32,
-) -> ClusterConfig {
-    ClusterConfig {
-        tensor_parallel: options.tensor_parallel,
-        degrees: degrees(options.tensor_parallel, options.min_tensor_parallel),
-        reshard_after: RESHARD_AFTER,
-        max_replicas: options.max_replicas,
-        placement: options.placement.clone(),
-        model: options.sources.model.clone(),
-        identity: identity(options),
-        dtype: options.dtype,
-        quantization: options.quantization,
-        lora: lora_sources(options),
-        model_names: [&options.served_model_name]
-            .into_iter()
-            .chain(&options.model_aliases)
-            .cloned()
-            .collect(),
-        draft_model: options.sources.draft_model.clone(),
-        engine,
-        cpu_step_tokens,
-        collective_timeout: COLLECTIVE_TIMEOUT,
-        form_timeout: options.form_timeout,
-        worker_stats: options.metrics,
-        collective_key: options.collective_key.clone(),
-        run: options.run,
-    }
-}
-
-/// The adapters as workers are told of them. Where they may change, each with what its folder
-/// contains here, if it can be read.
-fn lora_sources(options: &CoordinatorOptions) -> Lora {
-    let mut sources = options.sources.lora.clone();
-    if sources.places > 0 {
-        for (source, here) in sources.adapters.iter_mut().zip(&options.lora.adapters) {
-            source.identity = ModelIdentity::of_adapter(Path::new(&here.path)).ok();
-        }
-    }
-    sources
-}
-
-fn serving(options: &CoordinatorOptions, max_model_len: u32, text_fingerprint: u64) -> Serving {
-    Serving {
-        model: options.sources.model.clone(),
-        served_model_name: options.served_model_name.clone(),
-        model_aliases: options.model_aliases.clone(),
-        adapters: options.sources.lora.adapters.clone(),
-        max_model_len,
-        text_fingerprint,
-        priorities: options.priorities,
-    }
-}
-
-/// Makes the page of `/metrics`.
-fn page(
-    options: &CoordinatorOptions,
-    hub: &Arc<Hub>,
-    clock: &Arc<dyn Clock>,
-    clock_start: Duration,
-    leadership: Option<&Leadership>,
-) -> Arc<MetricsPage> {
-    let page_options = PageOptions {
-        model_name: options.served_model_name.clone(),
-        compat: options.metrics_compat.clone(),
-        clock_start,
-        frontend: false,
-    };
-    let page = MetricsPage::new(hub.clone(), clock.clone(), page_options);
-    Arc::new(match leadership {
-        Some(Leadership { view, publication, .. }) => {
-            page.of_leader(publication.clone(), view.clone(), Incarnation(options.run))
-        }
-        None => page,
-    })
-}
-
-/// Identity of the model folder's contents here. A coordinator needs no weights; without them, its
-/// workers only have to agree with each other.
-fn identity(options: &CoordinatorOptions) -> Option<ModelIdentity> {
-    let read = ModelIdentity::read(&options.model, &options.lora.lasting());
-    read.inspect_err(|reason| {
-        if HubModel::parse(&options.sources.model).is_some() {
-            // Its commit says what it is.
-            return;
-        }
-        tracing::warn!(reason, "cannot tell whether workers have the same model as this host");
-    })
-    .ok()
-}
-
 /// Prepares the cluster's actor to continue where the last leader ended, if there was one.
 fn with_leadership(cluster: ClusterActor, leadership: Option<&Leadership>) -> ClusterActor {
     let Some(leadership) = leadership else { return cluster };
@@ -525,65 +418,6 @@ fn with_leadership(cluster: ClusterActor, leadership: Option<&Leadership>) -> Cl
         );
     }
     cluster.expecting(leadership.workers()).desiring(told, leadership.desires.clone())
-}
-
-/// Makes the check whether requests can be served, and why not.
-fn readiness(
-    view: watch::Receiver<ClusterView>,
-    clock: Arc<dyn Clock>,
-    gate: Gate,
-    degree: u32,
-) -> ReadinessCheck {
-    Arc::new(move || {
-        if gate.is_closed() {
-            return Readiness::ending();
-        }
-        let view = view.borrow();
-        if view.is_ready(clock.now()) {
-            return Readiness { ready: true, message: "serving".to_owned() };
-        }
-        Readiness { ready: false, message: not_ready(&view, degree) }
-    })
-}
-
-/// Serves `/metrics` and probes on a separate address.
-fn start_metrics(
-    bound: BoundListener,
-    page: Arc<MetricsPage>,
-    readiness: ReadinessCheck,
-    tls: Option<&Tls>,
-) -> Result<(SocketAddr, ServerHandle), StartError> {
-    let BoundListener { listener, address } = bound;
-    let failed = |error| StartError::Listen { address, option: "--metrics-listen", error };
-    let server = metrics_page::start(listener, page, readiness, tls).map_err(failed)?;
-    let handle = server.handle();
-    actix::spawn(server);
-    Ok((address, handle))
-}
-
-/// Degrees from `wanted` down to `least`, halving each time.
-fn degrees(wanted: u32, least: u32) -> Vec<u32> {
-    std::iter::successors(Some(wanted.max(1)), |degree| {
-        degree.is_multiple_of(2).then_some(degree / 2)
-    })
-    .take_while(|degree| *degree == wanted || *degree >= least.max(1))
-    .collect()
-}
-
-fn replica_factory(
-    scheduling: SchedulerConfig,
-    limits: DriverLimits,
-    clock: Arc<dyn Clock>,
-    hub: Arc<Hub>,
-) -> ReplicaFactory {
-    Box::new(move |id: ReplicaId, cluster: Addr<ClusterActor>, load: Arc<ReplicaLoad>| {
-        let scheduler = Scheduler::new(scheduling)?;
-        let observer = hub.observer().clone();
-        let driver = ReplicaDriver::new(clock.now(), id, scheduler, observer, limits);
-        let (migrations, paces) = (cluster.clone().recipient(), cluster.clone().recipient());
-        let cluster = cluster.recipient();
-        Ok(ReplicaActor::new(id, driver, clock.clone(), load, cluster, migrations, paces))
-    })
 }
 
 /// Hands the front end's commands to the cluster actor as fast as it accepts them.

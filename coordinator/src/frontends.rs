@@ -181,7 +181,7 @@ impl Frontends {
         command: AdapterCommand,
     ) {
         let frontends = self.clone();
-        // From the link's reader, which is not on the coordinator's own thread.
+        // The link's reader is no task of actix, so `actix::spawn` would panic here.
         tokio::spawn(async move {
             let outcome = frontends.changes.ask(command).await;
             let link = {

@@ -83,11 +83,14 @@ pub async fn accept(
         let secret = secrets.as_ref().map(Keyring::first);
         let (warnings, refused) = (warnings.clone(), refused.clone());
         actix::spawn(async move {
-            let shaken = shake_hands(stream, &cluster, &frontends, secret.as_ref()).await;
-            if let Err(RejectedPeer { refusal, reason }) = shaken {
-                frontends.hub().observer().record().handshake_refused(refusal);
-                refused.note(since_1970(), peer.ip(), refusal, &reason);
-                warn_rejected(&warnings, peer, &reason);
+            match shake_hands(stream, &cluster, &frontends, secret.as_ref()).await {
+                Ok(Some(node)) => refused.let_in(&node),
+                Ok(None) => {}
+                Err(rejected) => {
+                    frontends.hub().observer().record().handshake_refused(rejected.refusal);
+                    warn_rejected(&warnings, peer, &rejected.reason);
+                    refused.note(since_1970(), peer.ip(), rejected);
+                }
             }
             drop((permit, place));
         });
@@ -131,11 +134,17 @@ fn warn_rejected(warnings: &Mutex<WarningLimiter>, peer: SocketAddr, reason: &st
 struct RejectedPeer {
     refusal: HandshakeRefusal,
     reason: String,
+    /// Its name, if it got as far as telling.
+    node: Option<String>,
 }
 
 impl RejectedPeer {
     fn new(refusal: HandshakeRefusal, reason: impl std::fmt::Display) -> Self {
-        Self { refusal, reason: reason.to_string() }
+        Self { refusal, reason: reason.to_string(), node: None }
+    }
+
+    fn of(self, node: &str) -> Self {
+        Self { node: Some(node.to_owned()), ..self }
     }
 }
 
@@ -174,12 +183,13 @@ pub(crate) fn link_end(reason: &CloseReason) -> LinkEnd {
     }
 }
 
+/// Returns the name of the process that is let in; a connection may also have no more to ask.
 async fn shake_hands(
     stream: TcpStream,
     cluster: &Addr<ClusterActor>,
     frontends: &Arc<Frontends>,
     secret: Option<&Secret>,
-) -> Result<(), RejectedPeer> {
+) -> Result<Option<String>, RejectedPeer> {
     let ended = |error: actix::MailboxError| RejectedPeer::new(HandshakeRefusal::Admission, error);
     let mut connection = Connection::new(stream)
         .map_err(|error| RejectedPeer::new(HandshakeRefusal::Gone, error))?;
@@ -196,20 +206,24 @@ async fn shake_hands(
             if let Err(JoinRefusal::Fetch(to_fetch)) = &admitted {
                 // It is no stranger, and will be back.
                 let body = codec::encode(to_fetch).map_err(malformed)?;
-                return in_time(connection.send(FrameKind::Fetch, &body)).await;
+                in_time(connection.send(FrameKind::Fetch, &body)).await?;
+                return Ok(None);
             }
             let slot = admitted.as_ref().ok().map(|welcome| welcome.worker);
             let welcome: Welcome = match answer(&mut connection, admitted).await {
                 Ok(welcome) => welcome,
-                Err(stranger) => {
+                Err(rejected) => {
+                    let rejected = rejected.of(&hello.node);
                     if let Some(worker) = slot {
                         cluster.do_send(NotJoined { node: hello.node, worker });
                     }
-                    return Err(stranger);
+                    return Err(rejected);
                 }
             };
+            let node = hello.node.clone();
             let joined = Joined { hello, worker: welcome.worker, connection };
-            cluster.send(joined).await.map_err(ended)
+            cluster.send(joined).await.map_err(ended)?;
+            Ok(Some(node))
         }
         FrameKind::FrontendHello => {
             let hello: FrontendHello = decode(&frame.body)?;
@@ -217,15 +231,18 @@ async fn shake_hands(
                 .map_err(JoinRefusal::Never)
                 .and_then(|()| frontends.admit(&hello));
             let welcome = answer(&mut connection, admitted).await;
-            let welcome = welcome.inspect_err(|_| frontends.not_joined(&hello.node))?;
+            let welcome = welcome.map_err(|rejected| {
+                frontends.not_joined(&hello.node);
+                rejected.of(&hello.node)
+            })?;
             frontends.joined(&hello, welcome.frontend, connection);
-            Ok(())
+            Ok(Some(hello.node))
         }
         // A node asks whether its secret fits (a ping instead of a hello): getting this far is the
         // answer.
         FrameKind::Ping => {
-            let pong = connection.send(FrameKind::Pong, &[]);
-            in_time(pong).await
+            in_time(connection.send(FrameKind::Pong, &[])).await?;
+            Ok(None)
         }
         kind => {
             let reason = format!("expected a hello, got {kind:?}");

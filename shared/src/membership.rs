@@ -71,6 +71,9 @@ pub struct Record {
     pub pid: u32,
     /// The program's version.
     pub version: String,
+    /// The version of the protocol that it speaks; 0 if it does not say.
+    #[serde(default)]
+    pub protocol: u16,
     /// Which state of a model of the hub a coordinator serves; none for others, and for folders.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<Box<PinnedRevision>>,
@@ -162,6 +165,7 @@ mod tests {
             http: String::new(),
             pid: 1,
             version: String::new(),
+            protocol: 0,
             model: None,
         };
         View { leader: Some(Leader { record, epoch: 1, lease: 0 }), ..View::default() }

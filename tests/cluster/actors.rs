@@ -146,6 +146,7 @@ pub(crate) fn member(meeting: &Meeting, node: &str, run: u64) -> EtcdMembership 
         http: String::new(),
         pid: std::process::id(),
         version: String::new(),
+        protocol: 0,
         model: None,
     };
     EtcdMembership::start(options, record, false).unwrap()

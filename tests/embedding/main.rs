@@ -135,6 +135,7 @@ fn coordinator(
         http: String::new(),
         pid: std::process::id(),
         version: String::new(),
+        protocol: 0,
         model: None,
     };
     let membership =

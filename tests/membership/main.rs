@@ -40,6 +40,7 @@ fn record(node: &str, incarnation: u64) -> Record {
         http: String::new(),
         pid: 1,
         version: "0".to_owned(),
+        protocol: 0,
         model: None,
     }
 }

@@ -20,7 +20,9 @@ use shared::metrics::catalogue::{
 };
 use shared::metrics::labels::{FinishedReason, Method, RejectReason};
 use shared::metrics::merger::checkpoint::{Checkpoint, CheckpointError};
-use shared::metrics::{Limits, LocalStats, Merged, Merger, RankStats, Source, Value};
+use shared::metrics::{
+    Limits, LocalStats, Merged, Merger, RankStats, ReportOutcome, Source, Value,
+};
 use shared::protocol::{FrontendId, StepTimings};
 use tokio::sync::watch;
 
@@ -145,6 +147,27 @@ fn nothing_that_was_scraped_dies_with_the_leader() {
     }
     assert!(lost > 100, "requests that no checkpoint had: {lost}");
     assert!(seen["tutti_requests_accepted_total[]"] > 100);
+}
+
+#[test]
+fn every_process_of_a_large_cluster_continues_under_the_next_leader() {
+    const PROCESSES: u32 = 1500;
+    let report = |merger: &mut Merger, of: u32, cpu: u64| {
+        let mut stats = LocalStats::new();
+        let counter = stats.counter(PROCESS_CPU, [&format!("worker-{of}")]);
+        stats.add(counter, cpu);
+        let incarnation = Incarnation(100 + u64::from(of));
+        merger.apply(Source::Worker(WorkerId(of)), incarnation, cpu, stats.snapshot())
+    };
+    let mut merger = Merger::default();
+    for of in 0..PROCESSES {
+        report(&mut merger, of, 1).unwrap();
+    }
+    let mut next = next(&merger);
+    for of in 0..PROCESSES {
+        assert_eq!(report(&mut next, of, 3), Ok(ReportOutcome::Fresh), "{of}");
+    }
+    assert_eq!(next.merged().counter_sum(PROCESS_CPU), u64::from(3 * PROCESSES));
 }
 
 #[test]

@@ -270,6 +270,14 @@ async fn strangers_are_cut_after_four_bytes_or_at_the_deadline() {
     let mut b = Connection::new(b).unwrap();
     stranger.write_all(b"SSH-2.0-x\r\n").await.unwrap();
     let result = b.authenticate_as_server(&key, DEADLINE).await;
+    let foreign = |it: &CloseReason| matches!(it, CloseReason::Frame(FrameError::BadMagic(_)));
+    assert!(result.as_ref().is_err_and(foreign), "{result:?}");
+
+    // A process of the cluster, without the secret.
+    let (mut stranger, b) = sockets().await;
+    let mut b = Connection::new(b).unwrap();
+    stranger.write_all(b"TUTI").await.unwrap();
+    let result = b.authenticate_as_server(&key, DEADLINE).await;
     assert!(matches!(result, Err(CloseReason::Auth(AuthError::NoGreeting))), "{result:?}");
 
     let (mut silent, b) = sockets().await;

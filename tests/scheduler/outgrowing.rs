@@ -2,7 +2,7 @@
 //! that there is none, but never that they asked for too much.
 use std::time::Duration;
 
-use coordinator::cluster::migration::{Candidate, Migrations};
+use coordinator::cluster::migration::{Candidate, Migrations, QueueShare};
 use coordinator::engine::{EngineError, EngineEvent, EventSender, GenerateRequest};
 use coordinator::metrics::Hub;
 use coordinator::replica::core::ReplicaCore;
@@ -116,6 +116,29 @@ fn it_waits_where_there_may_be_room_and_else_is_told_that_there_is_none() {
         panic!("not unavailable")
     };
     assert!(message.contains("the 4 blocks") && message.contains("has 2"), "{message}");
+}
+
+#[test]
+fn what_is_shared_waits_for_a_replica_from_then_on() {
+    let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
+    let (mut from, mut sent) = (core(hub.observer()), SentMessages::default());
+    let formed = Duration::from_millis(1);
+    from.epoch_formed(formed, Epoch(1), BLOCKS * 4, 0, WORKERS.to_vec(), &mut sent);
+    let late = Duration::from_secs(60);
+    let (events, mut ends) = mpsc::channel(64);
+    for id in 1..=3 {
+        let queued = GenerateRequest { id: RequestId(id), ..request() };
+        from.submit(late, queued, EventSender::Local(events.clone()), &mut sent);
+    }
+    let shared = from.share(late, QueueShare { most: 2, room: u32::MAX }, &mut sent);
+    assert!(!shared.is_empty(), "two steps are in flight; the others wait");
+    // The one that was to serve them has broken meanwhile.
+    let mut to = core(hub.observer());
+    to.adopt(late, shared, &mut sent);
+    to.tick(late + Duration::from_secs(8), &mut sent);
+    assert!(ends.try_recv().is_err(), "it has not waited for 9 s");
+    to.tick(late + Duration::from_secs(9), &mut sent);
+    assert!(matches!(ends.try_recv(), Ok(EngineEvent::Failed(EngineError::Unavailable { .. }))));
 }
 
 #[test]

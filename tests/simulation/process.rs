@@ -182,6 +182,7 @@ impl World {
             http: String::new(),
             pid: 1,
             version: String::new(),
+            protocol: 0,
             model: None,
         };
         self.join_etcd(slot, record);

@@ -75,6 +75,7 @@ impl World {
             http: String::new(),
             pid: 1,
             version: String::new(),
+            protocol: 0,
             model: None,
         };
         self.join_etcd(self.member_of(seat), record);

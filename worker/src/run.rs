@@ -325,6 +325,7 @@ mod tests {
             http: String::new(),
             pid: 1,
             version: String::new(),
+            protocol: 0,
             model: None,
         };
         View { leader: Some(Leader { record, epoch: 1, lease: 0 }), ..View::default() }

@@ -8,6 +8,7 @@ use coordinator::coordinator::{
 use coordinator::standby::{self, Standby};
 use shared::membership::view::Leader;
 use shared::membership::{EtcdMembership, EtcdOptions, PinnedRevision, Record, Role, View};
+use shared::protocol::PROTOCOL_VERSION;
 use tokio::sync::watch;
 
 use super::etcd::{advertised, no_thread};
@@ -43,6 +44,7 @@ pub(crate) async fn run(
         http,
         pid: std::process::id(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
+        protocol: PROTOCOL_VERSION,
         model: pinned.clone().map(Box::new),
     };
     let membership = EtcdMembership::start(etcd.clone(), record, true).map_err(no_thread)?;

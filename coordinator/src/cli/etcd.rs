@@ -9,6 +9,7 @@ use coordinator::private_file;
 use shared::membership::{
     CoordinatorAddress, EtcdMembership, EtcdOptions, FatalError, LEASE_TTL, Record, Role, Tls,
 };
+use shared::protocol::PROTOCOL_VERSION;
 use worker::run::address_towards;
 
 use super::CliError;
@@ -197,6 +198,7 @@ pub(crate) fn find(
         http: String::new(),
         pid: std::process::id(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
+        protocol: PROTOCOL_VERSION,
         model: None,
     };
     let membership = EtcdMembership::start(options, record, false).map_err(no_thread)?;

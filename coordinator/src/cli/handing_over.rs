@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use coordinator::coordinator::Coordinator;
 use shared::membership::{Role, View};
+use shared::protocol::PROTOCOL_VERSION;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -45,12 +46,12 @@ impl Situation<'_> {
     }
 }
 
-/// The runs of coordinators other than `own` that can take over at once. One of another version may
-/// not be able to continue this one's requests.
-fn standing_by(view: &View, own: u64, version: &str) -> BTreeSet<u64> {
+/// The runs of coordinators other than `own` that can take over at once. One of another protocol
+/// would refuse the front ends.
+fn standing_by(view: &View, own: u64) -> BTreeSet<u64> {
     let others = view.records.values().filter(|record| {
         let is_other = record.role == Role::Coordinator && record.incarnation != own;
-        view.connected && is_other && record.version == version
+        view.connected && is_other && record.protocol == PROTOCOL_VERSION
     });
     others.map(|record| record.incarnation).collect()
 }
@@ -71,7 +72,7 @@ async fn can_hand_over(
     let linked = &coordinator.frontends();
     let situation = Situation {
         stood_by,
-        stand_by: &standing_by(view, incarnation, env!("CARGO_PKG_VERSION")),
+        stand_by: &standing_by(view, incarnation),
         linked,
         following: &following(view),
         adapters_leave: coordinator.adapters_leave().await,
@@ -94,7 +95,7 @@ pub(crate) async fn end(
 ) {
     let began = Instant::now();
     let now = view.borrow().clone();
-    let stood_by = standing_by(&now, incarnation, env!("CARGO_PKG_VERSION"));
+    let stood_by = standing_by(&now, incarnation);
     if can_hand_over(coordinator, &stood_by, &now, incarnation).await {
         let own = async {
             let finished = coordinator.finish_own(patience).await;
@@ -118,15 +119,18 @@ mod tests {
 
     use super::*;
 
-    fn view(records: &[(Role, u64, &str)]) -> View {
-        let record = |&(role, incarnation, version): &(Role, u64, &str)| Record {
+    const OURS: u16 = PROTOCOL_VERSION;
+
+    fn view(records: &[(Role, u64, u16)]) -> View {
+        let record = |&(role, incarnation, protocol): &(Role, u64, u16)| Record {
             node: format!("n{incarnation}"),
             role,
             incarnation,
             address: String::new(),
             http: String::new(),
             pid: 1,
-            version: version.to_owned(),
+            version: format!("1.{incarnation}"),
+            protocol,
             model: None,
         };
         let keyed = records.iter().map(|it| (format!("{:?}/{}", it.0, it.1), record(it)));
@@ -137,8 +141,8 @@ mod tests {
     /// `after`, with these front ends linked.
     fn hands_over(before: &View, after: &View, linked: &[&str], adapters_leave: bool) -> bool {
         let situation = Situation {
-            stood_by: &standing_by(before, 1, "a"),
-            stand_by: &standing_by(after, 1, "a"),
+            stood_by: &standing_by(before, 1),
+            stand_by: &standing_by(after, 1),
             linked: &linked.iter().map(|&it| it.to_owned()).collect(),
             following: &following(after),
             adapters_leave,
@@ -149,11 +153,11 @@ mod tests {
     #[test]
     fn a_leader_hands_over_to_one_that_has_stood_by_all_along() {
         use Role::{Coordinator, Worker};
-        let alone = view(&[(Coordinator, 1, "a"), (Worker, 5, "a")]);
-        let two = view(&[(Coordinator, 1, "a"), (Coordinator, 2, "a")]);
-        let again = view(&[(Coordinator, 1, "a"), (Coordinator, 3, "a")]);
-        let three = view(&[(Coordinator, 2, "a"), (Coordinator, 3, "a")]);
-        let newer = view(&[(Coordinator, 1, "a"), (Coordinator, 2, "b")]);
+        let alone = view(&[(Coordinator, 1, OURS), (Worker, 5, OURS)]);
+        let two = view(&[(Coordinator, 1, OURS), (Coordinator, 2, OURS)]);
+        let again = view(&[(Coordinator, 1, OURS), (Coordinator, 3, OURS)]);
+        let three = view(&[(Coordinator, 2, OURS), (Coordinator, 3, OURS)]);
+        let other = view(&[(Coordinator, 1, OURS), (Coordinator, 2, OURS + 1)]);
         let unknown = View { connected: false, ..two.clone() };
         assert!(hands_over(&two, &two, &[], false));
         assert!(hands_over(&three, &two, &[], false), "one of two is left");
@@ -162,7 +166,7 @@ mod tests {
             (&two, &alone, "the other has left too"),
             (&alone, &two, "one came just now"),
             (&two, &again, "the other has restarted"),
-            (&newer, &newer, "another version"),
+            (&other, &other, "another protocol"),
             (&two, &unknown, "etcd does not answer any more"),
             (&unknown, &two, "etcd did not answer"),
         ] {
@@ -173,7 +177,7 @@ mod tests {
     #[test]
     fn a_leader_hands_over_only_what_can_go_on_elsewhere() {
         let records =
-            [(Role::Coordinator, 2, "a"), (Role::Frontend, 7, "a"), (Role::Worker, 8, "a")];
+            [(Role::Coordinator, 2, OURS), (Role::Frontend, 7, OURS), (Role::Worker, 8, OURS)];
         let now = view(&records);
         assert!(hands_over(&now, &now, &["n7"], false));
         assert!(!hands_over(&now, &now, &["n7", "n9"], false), "n9 knows one address only");

@@ -2,8 +2,10 @@
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 
+use shared::hub::HubModel;
 use shared::ids::Incarnation;
 use shared::metrics;
+use shared::model_identity::ModelIdentity;
 use shared::protocol::{EngineConfig, check_model_names};
 
 use super::options::{CoordinatorOptions, StartError};
@@ -29,11 +31,13 @@ const STEP_TOKENS_ON_CPUS: u32 = 512;
 const STEP_TOKENS_ON_GPUS: u32 = 2048;
 
 /// A coordinator that could serve at once: its options are checked, its tokenizer and templates are
-/// loaded, its addresses are bound.
+/// loaded, its weights are looked into, its addresses are bound.
 #[derive(Debug)]
 pub struct PreparedCoordinator {
     pub(super) options: CoordinatorOptions,
     pub(super) text: Arc<TextModel>,
+    /// What workers must have; unknown without weights here.
+    pub(super) identity: Option<ModelIdentity>,
     /// For replicas on GPUs, if they differ.
     pub(super) engine: EngineConfig,
     /// Maximum number of tokens in one step of a replica on CPUs.
@@ -111,14 +115,25 @@ impl PreparedCoordinator {
             speculation: options.speculation,
         };
         scheduling.validate()?;
+        let identity = identity(&options);
         let http = listen(options.listen, "--listen")?;
         let cluster = listen(options.cluster_listen, "--cluster-listen")?;
         let alone = options.metrics_listen;
         let alone = alone.map(|address| listen(address, "--metrics-listen")).transpose()?;
         let make_hub = if options.metrics { Hub::new } else { Hub::disabled };
         let hub = Arc::new(make_hub(Incarnation(options.run), metrics::Limits::default()));
-        let metrics = alone;
-        Ok(Self { options, text, engine, cpu_step_tokens, scheduling, hub, http, cluster, metrics })
+        Ok(Self {
+            options,
+            text,
+            identity,
+            engine,
+            cpu_step_tokens,
+            scheduling,
+            hub,
+            http,
+            cluster,
+            metrics: alone,
+        })
     }
 
     /// The hub that counts everything; nothing is counted yet.
@@ -148,6 +163,20 @@ impl PreparedCoordinator {
     pub(crate) fn tls(&self) -> Option<&Tls> {
         self.options.api.tls.as_ref()
     }
+}
+
+/// Identity of the model folder's contents here. A coordinator needs no weights; without them, its
+/// workers only have to agree with each other.
+fn identity(options: &CoordinatorOptions) -> Option<ModelIdentity> {
+    let read = ModelIdentity::read(&options.model, &options.lora.lasting());
+    read.inspect_err(|reason| {
+        if HubModel::parse(&options.sources.model).is_some() {
+            // Its commit says what it is.
+            return;
+        }
+        tracing::warn!(reason, "cannot tell whether workers have the same model as this host");
+    })
+    .ok()
 }
 
 fn listen(address: SocketAddr, option: &'static str) -> Result<BoundListener, StartError> {

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use shared::metrics::labels::HandshakeRefusal;
 
+use super::RejectedPeer;
 use crate::cluster::status::RefusedProcess;
 
 /// Most of them that are remembered; beyond it, those seen longest ago are forgotten.
@@ -22,6 +23,8 @@ pub struct RefusedProcesses(Arc<Mutex<VecDeque<Refused>>>);
 struct Refused {
     address: IpAddr,
     refusal: HandshakeRefusal,
+    /// Its name in the cluster, if it got as far as telling.
+    node: Option<String>,
     /// Of the last attempt: strangers choose parts of it, and must not fill the list with that.
     reason: String,
     times: u64,
@@ -30,14 +33,13 @@ struct Refused {
 }
 
 impl RefusedProcesses {
-    /// A peer at this address was refused for a reason that an operator may want to know. `now` is
-    /// the time since 1970.
+    /// A peer at this address was refused; kept if an operator may want to know why. `now` is the
+    /// time since 1970.
     pub(super) fn note(
         &self,
         now: Duration,
         address: IpAddr,
-        refusal: HandshakeRefusal,
-        reason: &str,
+        RejectedPeer { refusal, reason, node }: RejectedPeer,
     ) {
         // The others are no processes of a cluster, or are gone.
         let is_process = matches!(
@@ -55,8 +57,12 @@ impl RefusedProcesses {
         if all.len() >= REMEMBERED_MAX {
             all.pop_front();
         }
-        let (reason, times) = (reason.to_owned(), before + 1);
-        all.push_back(Refused { address, refusal, reason, times, last: now });
+        all.push_back(Refused { address, refusal, node, reason, times: before + 1, last: now });
+    }
+
+    /// A process of this name is let in: it had to wait, or what was wrong with it is mended.
+    pub(super) fn let_in(&self, node: &str) {
+        self.lock().retain(|it| it.node.as_deref() != Some(node));
     }
 
     /// Those of late, the last one first.
@@ -82,11 +88,30 @@ impl RefusedProcesses {
 mod tests {
     use super::*;
 
+    fn address(last: u8) -> IpAddr {
+        [10, 0, 0, last].into()
+    }
+
+    #[test]
+    fn one_that_is_let_in_after_all_is_not_listed() {
+        let (refused, now) = (RefusedProcesses::default(), Duration::from_secs(1000));
+        for (at, node) in [(1, "a"), (2, "b")] {
+            let waits = RejectedPeer::new(HandshakeRefusal::Admission, "its name is taken");
+            refused.note(now, address(at), waits.of(node));
+        }
+        let unnamed = RejectedPeer::new(HandshakeRefusal::Authentication, "another secret");
+        refused.note(now, address(1), unnamed);
+        refused.let_in("a");
+        let listed: Vec<_> = refused.list(now).into_iter().map(|it| it.reason).collect();
+        assert_eq!(listed, ["another secret", "its name is taken"]);
+        assert_eq!(refused.list(now)[1].address, address(2).to_string());
+    }
+
     #[test]
     fn those_of_late_are_listed_once_each_and_have_a_bound() {
         let (refused, secs) = (RefusedProcesses::default(), Duration::from_secs);
         let note = |at, last: u8, refusal, reason: &str| {
-            refused.note(secs(at), [10, 0, 0, last].into(), refusal, reason);
+            refused.note(secs(at), address(last), RejectedPeer::new(refusal, reason));
         };
         for at in [1000, 1001, 1002] {
             note(at, 1, HandshakeRefusal::Version, "another version");

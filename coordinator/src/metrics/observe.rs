@@ -10,8 +10,10 @@
 //! - finished over all reasons + in flight = accepted
 //!
 //! - `request`: the life of a request
+//! - `adapters`: requests by adapter
 //! - `cluster`: replicas, workers and actors
 //! - `speculation`, `swap`: drafts; swapping to host memory
+mod adapters;
 mod cluster;
 mod request;
 mod speculation;
@@ -31,6 +33,7 @@ use shared::metrics::local::PerValue;
 use shared::metrics::{Counter, Exemplars, Gauge, Histogram, LocalStats, PartialSnapshot};
 use shared::protocol::FrontendId;
 
+use self::adapters::AdapterLevels;
 pub use self::cluster::ReplicaConfig;
 pub use self::request::{RequestSummary, RequestTrack};
 use self::speculation::SpeculationCells;
@@ -263,17 +266,6 @@ impl Recording<'_> {
         stats.add(cells.prefix_hits, tokens.found);
     }
 
-    /// Sets the adapters that are served. Those not served any more are counted until their last
-    /// request ends.
-    pub fn adapters<'a>(&mut self, names: impl Iterator<Item = &'a str>) {
-        let Some(cells) = self.cells.as_deref_mut() else { return };
-        cells.adapters = names.map(str::to_owned).collect();
-        let Cells { stats, adapters, replicas, .. } = cells;
-        for (replica, cells) in replicas {
-            cells.set_adapters(stats, adapters, *replica);
-        }
-    }
-
     /// Sets how KV caches are used: their data type as configured, and whether prefixes are looked
     /// up. Call it before there are replicas.
     pub fn cache(&mut self, dtype: &'static str, prefix_caching: bool) {
@@ -372,54 +364,9 @@ impl ReplicaCells {
         }
         self.serves = serves;
         for levels in self.adapters.values_mut() {
-            levels.show_zero(stats, serves && levels.is_served);
+            levels.serves(stats, serves);
         }
         stats.set(self.up, if serves { 1.0 } else { 0.0 });
-    }
-}
-
-impl ReplicaCells {
-    /// Other adapters are served than before.
-    fn set_adapters(&mut self, stats: &mut LocalStats, names: &[String], replica: ReplicaId) {
-        let replica = replica.0.to_string();
-        for name in names {
-            let resolve = || AdapterLevels::resolve(stats, name, &replica);
-            self.adapters.entry(name.clone()).or_insert_with(resolve);
-        }
-        for (name, levels) in &mut self.adapters {
-            levels.is_served = names.contains(name);
-            levels.show_zero(stats, self.serves && levels.is_served);
-        }
-        self.adapters.retain(|_, levels| levels.is_served || levels.is_used());
-    }
-}
-
-/// Requests of one adapter at one replica.
-#[derive(Debug)]
-struct AdapterLevels {
-    running: UpDownGauge,
-    /// Waiting or swapped.
-    waiting: UpDownGauge,
-    is_served: bool,
-}
-
-impl AdapterLevels {
-    fn resolve(stats: &mut LocalStats, adapter: &str, replica: &str) -> Self {
-        let labels = [adapter, replica];
-        Self {
-            running: UpDownGauge::new(stats.gauge(catalogue::LORA_REQUESTS, labels)),
-            waiting: UpDownGauge::new(stats.gauge(catalogue::LORA_REQUESTS_WAITING, labels)),
-            is_served: true,
-        }
-    }
-
-    fn show_zero(&mut self, stats: &mut LocalStats, shows_zero: bool) {
-        self.running.show_zero(stats, shows_zero);
-        self.waiting.show_zero(stats, shows_zero);
-    }
-
-    fn is_used(&self) -> bool {
-        self.running.is_used() || self.waiting.is_used()
     }
 }
 

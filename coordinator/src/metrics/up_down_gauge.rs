@@ -43,6 +43,11 @@ impl UpDownGauge {
         self.publish(stats);
     }
 
+    /// Forgets the series.
+    pub(super) fn remove(self, stats: &mut LocalStats) {
+        stats.remove(self.gauge);
+    }
+
     fn publish(&self, stats: &mut LocalStats) {
         if self.count > 0 || self.shows_zero {
             stats.set(self.gauge, self.count as f64);

@@ -1,9 +1,11 @@
 //! The actix shell of one replica: its mailbox, its timer, its ranks' links.
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Wake;
 
 use actix::{
-    Actor, ActorContext as _, AsyncContext as _, Context, Handler, Message, Recipient, WeakAddr,
+    Actor, ActorContext as _, AsyncContext as _, Context, Handler, Message, Recipient,
+    WeakRecipient,
 };
 use shared::actor::peer::Encoded;
 use shared::clock::Clock;
@@ -24,6 +26,8 @@ pub struct ReplicaActor {
     core: ReplicaCore,
     outbound: ReplicaLinks,
     clock: Arc<dyn Clock>,
+    /// Whether a [`MaskReady`] is on its way.
+    woken: Arc<AtomicBool>,
 }
 
 /// The ranks' links, and the cluster.
@@ -146,17 +150,24 @@ pub struct StepDone {
     pub result: StepResult,
 }
 
-/// A mask that a step waits for is ready.
+/// Masks that steps wait for are ready.
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
 struct MaskReady;
 
-/// Sends [`MaskReady`]. Does not keep the actor alive.
-struct MaskWaker(WeakAddr<ReplicaActor>);
+/// Sends [`MaskReady`] unless one is on its way: the masks of a step may become ready together, and
+/// each message makes the replica look at all of them. Does not keep the actor alive.
+#[derive(Debug)]
+struct MaskWaker {
+    replica: WeakRecipient<MaskReady>,
+    woken: Arc<AtomicBool>,
+}
 
 impl Wake for MaskWaker {
     fn wake(self: Arc<Self>) {
-        if let Some(replica) = self.0.upgrade() {
+        if !self.woken.swap(true, Ordering::AcqRel)
+            && let Some(replica) = self.replica.upgrade()
+        {
             replica.do_send(MaskReady);
         }
     }
@@ -211,7 +222,8 @@ impl ReplicaActor {
         paces: Recipient<RankPace>,
     ) -> Self {
         let outbound = ReplicaLinks { id, ranks: Vec::new(), cluster, migrations, paces };
-        Self { core: ReplicaCore::new(driver, load), outbound, clock }
+        let core = ReplicaCore::new(driver, load);
+        Self { core, outbound, clock, woken: Arc::default() }
     }
 
     /// Answers with all requests if no epoch is under way, otherwise with none.
@@ -226,7 +238,8 @@ impl Actor for ReplicaActor {
 
     fn started(&mut self, ctx: &mut Self::Context) {
         ctx.set_mailbox_capacity(4096);
-        self.core.wake_with(Arc::new(MaskWaker(ctx.address().downgrade())).into());
+        let replica = ctx.address().downgrade().recipient();
+        self.core.wake_with(Arc::new(MaskWaker { replica, woken: self.woken.clone() }).into());
         ctx.run_interval(TICK, |actor, _| {
             actor.core.tick(actor.clock.now(), &mut actor.outbound);
         });
@@ -331,6 +344,8 @@ impl Handler<MaskReady> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, _: MaskReady, _ctx: &mut Self::Context) {
+        // Before the masks are looked at: what becomes ready from here on wakes again.
+        self.woken.swap(false, Ordering::AcqRel);
         self.core.mask_ready(self.clock.now(), &mut self.outbound);
     }
 }
@@ -340,5 +355,56 @@ impl Handler<FailAll> for ReplicaActor {
 
     fn handle(&mut self, FailAll(error): FailAll, _ctx: &mut Self::Context) {
         self.core.fail_all(self.clock.now(), &error);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::task::Waker;
+
+    use super::*;
+
+    /// Counts [`MaskReady`].
+    #[derive(Default)]
+    struct Woken {
+        times: u32,
+    }
+
+    #[derive(Message)]
+    #[rtype(result = "u32")]
+    struct Times;
+
+    impl Actor for Woken {
+        type Context = Context<Self>;
+    }
+
+    impl Handler<MaskReady> for Woken {
+        type Result = ();
+
+        fn handle(&mut self, _: MaskReady, _ctx: &mut Self::Context) {
+            self.times += 1;
+        }
+    }
+
+    impl Handler<Times> for Woken {
+        type Result = u32;
+
+        fn handle(&mut self, _: Times, _ctx: &mut Self::Context) -> u32 {
+            self.times
+        }
+    }
+
+    #[actix::test]
+    async fn masks_that_become_ready_together_wake_once() {
+        let (actor, woken) = (Woken::default().start(), Arc::new(AtomicBool::default()));
+        let replica = actor.downgrade().recipient();
+        let waker = Waker::from(Arc::new(MaskWaker { replica, woken: woken.clone() }));
+        for _ in 0..5 {
+            waker.wake_by_ref();
+        }
+        assert_eq!(actor.send(Times).await.unwrap(), 1);
+        woken.swap(false, Ordering::AcqRel);
+        waker.wake_by_ref();
+        assert_eq!(actor.send(Times).await.unwrap(), 2, "the replica has looked since");
     }
 }

@@ -116,11 +116,13 @@ impl Gpus {
 
     pub(super) fn sample(&mut self, stats: &mut LocalStats) {
         let Ok(nvml) = &self.nvml else { return };
-        let count = nvml.device_count().unwrap_or(0);
-        self.handles.resize_with(count as usize, || None);
+        // One that is not counted any more is looked for, too, and not found.
+        let count = nvml.device_count().unwrap_or(0) as usize;
+        self.handles.resize_with(count.max(self.handles.len()), || None);
         for (index, held) in (0u32..).zip(&mut self.handles) {
             let Ok(device) = nvml.device_by_index(index) else {
-                // The GPU has fallen off the bus: its last values are no longer valid.
+                // The GPU has fallen off the bus, or the driver is gone: its last values are no longer
+                // valid.
                 if let Some(held) = held {
                     for gauge in held.all() {
                         stats.clear(gauge);

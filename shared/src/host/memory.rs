@@ -1,41 +1,45 @@
 //! Memory that a process may use: the host's, or its control group's (cgroup) if that is less.
+//!
+//! Only cgroup v2 is supported. `root` is `/` except in tests.
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Memory available without swapping, in bytes; `None` if the system does not report it.
-///
-/// `root` is `/` except in tests. Only cgroup v2 is supported, as seen from within a container:
-/// there the group's own files are at the top of the hierarchy.
 #[must_use]
 pub fn available_memory(root: &Path) -> Option<u64> {
-    let read = |file: &str| fs::read_to_string(root.join(file)).ok();
-    let host = of_host(&read("proc/meminfo")?)?;
-    let group = || {
-        let number = |file: &str| read(file)?.trim().parse::<u64>().ok();
-        // `max` is not a number: there is no limit.
-        let limit = number("sys/fs/cgroup/memory.max")?;
-        let used = number("sys/fs/cgroup/memory.current")?;
+    let host = of_host(&fs::read_to_string(root.join("proc/meminfo")).ok()?)?;
+    let left = |group: &PathBuf| {
+        let used = number(&group.join("memory.current"))?;
         // The kernel reclaims the group's page cache when memory runs short.
-        let cached = cached(&read("sys/fs/cgroup/memory.stat").unwrap_or_default());
-        Some(limit.saturating_sub(used.saturating_sub(cached)))
+        let stat = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
+        Some(limit(group)?.saturating_sub(used.saturating_sub(cached(&stat))))
     };
-    Some(group().map_or(host, |group| group.min(host)))
+    let groups = groups(root);
+    Some(groups.iter().filter_map(left).fold(host, u64::min))
 }
 
 /// Returns the memory that this process's control group may use, in bytes: the least of its own
 /// limit and those of the groups around it; `None` if there is no limit.
-///
-/// `root` is `/` except in tests. Only cgroup v2 is supported. In a container that does not see its
-/// own path, the group's files are at the top of the hierarchy.
 pub(super) fn memory_limit(root: &Path) -> Option<u64> {
+    groups(root).iter().filter_map(|group| limit(group)).min()
+}
+
+/// The folders of this process's control group and of those around it. In a container that does not
+/// see its own path, the group's files are at the top of the hierarchy.
+fn groups(root: &Path) -> Vec<PathBuf> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let group = groups.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
-    let limit = |group: &Path| {
-        let file = root.join("sys/fs/cgroup").join(group).join("memory.max");
-        // `max` is not a number: there is no limit.
-        fs::read_to_string(file).ok()?.trim().parse::<u64>().ok()
-    };
-    Path::new(group).ancestors().filter_map(limit).min()
+    let top = root.join("sys/fs/cgroup");
+    Path::new(group).ancestors().map(|group| top.join(group)).collect()
+}
+
+fn limit(group: &Path) -> Option<u64> {
+    // `max` is not a number: there is no limit.
+    number(&group.join("memory.max"))
+}
+
+fn number(file: &Path) -> Option<u64> {
+    fs::read_to_string(file).ok()?.trim().parse().ok()
 }
 
 fn of_host(meminfo: &str) -> Option<u64> {
@@ -58,7 +62,7 @@ fn cached(stat: &str) -> u64 {
 mod tests {
     use super::*;
 
-    fn host(files: &[(&str, &str)]) -> std::path::PathBuf {
+    fn host(files: &[(&str, &str)]) -> PathBuf {
         use std::sync::atomic::{AtomicU32, Ordering};
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let next = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -115,6 +119,18 @@ mod tests {
         let stat = ("sys/fs/cgroup/memory.stat", often);
         assert_eq!(found(&[meminfo, max("4000\n"), current, stat]), Some(3500));
         assert_eq!(found(&[meminfo, max("2000\n"), current]), Some(0));
+        // A service's group is below the top, unlike a container's.
+        let own = ("proc/self/cgroup", "0::/system.slice/tutti.service\n");
+        let slice = [
+            ("sys/fs/cgroup/system.slice/memory.max", "5000\n"),
+            ("sys/fs/cgroup/system.slice/memory.current", "4500\n"),
+        ];
+        let service = [
+            ("sys/fs/cgroup/system.slice/tutti.service/memory.max", "4000\n"),
+            ("sys/fs/cgroup/system.slice/tutti.service/memory.current", "3000\n"),
+        ];
+        assert_eq!(found(&[&[meminfo, own][..], &service].concat()), Some(1000));
+        assert_eq!(found(&[&[meminfo, own][..], &service, &slice].concat()), Some(500));
         assert_eq!(found(&[]), None);
     }
 }

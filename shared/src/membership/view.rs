@@ -211,6 +211,7 @@ mod tests {
             http: String::new(),
             pid: 1,
             version: String::new(),
+            protocol: 0,
             model: None,
         };
         Entry { key: key.to_owned(), value: Value::Process(record), created, lease: 7 }

@@ -141,8 +141,6 @@ pub enum GaugeMerge {
 pub enum Owner {
     /// The coordinator, which accepts every token and so loses nothing when a worker dies.
     Coordinator,
-    /// Only rank 0 of a replica, for what all ranks see alike.
-    RankZero,
     /// Every rank, labelled; we never add these up over ranks.
     EveryRank,
     /// Whatever process serves HTTP: the coordinator or a separate front end.
@@ -157,7 +155,6 @@ impl Owner {
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Coordinator => "coordinator",
-            Self::RankZero => "rank 0",
             Self::EveryRank => "every rank",
             Self::Frontend => "front end",
             Self::Process => "every process",

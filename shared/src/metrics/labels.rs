@@ -32,7 +32,7 @@ pub const MAX_LABEL_VALUE_BYTES: usize = 128;
 /// Index of the replica.
 pub const REPLICA: Label = Label::open("replica");
 /// Rank within the replica, 0-based.
-pub const RANK: Label = Label::open(RANK_NAME);
+pub const RANK: Label = Label::open("rank");
 /// Algorithm with which ranks exchange data, by the program's own name for it.
 pub const ALGORITHM: Label = Label::open("algorithm");
 /// The worker's slot, stable across its restarts.
@@ -86,7 +86,6 @@ pub const MODEL_NAME: &str = "model_name";
 
 pub(super) const FRONTEND_NAME: &str = "frontend";
 pub(super) const PROCESS_NAME: &str = "process";
-pub(super) const RANK_NAME: &str = "rank";
 pub(super) const WORKER_NAME: &str = "worker";
 
 /// The value of [`REPLICA`] for requests that no replica holds yet.

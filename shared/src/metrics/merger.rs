@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::application::{Applications, Family};
 use super::catalogue::REPORTS_REFUSED;
 use super::definition::{Definition, GaugeMerge, Kind, Owner, SeriesId};
-use super::labels::{LabelValue, PROCESS_NAME, RANK_NAME, ReportRefusal, WORKER_NAME};
+use super::labels::{LabelValue, PROCESS_NAME, ReportRefusal, WORKER_NAME};
 use super::merged::{Merged, merge};
 use super::snapshot::{LabelValues, PartialSnapshot, SeriesSnapshot, Value};
 use crate::ids::{Incarnation, WorkerId};
@@ -51,13 +51,14 @@ pub struct Limits {
     /// Number of retired incarnations remembered per source, so that a late report from one of them
     /// is refused rather than counted again.
     pub retired_incarnations: usize,
-    /// Maximum number of lost incarnations; beyond it, the one lost first is retired.
+    /// Maximum number of lost incarnations; beyond it, the one lost first is retired. A change of
+    /// the leader loses all of them until they report again, and no report of a retired one counts.
     pub lost: usize,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { label_sets: 16_384, retired_incarnations: 64, lost: 1024 }
+        Self { label_sets: 16_384, retired_incarnations: 64, lost: 4096 }
     }
 }
 
@@ -448,11 +449,9 @@ fn check_labels(
         }
         (Owner::Coordinator | Owner::Frontend, Source::Coordinator)
         | (Owner::Frontend, Source::Frontend(_)) => true,
-        (Owner::EveryRank | Owner::RankZero, Source::Worker(worker)) => {
-            // A worker speaks only for itself, and for its replica only as rank 0.
+        // A worker speaks only for itself.
+        (Owner::EveryRank, Source::Worker(worker)) => {
             value_of(WORKER_NAME).is_none_or(|value| *value == worker.0.to_string())
-                && (definition.owner == Owner::EveryRank
-                    || value_of(RANK_NAME).is_some_and(|value| value == "0"))
         }
         _ => false,
     };

@@ -9,10 +9,10 @@ use shared::wire::auth::Secret;
 use shared::model_identity::ModelIdentity;
 
 use super::*;
-use crate::cluster::{Member, PlacementRules, ReplicaPhase};
+use crate::cluster::{Effect, Member, PlacementRules, ReplicaPhase};
 use crate::coordinator::ended;
 use crate::replica::driver::{DriverLimits, ReplicaDriver};
-use crate::scheduler::{Scheduler, SchedulerConfig};
+use crate::scheduler::{EpochEnd, Scheduler, SchedulerConfig};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 

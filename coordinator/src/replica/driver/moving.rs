@@ -81,6 +81,10 @@ impl ReplicaDriver {
         let moved = older.into_iter().rev().chain(shared);
         for MovedRequest { handed, mut live, mut stop_checks } in moved {
             let id = handed.id();
+            if handed.is_shared() {
+                // Its replica served when it gave it up, and may not any more, like this one.
+                live.waits_since = now;
+            }
             match self.scheduler.adopt(handed) {
                 Ok(names) => {
                     for (there, here) in names {

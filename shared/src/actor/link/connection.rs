@@ -131,10 +131,10 @@ impl Connection {
             self.stream.read_exact(&mut greeting[..4]).await?;
             if greeting[..4] != AUTH_MAGIC {
                 let begun = [greeting[0], greeting[1], greeting[2], greeting[3]];
-                let foreign = FrameError::of_foreign(begun);
-                return Err(match foreign {
-                    FrameError::HttpClient => foreign.into(),
-                    _ => CloseReason::Auth(AuthError::NoGreeting),
+                // Only a process without the secret begins with a frame; a stranger has none.
+                return Err(match begun {
+                    MAGIC => AuthError::NoGreeting.into(),
+                    begun => FrameError::of_foreign(begun).into(),
                 });
             }
             self.stream.read_exact(&mut greeting[4..]).await?;

@@ -18,6 +18,7 @@ fn record(incarnation: u64) -> Record {
         http: String::new(),
         pid: 1,
         version: String::new(),
+        protocol: 0,
         model: None,
     }
 }

@@ -57,6 +57,6 @@ impl Total {
         }
         let counted = [PROCESS_CPU.series(), SCRAPE_DURATION.series(), RANK_STRAGGLER_GAP.series()];
         // Ranks count steps; tokens and failures are the coordinator's.
-        counted.contains(&id) || matches!(definition.owner, Owner::EveryRank | Owner::RankZero)
+        counted.contains(&id) || definition.owner == Owner::EveryRank
     }
 }
