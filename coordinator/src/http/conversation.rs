@@ -15,6 +15,11 @@ use crate::text::template::{ChatTemplate, Conversation, RESERVED, RenderError, h
 pub(super) const EFFORT: &str = "reasoning_effort";
 /// Its values in harmony: the words that gpt-oss was trained with.
 pub(super) const EFFORTS: [&str; 3] = ["low", "medium", "high"];
+/// Its value for no reasoning at all: as in vLLM, that turns it off also where a template has a
+/// switch for it and reads no effort.
+const NO_EFFORT: &str = "none";
+/// What a template that lets its model reason or not calls that: Qwen3, SmolLM3, Granite.
+const SWITCHES: [&str; 2] = ["enable_thinking", "thinking"];
 
 /// Reads a conversation.
 ///
@@ -36,7 +41,8 @@ pub fn read(
     }
     let is_harmony = template.calls() == Some(CallFormat::Harmony);
     let mut variables = variables(fields)?;
-    if let Some(value) = fields.string(EFFORT, EFFORT_BYTES)?
+    let effort = fields.string(EFFORT, EFFORT_BYTES)?;
+    if let Some(value) = effort
         && template.knows(EFFORT, tools.is_some())
     {
         if is_harmony && !EFFORTS.contains(&value) {
@@ -45,6 +51,12 @@ pub fn read(
             return Err(ApiError::field(EFFORT, message));
         }
         variables.insert(EFFORT.to_owned(), value.into());
+    }
+    if effort == Some(NO_EFFORT)
+        && let Some(switch) = switch(template, tools.is_some())
+    {
+        // What the client says itself goes before.
+        variables.entry(switch).or_insert(false.into());
     }
     let documents = objects(fields, "documents", limits.messages)?;
     if documents.is_some() && !template.knows("documents", tools.is_some()) {
@@ -64,6 +76,11 @@ pub fn read(
         continue_final_message,
         variables,
     })
+}
+
+/// The variable of a template by which its model reasons or not, if it has one.
+pub(super) fn switch(template: &ChatTemplate, has_tools: bool) -> Option<&'static str> {
+    SWITCHES.into_iter().find(|switch| template.knows(switch, has_tools))
 }
 
 /// A conversation as given to the model.
