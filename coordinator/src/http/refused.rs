@@ -37,22 +37,27 @@ const COMMON: &[(&str, Neutral)] = &[
     ("bad_words", Empty),
     ("detokenize", True),
     ("early_stopping", False),
+    ("ec_transfer_params", Null),
     ("guided_decoding_backend", Null),
     ("kv_transfer_params", Null),
     ("length_penalty", One),
+    ("logprob_token_ids", Null),
     ("logits_processors", Empty),
     ("prompt_logprobs", Null),
     ("repetition_detection", Null),
+    ("return_prompt_text", False),
     ("return_token_ids", False),
     ("return_tokens_as_token_ids", False),
     ("structural_tag", Null),
     ("thinking_token_budget", Null),
     ("use_beam_search", False),
     ("vllm_xargs", Empty),
+    ("watermarking", False),
 ];
 
 /// Fields of `/v1/completions` only.
-const COMPLETIONS: &[(&str, Neutral)] = &[("prompt_embeds", Null), ("suffix", Empty)];
+const COMPLETIONS: &[(&str, Neutral)] =
+    &[("prompt_embeds", Null), ("suffix", Empty), ("truncation_side", Words(&["left"]))];
 
 /// Fields of `/v1/chat/completions` only.
 const CHAT: &[(&str, Neutral)] = &[
@@ -65,6 +70,7 @@ const CHAT: &[(&str, Neutral)] = &[
     ("modalities", Only("text")),
     ("moderation", Null),
     ("service_tier", Words(&SERVICE_TIERS)),
+    ("truncation_side", Words(&["left"])),
     ("verbosity", Words(&VERBOSITIES)),
     ("web_search_options", Null),
 ];
