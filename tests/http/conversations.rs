@@ -138,6 +138,33 @@ async fn what_templates_cannot_be_given_is_refused_by_name() {
 }
 
 #[tokio::test]
+async fn without_effort_a_model_that_can_does_not_reason() {
+    let rig = Rig::with_template(
+        "{{ 'yes' if enable_thinking is not defined or enable_thinking else 'no' }}",
+    );
+    let prompt = async |path: &str, more: Value| {
+        let mut body = json!({"messages": [{"role": "user", "content": "x"}]});
+        if path != CHAT {
+            body = json!({"input": "x"});
+        }
+        for (name, value) in more.as_object().unwrap() {
+            body[name] = value.clone();
+        }
+        let reply = rig.client.post(path, &body).await.unwrap();
+        assert_eq!(reply.status, 200, "{}", reply.body);
+        let request = rig.seen.lock().unwrap().requests.pop().unwrap();
+        rig.text.tokenizer.decode(&request.prompt, false).unwrap()
+    };
+    assert_eq!(prompt(CHAT, json!({"reasoning_effort": "none"})).await, "no");
+    assert_eq!(prompt(CHAT, json!({"reasoning_effort": "low"})).await, "yes");
+    let none = json!({"reasoning": {"effort": "none"}});
+    assert_eq!(prompt("/v1/responses", none).await, "no");
+    let both = json!({"reasoning_effort": "none",
+        "chat_template_kwargs": {"enable_thinking": true}});
+    assert_eq!(prompt(CHAT, both).await, "yes", "what a client says itself goes before");
+}
+
+#[tokio::test]
 async fn a_template_that_objects_is_the_clients_fault_and_one_that_fails_is_not() {
     let objects =
         "{% if messages | length > 1 %}{{ raise_exception('one message only') }}{% endif %}x";

@@ -22,17 +22,22 @@ fn body(path: &str) -> Value {
 fn refused() -> Vec<(&'static str, Value, Value)> {
     vec![
         ("bad_words", json!(["a"]), json!([])),
+        ("ec_transfer_params", json!({}), json!(null)),
         ("guided_decoding_backend", json!("outlines"), json!(null)),
         ("kv_transfer_params", json!({}), json!(null)),
         ("length_penalty", json!(1.5), json!(1)),
+        ("logprob_token_ids", json!([1]), json!(null)),
         ("logits_processors", json!(["a"]), json!([])),
         ("priority", json!(1), json!(0)),
         ("prompt_logprobs", json!(0), json!(null)),
+        ("return_prompt_text", json!(true), json!(false)),
         ("return_token_ids", json!(true), json!(false)),
         ("return_tokens_as_token_ids", json!(true), json!(false)),
         ("structural_tag", json!("a"), json!(null)),
+        ("truncation_side", json!("right"), json!("left")),
         ("use_beam_search", json!(true), json!(false)),
         ("vllm_xargs", json!({"a": 1}), json!({})),
+        ("watermarking", json!(true), json!(false)),
     ]
 }
 
@@ -90,6 +95,8 @@ async fn fields_that_nobody_knows_and_hints_are_ignored() {
             ("metadata", json!({"a": "b"})),
             ("user", json!("me")),
             ("prompt_cache_key", json!("k")),
+            ("session_id", json!("s")),
+            ("stream_interval", json!(8)),
             ("parallel_tool_calls", json!(true)),
             ("stream_options", json!({})),
             // Chat fields: the template does not read the first, and there is no reasoning for the

@@ -191,6 +191,12 @@ async fn calls_that_must_be_made_are_what_the_grammar_allows() {
     let choice = ask(&rig, &named).await;
     assert_eq!(choice["finish_reason"], "stop", "it was the client's choice");
     let one = spec(&rig);
+    // As in vLLM, there is only one type, which need not be named.
+    let untyped = json!({"tool_choice": {"function": {"name": "now"}},
+        "tools": [{"function": {"name": "now"}}, {"type": null, "function": {"name": "then"}}]});
+    ask(&rig, &untyped).await;
+    let untyped = spec(&rig);
+    assert!(untyped.contains("now") && !untyped.contains("then"), "{untyped}");
     assert!(!one.contains("weather") && one.contains("now"), "{one}");
     let allowed = |mode: &str, name: &str| {
         let tools = json!([{"type": "function", "function": {"name": name}}]);

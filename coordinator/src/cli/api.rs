@@ -22,9 +22,9 @@ const LOGPROBS_BOUND: i64 = 128;
 /// Options of the HTTP API.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ApiArgs {
-    /// Answer /v1, /tokenize and /detokenize only with `Authorization: Bearer KEY` or `x-api-key:
-    /// KEY`, of any of these keys. Others see command lines: --api-key-file, or TUTTI_API_KEY in
-    /// the environment, hides it
+    /// Answer only with `Authorization: Bearer KEY` or `x-api-key: KEY`, of any of these keys, on
+    /// all paths but probes, /metrics and /version. Others see command lines: --api-key-file, or
+    /// TUTTI_API_KEY in the environment, hides it
     #[arg(long, value_name = "KEY", value_parser = |key: &str| Ok::<_, String>(Key(Zeroizing::new(key.to_owned()))))]
     pub(crate) api_key: Vec<Key>,
     /// Like --api-key, with keys from a file: one per line, # begins a comment. A key can have

@@ -27,7 +27,7 @@ use super::etcd::{EtcdArgs, parse_address};
 use super::http_client::TrustArgs;
 use super::hub::HubArgs;
 use super::lora::LoraArgs;
-use super::options::{parse_bytes, parse_quantization, parse_swap_space};
+use super::options::{Workers, parse_bytes, parse_quantization, parse_swap_space, parse_workers};
 use super::output::print_line;
 use super::speculative::{self, Speculative};
 use super::work::cores;
@@ -94,9 +94,10 @@ pub(crate) struct DoctorArgs {
     /// Speculative decoding, as when serving; a draft model takes memory too
     #[arg(long, value_name = "JSON", value_parser = speculative::parse)]
     pub(crate) speculative_config: Option<Speculative>,
-    /// Workers on this host [default: 1 with --coordinator, otherwise --tensor-parallel]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
-    pub(crate) workers: Option<u32>,
+    /// Workers on this host: a number, or all for one per GPU [default: 1 with --coordinator,
+    /// otherwise --tensor-parallel]
+    #[arg(long, value_name = "N", value_parser = parse_workers)]
+    pub(crate) workers: Option<Workers>,
     /// KV cache memory per worker, in bytes or with a suffix KiB, MiB or GiB
     #[arg(long, alias = "kv-cache-memory-bytes", value_name = "BYTES", default_value = "512MiB", value_parser = parse_bytes)]
     pub(crate) kv_cache_memory: u64,
@@ -207,10 +208,12 @@ fn one_line(text: &str) -> String {
 }
 
 pub(crate) fn run(args: &DoctorArgs) -> Result<(), CliError> {
-    let workers = args.workers.unwrap_or(match args.coordinator {
-        Some(_) => 1,
-        None => args.tensor_parallel,
-    });
+    let workers = match (args.workers, &args.coordinator) {
+        (Some(Workers::Number(number)), _) => number,
+        (Some(Workers::All), _) => gpu::count(args.nvml_lib.as_deref()).max(1),
+        (None, Some(_)) => 1,
+        (None, None) => args.tensor_parallel,
+    };
     let (secret, finding) = read_secret(args);
     let mut findings = vec![finding];
     findings.extend(certificate(args));

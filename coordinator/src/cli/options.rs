@@ -12,8 +12,7 @@ use std::path::PathBuf;
 
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 
-use self::compute::parse_workers;
-pub(crate) use self::compute::{ComputeArgs, CudaArgs, Device, Workers};
+pub(crate) use self::compute::{ComputeArgs, CudaArgs, Device, Workers, parse_workers};
 pub(crate) use self::operator::{
     ActorsArgs, AdapterCommand, AdaptersArgs, BenchArgs, CheckConfigArgs, DevicesArgs, DrainArgs,
     LoadArgs, LogsArgs, MetricsArgs, OperatorArgs, ResetPrefixCacheArgs, ScaleArgs, StatusArgs,

@@ -42,10 +42,24 @@ pub(crate) fn text(command: &Command, args: &OptionsArgs) -> String {
     rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
+/// Returns the commands with their whole names; those that only lead to others are left out.
+fn commands(command: &Command) -> Vec<(String, &Command)> {
+    let mut found = Vec::new();
+    for subcommand in command.get_subcommands() {
+        let name = subcommand.get_name();
+        let within = commands(subcommand);
+        if within.is_empty() {
+            found.push((name.to_owned(), subcommand));
+        }
+        found.extend(within.into_iter().map(|(rest, it)| (format!("{name} {rest}"), it)));
+    }
+    found
+}
+
 /// Collects the options by name; commands that have exactly the same option share a row.
 fn rows(command: &Command) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
-    for subcommand in command.get_subcommands() {
+    for (name, subcommand) in commands(command) {
         let options = subcommand.get_arguments().filter(|it| !it.is_positional());
         for option in options.filter(|it| !it.is_hide_set()) {
             let mut row = row(option);
@@ -54,9 +68,9 @@ fn rows(command: &Command) -> Vec<Row> {
                     == (&row.names, &row.value, &row.default, &row.help)
             };
             match rows.iter_mut().find(same) {
-                Some(row) => row.commands.push(subcommand.get_name().to_owned()),
+                Some(row) => row.commands.push(name.clone()),
                 None => {
-                    row.commands.push(subcommand.get_name().to_owned());
+                    row.commands.push(name.clone());
                     rows.push(row);
                 }
             }
@@ -105,13 +119,12 @@ fn help(option: &Arg) -> String {
 fn page(command: &Command, rows: &[Row]) -> String {
     let mut page = String::from(HEAD);
     page.push_str("\n## Commands\n\n| command | description |\n| --- | --- |\n");
-    for subcommand in command.get_subcommands() {
+    for (name, subcommand) in commands(command) {
         let arguments = subcommand.get_positionals().flat_map(|it| it.get_value_names());
         let arguments = arguments.flatten().fold(String::new(), |text, it| format!("{text} {it}"));
         let about = subcommand.get_about().map(ToString::to_string).unwrap_or_default();
         // Writing to a String cannot fail.
-        let _ =
-            writeln!(page, "| `tutti {}{arguments}` | {} |", subcommand.get_name(), prose(&about));
+        let _ = writeln!(page, "| `tutti {name}{arguments}` | {} |", prose(&about));
     }
     page.push_str(
         "\n## By name\n\n| option | default | commands | description |\n\
@@ -173,6 +186,13 @@ mod tests {
                     Arg::new("level").long("level").value_name("L").value_parser(["low", "high"]),
                 ),
             )
+            .subcommand(
+                Command::new("set").subcommand(
+                    Command::new("up")
+                        .arg(Arg::new("node").value_name("NODE"))
+                        .arg(Arg::new("level").long("level").value_name("N").help("How high")),
+                ),
+            )
             .subcommand(Command::new("x").arg(Arg::new("secret").long("secret").hide(true)))
     }
 
@@ -188,13 +208,14 @@ mod tests {
             [
                 ("--fast", "", "no", "up,front".to_owned()),
                 ("--level", "L", "", "log".to_owned()),
+                ("--level", "N", "", "set up".to_owned()),
                 ("--listen", "IP:PORT", "a:1", "up".to_owned()),
                 ("--listen", "IP:PORT", "a:2", "front".to_owned()),
             ]
         );
         assert_eq!(rows[1].help, "One of: low, high");
-        assert_eq!(rows[2].names, ["--listen", "--address"]);
-        assert_eq!(rows[2].help, "Where HTTP is served");
+        assert_eq!(rows[3].names, ["--listen", "--address"]);
+        assert_eq!(rows[3].help, "Where HTTP is served");
     }
 
     #[test]
@@ -202,6 +223,10 @@ mod tests {
         let page = text(&sample(), &OptionsArgs { markdown: true });
         assert!(page.contains("| `--fast` | no | up, front | \\<b> \\| `a\\|<c>` |"), "{page}");
         assert!(page.contains("| `tutti log NODE` |"), "{page}");
+        assert!(
+            page.contains("| `tutti set up NODE` |") && !page.contains("`tutti set`"),
+            "{page}"
+        );
         assert!(!page.contains("secret"), "{page}");
     }
 }

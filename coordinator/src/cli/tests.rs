@@ -49,6 +49,18 @@ fn a_model_may_have_several_names() {
 }
 
 #[test]
+fn a_node_to_be_is_checked_with_its_own_options() {
+    let workers = |words: &[&str]| match parse_words(&[&["tutti", "doctor"], words].concat()) {
+        Ok(Command::Doctor(args)) => args.workers,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(workers(&["--workers", "all"]), Some(Workers::All));
+    assert_eq!(workers(&["--workers", "3"]), Some(Workers::Number(3)));
+    let file = file("workers = \"all\"\ncoordinator = \"10.0.0.1:8001\"");
+    assert_eq!(workers(&["--config", file.path().to_str().unwrap()]), Some(Workers::All));
+}
+
+#[test]
 fn keys_of_other_roles_are_left_alone() {
     let args = up(&[], "coordinator = \"10.0.0.1:8001\"\nlisten = \"127.0.0.1:9\"").unwrap();
     assert_eq!(args.serving.listen.port(), 9);

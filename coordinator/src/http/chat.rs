@@ -1,21 +1,24 @@
 //! `POST /v1/chat/completions`.
+use std::slice;
 use std::sync::Arc;
 
 use actix_web::HttpResponse;
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::dialogue::{self, Form, Started};
 use super::envelope::Envelope;
 use super::error::ApiError;
 use super::generation::{Next, Piece, RunningPrompt, StopReason, usage};
-use super::logprobs::chat_logprob;
+use super::logprobs::{ChatLogprob, ChatLogprobs};
 use super::message::{CallIds, Delta, Lines, Message};
 use super::params::{Common, Fields, StreamUsage};
+use super::reading::Reading;
 use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
-use crate::text::reply::{Part, ReplyReader, ReplyRules};
+use crate::text::model::TextModel;
+use crate::text::reply::Part;
 
 /// Answers a request.
 ///
@@ -27,10 +30,10 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         dialogue::start(state, fields, Form::Chat).await?;
     let object = if common.stream { "chat.completion.chunk" } else { "chat.completion" };
     let envelope = Envelope::new(state, &common.adapter, id, object);
-    let choice = Choice::new(rules, shows_reasoning);
+    let choice = Choice::new(Reading::new(rules, shows_reasoning));
     let choices = vec![choice; common.n as usize];
-    let state = state.clone();
-    let mut chat = Chat { state, common, envelope, running, choices, ids, told, greeted: false };
+    let text = state.text.clone();
+    let mut chat = Chat { text, common, envelope, running, choices, ids, told, greeted: false };
     if chat.common.stream {
         return sse::respond(chat).await;
     }
@@ -43,44 +46,45 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
 }
 
 /// The state of one choice.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 struct Choice {
     message: Message,
     finish_reason: Option<&'static str>,
     stop_reason: Option<StopReason>,
-    logprobs: Vec<Value>,
-    /// Parses the reply, if anything is looked for in it.
-    reader: Option<ReplyReader>,
+    logprobs: Vec<ChatLogprob>,
+    reading: Reading,
     /// What stands between the messages of the reply.
     lines: Lines,
-    /// Whether reasoning that is found is shown.
-    shows_reasoning: bool,
     /// Whether tools were called.
     called: bool,
 }
 
 impl Choice {
-    fn new(rules: ReplyRules, shows_reasoning: bool) -> Self {
-        let reader = rules.reads().then(|| ReplyReader::new(Arc::new(rules)));
-        Self { reader, shows_reasoning, ..Self::default() }
+    fn new(reading: Reading) -> Self {
+        Self {
+            message: Message::default(),
+            finish_reason: None,
+            stop_reason: None,
+            logprobs: Vec::new(),
+            reading,
+            lines: Lines::default(),
+            called: false,
+        }
     }
 
-    /// Parses a piece; finds nothing if nothing is looked for.
-    fn read(&mut self, piece: &Piece, parts: &mut Vec<Part>) {
-        let Some(reader) = &mut self.reader else { return };
-        reader.push(&piece.text, parts);
-        if piece.finish_reason.is_some() {
-            reader.finish(parts);
-        }
+    /// Reads a piece; returns the parts that the client is told of.
+    fn read(&mut self, piece: &Piece) -> Vec<Part> {
+        let mut parts = self.reading.take(piece).parts;
         parts.iter_mut().for_each(|part| self.lines.join(part));
-        parts.retain(|part| self.shows_reasoning || !matches!(part, Part::Reasoning(_)));
+        parts.retain(|part| self.reading.shows(part));
         self.called |= parts.iter().any(|part| matches!(part, Part::Call { .. }));
+        parts
     }
 }
 
 #[derive(Debug)]
 struct Chat {
-    state: AppState,
+    text: Arc<TextModel>,
     common: Common,
     envelope: Envelope,
     running: RunningPrompt,
@@ -97,7 +101,17 @@ struct Chat {
 struct ChunkChoice<'a> {
     index: u32,
     delta: &'a Delta,
-    logprobs: Option<Value>,
+    logprobs: Option<ChatLogprobs<'a>>,
+    finish_reason: Option<&'static str>,
+    stop_reason: Option<&'a StopReason>,
+}
+
+/// A choice of the whole answer.
+#[derive(Serialize)]
+struct WholeChoice<'a> {
+    index: u32,
+    message: Value,
+    logprobs: Option<ChatLogprobs<'a>>,
     finish_reason: Option<&'static str>,
     stop_reason: Option<&'a StopReason>,
 }
@@ -114,15 +128,9 @@ impl Chat {
 
     fn take(&mut self, piece: Piece) {
         let Some(choice) = self.choices.get_mut(piece.choice as usize) else { return };
-        let mut parts = Vec::new();
-        choice.read(&piece, &mut parts);
-        if choice.reader.is_none() {
-            choice.message.push(&piece.text);
-        }
-        parts.into_iter().for_each(|part| choice.message.take(part));
+        choice.read(&piece).into_iter().for_each(|part| choice.message.take(part));
         choice.stop_reason = piece.stop_reason.clone().or_else(|| choice.stop_reason.take());
-        let entry = piece.logprobs.as_ref().map(|token| chat_logprob(&self.state.text, token));
-        choice.logprobs.extend(entry);
+        choice.logprobs.extend(ChatLogprob::of(&self.text, piece.logprobs.as_ref()));
         let reason = self.finish_reason(&piece);
         if let Some(choice) = self.choices.get_mut(piece.choice as usize) {
             choice.finish_reason = reason.or(choice.finish_reason);
@@ -136,16 +144,14 @@ impl Chat {
 
     fn respond_whole(&self) -> HttpResponse {
         let wanted = self.common.sampling.logprobs.is_some();
-        let choices: Vec<Value> = (0..)
+        let choices: Vec<WholeChoice<'_>> = (0..)
             .zip(&self.choices)
-            .map(|(index, choice)| {
-                json!({
-                    "index": index,
-                    "message": choice.message.json(&self.ids, index),
-                    "logprobs": wanted.then(|| json!({"content": choice.logprobs, "refusal": null})),
-                    "finish_reason": choice.finish_reason,
-                    "stop_reason": choice.stop_reason,
-                })
+            .map(|(index, choice)| WholeChoice {
+                index,
+                message: choice.message.json(&self.ids, index),
+                logprobs: wanted.then(|| ChatLogprobs::of(&choice.logprobs)),
+                finish_reason: choice.finish_reason,
+                stop_reason: choice.stop_reason.as_ref(),
             })
             .collect();
         HttpResponse::Ok().json(self.envelope.with(&choices, Some(&self.usage())))
@@ -181,11 +187,11 @@ impl Chat {
     }
 
     /// Appends the event of a piece; none for a piece that only holds text back.
-    fn push_piece(&mut self, mut piece: Piece, out: &mut Events) -> Result<(), ApiError> {
-        let entry = piece.logprobs.as_ref().map(|token| chat_logprob(&self.state.text, token));
-        let logprobs = entry.map(|entry| json!({"content": [entry], "refusal": null}));
-        let delta = self.delta(&mut piece);
-        let (index, finish_reason) = (piece.choice, self.finish_reason(&piece));
+    fn push_piece(&mut self, piece: &Piece, out: &mut Events) -> Result<(), ApiError> {
+        let entry = ChatLogprob::of(&self.text, piece.logprobs.as_ref());
+        let logprobs = entry.as_ref().map(|entry| ChatLogprobs::of(slice::from_ref(entry)));
+        let delta = self.delta(piece);
+        let (index, finish_reason) = (piece.choice, self.finish_reason(piece));
         if delta.is_empty() && logprobs.is_none() && finish_reason.is_none() {
             return Ok(());
         }
@@ -194,14 +200,11 @@ impl Chat {
         self.push(choice, self.running.completion_tokens, out)
     }
 
-    fn delta(&mut self, piece: &mut Piece) -> Delta {
+    fn delta(&mut self, piece: &Piece) -> Delta {
+        let mut delta = Delta::default();
         let choice = self.choices.get_mut(piece.choice as usize);
-        let Some(choice) = choice.filter(|choice| choice.reader.is_some()) else {
-            return Delta::of(std::mem::take(&mut piece.text));
-        };
-        let (mut parts, mut delta) = (Vec::new(), Delta::default());
-        choice.read(piece, &mut parts);
-        parts.into_iter().for_each(|part| delta.take(part, &self.ids, piece.choice));
+        let parts = choice.map(|choice| choice.read(piece)).into_iter().flatten();
+        parts.for_each(|part| delta.take(part, &self.ids, piece.choice));
         delta
     }
 }
@@ -211,7 +214,7 @@ impl EventSource for Chat {
         let pushed = match self.running.next().await {
             Some(Err(error)) => Err(error),
             Some(Ok(Next::Piece(piece))) => {
-                self.greet(out).and_then(|()| self.push_piece(piece, out))
+                self.greet(out).and_then(|()| self.push_piece(&piece, out))
             }
             Some(Ok(Next::Prompt(_) | Next::Embedding(_))) => Ok(()),
             None if self.common.usage != StreamUsage::Never => {

@@ -17,18 +17,9 @@ use crate::text::model::TextModel;
 /// Everything a client can do wrong, and the engine's refusals.
 pub(super) async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, ApiError> {
     let asked = Vectors::read(state, &fields, Endpoint::Classify, "classify-")?;
-    let activates = fields.boolean("use_activation", true)?;
     let texts = embeddings::inputs(&fields, &state.limits, &state.text)?;
     let (id, model) = (asked.id.clone(), asked.model.clone());
-    let mut all = Vec::new();
-    let take = |mut numbers: Vec<f32>| {
-        if let Some(classifier) = state.text.classifier.as_ref().filter(|_| activates) {
-            classifier.activation.apply(&mut numbers);
-        }
-        all.push(numbers);
-        Ok(())
-    };
-    let tokens = asked.compute(state, fields, texts, take).await?;
+    let (all, tokens) = asked.compute_all(state, fields, texts).await?;
     let (head, tail) = frame(&id, &model, tokens)?;
     let text = state.text.clone();
     let entries = all.into_iter().enumerate().map(move |(index, probs)| {

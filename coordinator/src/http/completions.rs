@@ -85,7 +85,8 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         echoed += text.as_ref().map_or(0, String::len) * common.n as usize;
         check_sizes(limits, prompt_tokens, echoed, common.sampling.prompt_logprobs)?;
         for _ in 0..common.n {
-            let gathered = logprobs.map(|_| CompletionLogprobs::new(common.keep_special));
+            let new = || CompletionLogprobs::new(state.text.clone(), common.keep_special);
+            let gathered = logprobs.map(|_| new());
             choices.push(Choice::new(&tokens, text.as_deref(), gathered));
         }
         running.push((tokens, max_tokens));
@@ -96,8 +97,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         .map(|(tokens, max)| RunningPrompt::start(state, &common, tokens, max, arrived, &id))
         .collect::<Result<Vec<_>, _>>()?;
     let envelope = Envelope::new(state, &common.adapter, id, "text_completion");
-    let state = state.clone();
-    let mut completion = Completion { state, common, envelope, running, turn: 0, choices };
+    let mut completion = Completion { common, envelope, running, turn: 0, choices };
     if completion.common.stream {
         return sse::respond(completion).await;
     }
@@ -229,7 +229,6 @@ impl Choice {
 
 #[derive(Debug)]
 struct Completion {
-    state: AppState,
     common: Common,
     envelope: Envelope,
     running: Vec<RunningPrompt>,
@@ -284,11 +283,9 @@ impl Completion {
         for choice in &mut self.choices[range] {
             let Some(gathered) = &mut choice.logprobs else { continue };
             if let Some(first) = choice.first.take() {
-                gathered.push_first(&self.state.text, first);
+                gathered.push_first(first);
             }
-            for token in logprobs {
-                gathered.push(&self.state.text, token);
-            }
+            logprobs.iter().for_each(|token| gathered.push(token));
         }
     }
 
@@ -305,12 +302,12 @@ impl Completion {
         {
             // A prompt of one token is echoed without log-probabilities.
             if let Some(first) = choice.first.take() {
-                gathered.push_first(&self.state.text, first);
+                gathered.push_first(first);
             }
             if let Some(characters) = choice.echoed.take() {
                 gathered.go_on_behind(characters);
             }
-            gathered.push(&self.state.text, token);
+            gathered.push(token);
         }
         Some((index, piece))
     }
@@ -330,7 +327,7 @@ impl Completion {
             .map(|(index, choice)| ChoiceBody {
                 index,
                 text: &choice.text,
-                logprobs: choice.logprobs.as_ref().map(CompletionLogprobs::json),
+                logprobs: choice.logprobs.as_ref(),
                 finish_reason: choice.finish_reason,
                 stop_reason: choice.stop_reason.as_ref(),
             })
@@ -352,7 +349,8 @@ impl Completion {
             return Ok(());
         }
         let text = echo.map(|echo| echo + &piece.text);
-        let logprobs = choice.logprobs.as_mut().map(|gathered| gathered.take().json());
+        let logprobs = choice.logprobs.as_mut().map(CompletionLogprobs::take);
+        let logprobs = logprobs.as_ref();
         let text = text.as_deref().unwrap_or(&piece.text);
         let (finish_reason, stop_reason) = (piece.finish_reason, piece.stop_reason.as_ref());
         let choice = ChoiceBody { index, text, logprobs, finish_reason, stop_reason };
@@ -365,7 +363,7 @@ impl Completion {
 struct ChoiceBody<'a> {
     index: usize,
     text: &'a str,
-    logprobs: Option<Value>,
+    logprobs: Option<&'a CompletionLogprobs>,
     finish_reason: Option<&'static str>,
     stop_reason: Option<&'a StopReason>,
 }

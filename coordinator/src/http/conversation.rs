@@ -2,7 +2,7 @@
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
-use super::fields::Fields;
+use super::fields::{Fields, extent};
 use super::limits::EFFORT_BYTES;
 use super::params::Limits;
 use crate::text::model::TextModel;
@@ -15,6 +15,11 @@ use crate::text::template::{ChatTemplate, Conversation, RESERVED, RenderError, h
 pub(super) const EFFORT: &str = "reasoning_effort";
 /// Its values in harmony: the words that gpt-oss was trained with.
 pub(super) const EFFORTS: [&str; 3] = ["low", "medium", "high"];
+/// Its value for no reasoning at all: as in vLLM, that turns it off also where a template has a
+/// switch for it and reads no effort.
+const NO_EFFORT: &str = "none";
+/// What a template that lets its model reason or not calls that: Qwen3, SmolLM3, Granite.
+const SWITCHES: [&str; 2] = ["enable_thinking", "thinking"];
 
 /// Reads a conversation.
 ///
@@ -36,7 +41,8 @@ pub fn read(
     }
     let is_harmony = template.calls() == Some(CallFormat::Harmony);
     let mut variables = variables(fields)?;
-    if let Some(value) = fields.string(EFFORT, EFFORT_BYTES)?
+    let effort = fields.string(EFFORT, EFFORT_BYTES)?;
+    if let Some(value) = effort
         && template.knows(EFFORT, tools.is_some())
     {
         if is_harmony && !EFFORTS.contains(&value) {
@@ -45,6 +51,12 @@ pub fn read(
             return Err(ApiError::field(EFFORT, message));
         }
         variables.insert(EFFORT.to_owned(), value.into());
+    }
+    if effort == Some(NO_EFFORT)
+        && let Some(switch) = switch(template, tools.is_some())
+    {
+        // What the client says itself goes before.
+        variables.entry(switch).or_insert(false.into());
     }
     let documents = objects(fields, "documents", limits.messages)?;
     if documents.is_some() && !template.knows("documents", tools.is_some()) {
@@ -64,6 +76,11 @@ pub fn read(
         continue_final_message,
         variables,
     })
+}
+
+/// The variable of a template by which its model reasons or not, if it has one.
+pub(super) fn switch(template: &ChatTemplate, has_tools: bool) -> Option<&'static str> {
+    SWITCHES.into_iter().find(|switch| template.knows(switch, has_tools))
 }
 
 /// A conversation as given to the model.
@@ -191,11 +208,14 @@ fn messages(fields: &Fields, limits: &Limits) -> Result<Vec<Value>, ApiError> {
         None => return Err(ApiError::field(name, "`messages` is required")),
     };
     limits.check_messages(name, list.len(), fields.bytes())?;
-    list.iter().enumerate().map(|(index, value)| message(index, value)).collect()
+    // A body's bound does not count what is within its strings.
+    let mut values = limits.json_values;
+    list.iter().enumerate().map(|(index, value)| message(index, value, &mut values)).collect()
 }
 
-/// Reads one message, with all its fields: templates read more than role and content.
-fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
+/// Reads one message, with all its fields: templates read more than role and content. The arguments
+/// of its calls take of the `values` that there may be in those of all.
+fn message(index: usize, value: &Value, values: &mut usize) -> Result<Value, ApiError> {
     let wrong = |part: &str, expected: &str| {
         let message = format!("`messages[{index}]{part}` must be {expected}");
         ApiError::field("messages", message)
@@ -247,7 +267,7 @@ fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
     if let Some(calls) = message.get_mut("tool_calls") {
         for (at, call) in calls.as_array_mut().into_iter().flatten().enumerate() {
             let part = format!(".tool_calls[{at}]");
-            parse_arguments(call)
+            parse_arguments(call, values)
                 .map_err(|expected| wrong(&format!("{part}{}", expected.0), expected.1))?;
         }
         if !calls.is_array() {
@@ -260,7 +280,10 @@ fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
 /// Parses a call's arguments, JSON in a string, into the object that templates expect. Text of a
 /// model that is not a JSON object becomes an empty one: an error would end a conversation that the
 /// client cannot repair.
-fn parse_arguments(call: &mut Value) -> Result<(), (&'static str, &'static str)> {
+fn parse_arguments(
+    call: &mut Value,
+    values: &mut usize,
+) -> Result<(), (&'static str, &'static str)> {
     let function = call.get_mut("function").and_then(Value::as_object_mut);
     let function = function.ok_or((".function", "an object"))?;
     if !function.get("name").is_some_and(Value::is_string) {
@@ -269,6 +292,9 @@ fn parse_arguments(call: &mut Value) -> Result<(), (&'static str, &'static str)>
     let arguments = match function.get("arguments") {
         None | Some(Value::Null) => Value::Object(Map::new()),
         Some(Value::String(text)) => {
+            let few = "JSON of fewer values: those of all calls are limited like a body's";
+            let left = values.checked_sub(extent(text.as_bytes()).1);
+            *values = left.ok_or((".function.arguments", few))?;
             let parsed = serde_json::from_str(text).ok().filter(Value::is_object);
             parsed.unwrap_or_else(|| Value::Object(Map::new()))
         }
@@ -277,4 +303,32 @@ fn parse_arguments(call: &mut Value) -> Result<(), (&'static str, &'static str)>
     };
     function.insert("arguments".to_owned(), arguments);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn values_in_the_strings_of_calls_are_bounded_together() {
+        let usual = Limits::new(1024);
+        let few = Limits { json_values: 12, ..usual.clone() };
+        let read = |arguments: &[&str]| {
+            let call =
+                |text: &&str| json!({"id": "1", "function": {"name": "f", "arguments": text}});
+            let calls: Vec<Value> = arguments.iter().map(call).collect();
+            let body = json!({"messages": [{"role": "assistant", "tool_calls": calls}]});
+            let fields = Fields::parse(body.to_string().as_bytes(), &usual).unwrap();
+            messages(&fields, &few).map_err(|error| error.to_string())
+        };
+        let six = r#"{"a": [1, 2, 3], "b": ""}"#;
+        let read_both = read(&[six, six]).unwrap();
+        let arguments = &read_both[0]["tool_calls"][1]["function"]["arguments"];
+        assert_eq!(*arguments, json!({"a": [1, 2, 3], "b": ""}));
+        let error = read(&[six, six, "{}"]).unwrap_err();
+        assert!(error.contains("`messages[0].tool_calls[2].function.arguments`"), "{error}");
+        assert!(read(&["[[[[[[[[[[[[[", "{}"]).is_err(), "text that is no JSON counts too");
+    }
 }

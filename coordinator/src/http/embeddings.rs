@@ -33,12 +33,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     asked.dimensions = dimensions(&fields, &state.text)?;
     let texts = inputs(&fields, &state.limits, &state.text)?;
     let (id, model) = (asked.id.clone(), asked.model.clone());
-    let mut vectors = Vec::new();
-    let take = |vector| {
-        vectors.push(vector);
-        Ok(())
-    };
-    let tokens = asked.compute(state, fields, texts, take).await?;
+    let (vectors, tokens) = asked.compute_all(state, fields, texts).await?;
     let tail = Tail { model: &model, usage: Usage::of(tokens) };
     let (id, tail) = (serde_json::to_string(&*id), serde_json::to_string(&tail));
     let failed = |error: serde_json::Error| ApiError::internal(error.to_string());

@@ -284,7 +284,7 @@ pub(super) fn whole_number(value: &Value) -> Option<i64> {
 
 /// Returns the greatest nesting of arrays and objects, and at least the number of values. Each
 /// value takes many times the two bytes in which it may be written.
-fn extent(json: &[u8]) -> (usize, usize) {
+pub(super) fn extent(json: &[u8]) -> (usize, usize) {
     let (mut depth, mut deepest, mut values) = (0usize, 0usize, 1);
     let (mut in_string, mut escaped) = (false, false);
     for byte in json {

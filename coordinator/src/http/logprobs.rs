@@ -1,5 +1,10 @@
-//! Log-probabilities in OpenAI's two formats.
-use serde_json::{Map, Value, json};
+//! Log-probabilities in OpenAI's two formats. They are kept as numbers, and become JSON when they
+//! are written: an answer may have twenty alternatives for each of its tokens, and JSON values of
+//! them would take many times as much memory, for as long as it grows.
+use std::sync::Arc;
+
+use serde::ser::{SerializeMap as _, SerializeSeq as _};
+use serde::{Serialize, Serializer};
 use shared::protocol::TokenLogprobs;
 
 use crate::text::model::TextModel;
@@ -7,8 +12,8 @@ use crate::text::model::TextModel;
 /// JSON has no infinity: impossible tokens get vLLM's stand-in.
 const IMPOSSIBLE: f32 = -9999.0;
 
-fn finite(logprob: f32) -> f32 {
-    if logprob.is_finite() { logprob } else { IMPOSSIBLE }
+fn finite(logprob: f32) -> f64 {
+    f64::from(if logprob.is_finite() { logprob } else { IMPOSSIBLE })
 }
 
 fn text_of(model: &TextModel, token: u32) -> String {
@@ -16,63 +21,59 @@ fn text_of(model: &TextModel, token: u32) -> String {
 }
 
 /// The format of completions, gathered token by token.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct CompletionLogprobs {
-    tokens: Vec<String>,
-    token_logprobs: Vec<Value>,
-    top_logprobs: Vec<Value>,
-    text_offset: Vec<usize>,
+    model: Arc<TextModel>,
+    tokens: Vec<Gathered>,
     /// Number of characters of text so far.
     offset: usize,
     /// Whether special tokens are part of the text.
     keep_special: bool,
 }
 
+/// A token and the number of characters before it.
+#[derive(Clone, Debug)]
+struct Gathered {
+    token: u32,
+    offset: usize,
+    /// None for a prompt's first token.
+    logprobs: Option<TokenLogprobs>,
+}
+
 impl CompletionLogprobs {
     /// Starts with nothing gathered; `keep_special` tells whether special tokens are part of the
     /// text.
     #[must_use]
-    pub fn new(keep_special: bool) -> Self {
-        Self { keep_special, ..Self::default() }
+    pub fn new(model: Arc<TextModel>, keep_special: bool) -> Self {
+        Self { model, tokens: Vec::new(), offset: 0, keep_special }
     }
 
     /// Takes what was gathered; what follows continues after it.
     #[must_use]
     pub fn take(&mut self) -> Self {
-        let rest = Self { offset: self.offset, ..Self::new(self.keep_special) };
+        let rest = Self { offset: self.offset, ..Self::new(self.model.clone(), self.keep_special) };
         std::mem::replace(self, rest)
     }
 
     /// Adds a prompt's first token, which has no log-probability.
-    pub fn push_first(&mut self, model: &TextModel, token: u32) {
-        self.push_text(model, token, text_of(model, token));
-        self.token_logprobs.push(Value::Null);
-        self.top_logprobs.push(Value::Null);
+    pub fn push_first(&mut self, token: u32) {
+        self.gather(token, None);
     }
 
     /// Adds a token.
-    pub fn push(&mut self, model: &TextModel, token: &TokenLogprobs) {
-        let text = text_of(model, token.token);
-        let mut top = Map::new();
-        for (id, logprob) in &token.top {
-            // The best come first; tokens with the same text cannot be distinguished here.
-            top.entry(text_of(model, *id)).or_insert_with(|| json!(finite(*logprob)));
-        }
-        // The chosen token is always among the alternatives.
-        top.entry(text.clone()).or_insert_with(|| json!(finite(token.logprob)));
-        self.push_text(model, token.token, text);
-        self.token_logprobs.push(json!(finite(token.logprob)));
-        self.top_logprobs.push(Value::Object(top));
+    pub fn push(&mut self, token: &TokenLogprobs) {
+        self.gather(token.token, Some(token.clone()));
     }
 
-    fn push_text(&mut self, model: &TextModel, token: u32, text: String) {
-        self.text_offset.push(self.offset);
-        let is_text = self.keep_special || model.special_token(&text) != Some(token);
+    fn gather(&mut self, token: u32, logprobs: Option<TokenLogprobs>) {
+        let model = &self.model;
+        self.tokens.push(Gathered { token, offset: self.offset, logprobs });
+        if !self.keep_special && model.special_token(&text_of(model, token)) == Some(token) {
+            return;
+        }
         // A character that several tokens share begins with the first of them.
         let begins = |byte: &&u8| **byte & 0xc0 != 0x80;
-        let bytes = if is_text { model.token_bytes(token) } else { Vec::new() };
-        self.offset += bytes.iter().filter(begins).count();
-        self.tokens.push(text);
+        self.offset += model.token_bytes(token).iter().filter(begins).count();
     }
 
     /// Continues after so many characters: a prompt's text is not always that of its tokens
@@ -80,52 +81,165 @@ impl CompletionLogprobs {
     pub fn go_on_behind(&mut self, characters: usize) {
         self.offset = characters;
     }
+}
 
-    /// Returns the JSON.
-    #[must_use]
-    pub fn json(&self) -> Value {
-        json!({
-            "tokens": self.tokens, "token_logprobs": self.token_logprobs,
-            "top_logprobs": self.top_logprobs, "text_offset": self.text_offset,
-        })
+impl Serialize for CompletionLogprobs {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let (model, tokens) = (&*self.model, &self.tokens);
+        let mut map = serializer.serialize_map(Some(4))?;
+        let text = |it: &Gathered| text_of(model, it.token);
+        map.serialize_entry("tokens", &Listed(tokens, text))?;
+        let logprob = |it: &Gathered| it.logprobs.as_ref().map(|it| finite(it.logprob));
+        map.serialize_entry("token_logprobs", &Listed(tokens, logprob))?;
+        let top = |it: &Gathered| Some(Alternatives(model, it.logprobs.clone()?));
+        map.serialize_entry("top_logprobs", &Listed(tokens, top))?;
+        map.serialize_entry("text_offset", &Listed(tokens, |it: &Gathered| it.offset))?;
+        map.end()
     }
 }
 
-/// Returns one token in the format of chat.
-#[must_use]
-pub fn chat_logprob(model: &TextModel, token: &TokenLogprobs) -> Value {
-    let entry = |id: u32, logprob: f32| {
-        let bytes = model.token_bytes(id);
-        json!({
-            "token": String::from_utf8_lossy(&bytes), "logprob": finite(logprob), "bytes": bytes,
-        })
-    };
-    let mut chosen = entry(token.token, token.logprob);
-    chosen["top_logprobs"] = token.top.iter().map(|(id, logprob)| entry(*id, *logprob)).collect();
-    chosen
+/// A list of what is made of each token.
+struct Listed<'a, F>(&'a [Gathered], F);
+
+impl<T: Serialize, F: Fn(&Gathered) -> T> Serialize for Listed<'_, F> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut list = serializer.serialize_seq(Some(self.0.len()))?;
+        self.0.iter().try_for_each(|token| list.serialize_element(&(self.1)(token)))?;
+        list.end()
+    }
+}
+
+/// The alternatives to a token by their text, and the token itself, which is always among them. The
+/// best come first; tokens with the same text cannot be distinguished here.
+struct Alternatives<'a>(&'a TextModel, TokenLogprobs);
+
+impl Serialize for Alternatives<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self(model, token) = self;
+        let mut texts: Vec<String> = Vec::with_capacity(token.top.len() + 1);
+        let mut map = serializer.serialize_map(None)?;
+        for (id, logprob) in token.top.iter().chain(&[(token.token, token.logprob)]) {
+            let text = text_of(model, *id);
+            if !texts.contains(&text) {
+                map.serialize_entry(&text, &finite(*logprob))?;
+                texts.push(text);
+            }
+        }
+        map.end()
+    }
+}
+
+/// One token in the format of chat.
+#[derive(Clone, Debug)]
+pub struct ChatLogprob {
+    model: Arc<TextModel>,
+    token: TokenLogprobs,
+}
+
+impl ChatLogprob {
+    /// The token's, if they were requested.
+    #[must_use]
+    pub fn of(model: &Arc<TextModel>, token: Option<&TokenLogprobs>) -> Option<Self> {
+        token.map(|token| Self { model: model.clone(), token: token.clone() })
+    }
+}
+
+impl Serialize for ChatLogprob {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self { model, token } = self;
+        let entry = |id: u32, logprob: f32, top_logprobs: Option<Vec<Entry>>| {
+            let bytes = model.token_bytes(id);
+            let token = String::from_utf8_lossy(&bytes).into_owned();
+            Entry { token, logprob: finite(logprob), bytes, top_logprobs }
+        };
+        let top = token.top.iter().map(|(id, logprob)| entry(*id, *logprob, None)).collect();
+        entry(token.token, token.logprob, Some(top)).serialize(serializer)
+    }
+}
+
+/// A token, or an alternative to one.
+#[derive(Serialize)]
+struct Entry {
+    token: String,
+    logprob: f64,
+    bytes: Vec<u8>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    top_logprobs: Option<Vec<Entry>>,
+}
+
+/// The tokens of a choice, in the format of chat.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct ChatLogprobs<'a> {
+    content: &'a [ChatLogprob],
+    /// Always null.
+    refusal: (),
+}
+
+impl<'a> ChatLogprobs<'a> {
+    /// Of these tokens.
+    #[must_use]
+    pub fn of(content: &'a [ChatLogprob]) -> Self {
+        Self { content, refusal: () }
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::{json, to_string, to_value};
+
     use super::*;
     use crate::text::samples::sentencepiece_bpe;
 
     #[test]
     fn of_alternatives_that_read_the_same_the_best_is_told() {
-        let model = sentencepiece_bpe();
+        let model = Arc::new(sentencepiece_bpe());
         let id = |piece: &str| model.tokenizer.token_to_id(piece).unwrap();
         let (first, second, third) = (id("<0xE2>"), id("<0x82>"), id("a"));
         let top = vec![(first, -0.5), (third, -1.0), (second, -2.0)];
         let token = TokenLogprobs { token: second, logprob: -2.0, rank: 3, top };
-        let mut gathered = CompletionLogprobs::default();
-        gathered.push(&model, &token);
+        let mut gathered = CompletionLogprobs::new(model.clone(), false);
+        gathered.push(&token);
         let expected = json!({"\u{fffd}": -0.5, "a": -1.0});
-        assert_eq!(gathered.json()["top_logprobs"], json!([expected]));
+        assert_eq!(to_value(&gathered).unwrap()["top_logprobs"], json!([expected]));
         // Chat distinguishes them by their bytes.
-        let told = chat_logprob(&model, &token);
+        let told = to_value(ChatLogprob::of(&model, Some(&token))).unwrap();
         assert_eq!(
             (&told["bytes"], &told["top_logprobs"][0]["bytes"]),
             (&json!([0x82]), &json!([0xe2]))
         );
+    }
+
+    #[test]
+    fn both_formats_are_openais() {
+        let model = Arc::new(sentencepiece_bpe());
+        let id = |piece: &str| model.tokenizer.token_to_id(piece).unwrap();
+        let (a, b) = (id("a"), id("b"));
+        // As of a token that another one keeps from being chosen at all.
+        let top = vec![(b, -0.1), (a, f32::NEG_INFINITY)];
+        let token = TokenLogprobs { token: b, logprob: -0.1, rank: 1, top };
+        let mut gathered = CompletionLogprobs::new(model.clone(), false);
+        gathered.push_first(a);
+        gathered.push(&token);
+        let logprob = f64::from(-0.1f32);
+        let written = to_string(&gathered).unwrap();
+        let expected = format!(
+            r#"{{"tokens":["a","b"],"token_logprobs":[null,{logprob}],"top_logprobs":[null,{{"b":{logprob},"a":-9999.0}}],"text_offset":[0,1]}}"#
+        );
+        assert_eq!(written, expected);
+        // What a stream has not told yet goes on behind what it has.
+        let told = gathered.take();
+        gathered.push(&token);
+        assert_eq!(to_string(&told).unwrap(), expected);
+        assert_eq!(to_value(&gathered).unwrap()["text_offset"], json!([2]));
+        let one = ChatLogprob::of(&model, Some(&token)).unwrap();
+        let entry = |text: &str, byte: u8, logprob: &str| {
+            format!(r#""token":"{text}","logprob":{logprob},"bytes":[{byte}]"#)
+        };
+        let (b, a) = (entry("b", b'b', &logprob.to_string()), entry("a", b'a', "-9999.0"));
+        assert_eq!(
+            to_string(&ChatLogprobs::of(&[one])).unwrap(),
+            format!(r#"{{"content":[{{{b},"top_logprobs":[{{{b}}},{{{a}}}]}}],"refusal":null}}"#)
+        );
+        assert!(ChatLogprob::of(&model, None).is_none());
     }
 }

@@ -67,7 +67,7 @@ impl Message {
     /// Takes the next part of the reply.
     pub fn take(&mut self, part: Part) {
         match part {
-            Part::Content(text) => self.push(&text),
+            Part::Content(text) => self.content.push_str(&text),
             Part::Reasoning(text) => self.reasoning.push_str(&text),
             Part::Call { name, .. } => self.calls.push(Call { name, arguments: String::new() }),
             Part::Arguments { text, .. } => {
@@ -77,11 +77,6 @@ impl Message {
             }
             Part::End => {}
         }
-    }
-
-    /// Takes text of a reply in which nothing is looked for.
-    pub fn push(&mut self, text: &str) {
-        self.content.push_str(text);
     }
 
     /// Returns it in the format of OpenAI's API; `ids` are those of the calls.
@@ -148,12 +143,6 @@ impl Delta {
     #[must_use]
     pub fn greeting() -> Self {
         Self { role: Some("assistant"), content: Some(String::new()), ..Self::default() }
-    }
-
-    /// Makes a delta of more text of the answer.
-    #[must_use]
-    pub fn of(text: String) -> Self {
-        Self { content: Some(text).filter(|text| !text.is_empty()), ..Self::default() }
     }
 
     /// Whether it adds nothing.

@@ -19,29 +19,18 @@ use crate::text::model::TextModel;
 pub(super) async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, ApiError> {
     let mut asked = Vectors::read(state, &fields, Endpoint::Pooling, "pool-")?;
     let format = embeddings::format(&fields)?;
-    let activates = fields.boolean("use_activation", true)?;
-    let classifier = state.text.classifier.as_ref();
     let task = task_of(&state.text);
     if let Some(said) = fields.get("task").filter(|said| **said != task) {
         return Err(Fields::wrong("task", said, &format!("\"{task}\" for this model")));
     }
-    asked.normalizes &= activates;
     asked.dimensions = embeddings::dimensions(&fields, &state.text)?;
-    if asked.dimensions.is_some() && classifier.is_some() {
+    if asked.dimensions.is_some() && state.text.classifier.is_some() {
         let message = "`dimensions` is not supported by this model, which has classes";
         return Err(ApiError::field("dimensions", message));
     }
     let texts = embeddings::inputs(&fields, &state.limits, &state.text)?;
     let (id, model) = (asked.id.clone(), asked.model.clone());
-    let mut all = Vec::new();
-    let take = |mut numbers: Vec<f32>| {
-        if let Some(classifier) = classifier.filter(|_| activates) {
-            classifier.activation.apply(&mut numbers);
-        }
-        all.push(numbers);
-        Ok(())
-    };
-    let tokens = asked.compute(state, fields, texts, take).await?;
+    let (all, tokens) = asked.compute_all(state, fields, texts).await?;
     let (head, tail) = frame(&id, &model, tokens)?;
     let entries = all.into_iter().enumerate().map(move |(index, values)| Entry {
         index,

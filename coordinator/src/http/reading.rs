@@ -5,7 +5,7 @@ use super::generation::Piece;
 use crate::text::reply::{Part, ReplyReader, ReplyRules};
 
 /// Reads one reply.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Reading {
     /// Where something is looked for in the reply.
     reader: Option<ReplyReader>,

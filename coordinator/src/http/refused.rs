@@ -37,22 +37,27 @@ const COMMON: &[(&str, Neutral)] = &[
     ("bad_words", Empty),
     ("detokenize", True),
     ("early_stopping", False),
+    ("ec_transfer_params", Null),
     ("guided_decoding_backend", Null),
     ("kv_transfer_params", Null),
     ("length_penalty", One),
+    ("logprob_token_ids", Null),
     ("logits_processors", Empty),
     ("prompt_logprobs", Null),
     ("repetition_detection", Null),
+    ("return_prompt_text", False),
     ("return_token_ids", False),
     ("return_tokens_as_token_ids", False),
     ("structural_tag", Null),
     ("thinking_token_budget", Null),
     ("use_beam_search", False),
     ("vllm_xargs", Empty),
+    ("watermarking", False),
 ];
 
 /// Fields of `/v1/completions` only.
-const COMPLETIONS: &[(&str, Neutral)] = &[("prompt_embeds", Null), ("suffix", Empty)];
+const COMPLETIONS: &[(&str, Neutral)] =
+    &[("prompt_embeds", Null), ("suffix", Empty), ("truncation_side", Words(&["left"]))];
 
 /// Fields of `/v1/chat/completions` only.
 const CHAT: &[(&str, Neutral)] = &[
@@ -65,6 +70,7 @@ const CHAT: &[(&str, Neutral)] = &[
     ("modalities", Only("text")),
     ("moderation", Null),
     ("service_tier", Words(&SERVICE_TIERS)),
+    ("truncation_side", Words(&["left"])),
     ("verbosity", Words(&VERBOSITIES)),
     ("web_search_options", Null),
 ];
@@ -101,57 +107,40 @@ const MESSAGES: &[(&str, Neutral)] = &[
     ("thread", Null),
 ];
 
+/// Fields of all endpoints that make numbers of texts.
+const TEXTS: &[(&str, Neutral)] = &[
+    ("activation", True),
+    ("mm_processor_kwargs", Empty),
+    ("padding", Words(&["do_not_pad"])),
+    ("truncation_side", Words(&["right"])),
+];
+
+/// Fields of those that may answer with vectors.
+const VECTORS: &[(&str, Neutral)] = &[
+    ("embed_dtype", Words(&["float32"])),
+    ("endianness", Words(&["little", "native"])),
+    ("messages", Null),
+    ("normalize", True),
+];
+
 /// Fields of `/rerank` and `/score` only.
 const COMPARISON: &[(&str, Neutral)] = &[
-    ("activation", True),
     ("chat_template_kwargs", Empty),
     ("instruction", Empty),
     ("max_chunks_per_doc", Null),
-    ("mm_processor_kwargs", Empty),
-    ("padding", Words(&["do_not_pad"])),
     ("rank_fields", Only("text")),
     ("return_embeddings", False),
     ("softmax", Null),
-    ("truncation_side", Words(&["right"])),
 ];
 
 /// Fields of `/classify` only.
-const CLASSES: &[(&str, Neutral)] = &[
-    ("activation", True),
-    ("messages", Null),
-    ("mm_processor_kwargs", Empty),
-    ("padding", Words(&["do_not_pad"])),
-    ("softmax", Null),
-    ("truncation_side", Words(&["right"])),
-];
+const CLASSES: &[(&str, Neutral)] = &[("messages", Null), ("softmax", Null)];
 
 /// Fields of `/pooling` only.
-const POOLING: &[(&str, Neutral)] = &[
-    ("activation", True),
-    ("data", Null),
-    ("embed_dtype", Words(&["float32"])),
-    ("endianness", Words(&["little", "native"])),
-    ("messages", Null),
-    ("mm_processor_kwargs", Empty),
-    ("normalize", True),
-    ("padding", Words(&["do_not_pad"])),
-    ("softmax", Null),
-    ("truncation_side", Words(&["right"])),
-];
+const POOLING: &[(&str, Neutral)] = &[("data", Null), ("softmax", Null)];
 
 /// Fields of `/v1/embeddings` only.
-const EMBEDDINGS: &[(&str, Neutral)] = &[
-    ("activation", True),
-    ("additional_data", Null),
-    ("embed_dtype", Words(&["float32"])),
-    ("endianness", Words(&["little", "native"])),
-    ("messages", Null),
-    ("mm_processor_kwargs", Empty),
-    ("normalize", True),
-    ("padding", Words(&["do_not_pad"])),
-    ("truncation_side", Words(&["right"])),
-    ("use_activation", True),
-];
+const EMBEDDINGS: &[(&str, Neutral)] = &[("additional_data", Null), ("use_activation", True)];
 
 impl Neutral {
     /// The values, null among them, as a JSON schema. Each enumeration is of one type, as
@@ -222,17 +211,19 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    fn own(self) -> &'static [(&'static str, Neutral)] {
-        match self {
-            Self::Completions => COMPLETIONS,
-            Self::Chat => CHAT,
-            Self::Responses => RESPONSES,
-            Self::Messages => MESSAGES,
-            Self::Embeddings => EMBEDDINGS,
-            Self::Rerank | Self::Score => COMPARISON,
-            Self::Classify => CLASSES,
-            Self::Pooling => POOLING,
-        }
+    /// All of its fields.
+    fn refused(self) -> impl Iterator<Item = &'static (&'static str, Neutral)> {
+        let lists: &'static [&'static [(&'static str, Neutral)]] = match self {
+            Self::Completions => &[COMMON, COMPLETIONS],
+            Self::Chat => &[COMMON, CHAT],
+            Self::Responses => &[COMMON, RESPONSES],
+            Self::Messages => &[COMMON, MESSAGES],
+            Self::Embeddings => &[COMMON, TEXTS, VECTORS, EMBEDDINGS],
+            Self::Rerank | Self::Score => &[COMMON, TEXTS, COMPARISON],
+            Self::Classify => &[COMMON, TEXTS, CLASSES],
+            Self::Pooling => &[COMMON, TEXTS, VECTORS, POOLING],
+        };
+        lists.iter().copied().flatten()
     }
 }
 
@@ -241,7 +232,7 @@ impl Endpoint {
 /// # Errors
 /// 400 naming the field.
 pub fn check(fields: &Fields, endpoint: Endpoint) -> Result<(), ApiError> {
-    for (name, neutral) in COMMON.iter().chain(endpoint.own()) {
+    for (name, neutral) in endpoint.refused() {
         if fields.get(name).is_some_and(|value| !neutral.holds(value)) {
             return Err(ApiError::field(name, format!("`{name}` is not supported{}", why(name))));
         }
@@ -266,11 +257,11 @@ fn why(name: &str) -> &'static str {
 
 /// Returns what is accepted of each field of an endpoint that would be rejected otherwise.
 pub(super) fn schemas(endpoint: Endpoint) -> impl Iterator<Item = (&'static str, Value)> {
-    COMMON.iter().chain(endpoint.own()).map(|(name, neutral)| (*name, neutral.schema()))
+    endpoint.refused().map(|(name, neutral)| (*name, neutral.schema()))
 }
 
 /// Returns every rejected field of an endpoint: for the documentation's test.
 #[must_use]
 pub fn names(endpoint: Endpoint) -> Vec<&'static str> {
-    COMMON.iter().chain(endpoint.own()).map(|(name, _)| *name).collect()
+    endpoint.refused().map(|(name, _)| *name).collect()
 }

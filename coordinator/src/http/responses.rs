@@ -21,10 +21,11 @@ use super::dialogue::{self, Form, Started};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::generation::{Next, Piece, RunningPrompt};
-use super::logprobs::chat_logprob;
+use super::logprobs::ChatLogprob;
 use super::reading::{Reading, Said};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
+use crate::text::model::TextModel;
 use crate::text::reply::Part;
 
 /// Answers a request.
@@ -54,13 +55,13 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
 /// A response in progress.
 #[derive(Debug)]
 struct Answering {
-    state: AppState,
+    text: Arc<TextModel>,
     running: RunningPrompt,
     head: Head,
     output: Output,
     reading: Reading,
     /// Log-probabilities of tokens whose text has not arrived yet.
-    pending: Vec<Value>,
+    pending: Vec<ChatLogprob>,
     /// Whether the output limit cut it.
     is_cut: bool,
     status: Status,
@@ -117,7 +118,7 @@ impl Answering {
             echo,
         };
         Self {
-            state: state.clone(),
+            text: state.text.clone(),
             running,
             head,
             output: Output::new(id.trim_start_matches("resp_"), ids),
@@ -181,8 +182,7 @@ impl Answering {
     fn take(&mut self, piece: &Piece, sink: &mut Sink<'_>) -> Result<(), ApiError> {
         let Said { parts, reasons } = self.reading.take(piece);
         self.is_cut |= piece.finish_reason == Some("length");
-        let entry = piece.logprobs.as_ref().map(|token| chat_logprob(&self.state.text, token));
-        self.pending.extend(entry);
+        self.pending.extend(ChatLogprob::of(&self.text, piece.logprobs.as_ref()));
         let answers = parts.iter().any(|part| matches!(part, Part::Content(_)));
         if !answers && (reasons || !parts.is_empty()) {
             // They do not belong to text of the answer.

@@ -90,10 +90,9 @@ async fn judge(
     ones: Group,
     others: Group,
 ) -> Result<(Vec<f32>, usize), ApiError> {
-    let activates = fields.boolean("use_activation", true)?;
     let (count, of_others) = (ones.inputs.len(), others.inputs.len());
-    let Some(classifier) = &state.text.classifier else {
-        if !activates {
+    if state.text.classifier.is_none() {
+        if !asked.activates {
             let message =
                 "`use_activation` is not supported by this model, whose scores are cosines";
             return Err(ApiError::field("use_activation", message));
@@ -102,12 +101,9 @@ async fn judge(
         let texts = Texts::Each(vec![ones, others]);
         let tokens = asked.compute(state, fields, texts, |vector| compared.take(vector)).await?;
         return Ok((compared.scores, tokens));
-    };
+    }
     let mut scores = Vec::with_capacity(of_others);
-    let take = |mut numbers: Vec<f32>| {
-        if activates {
-            classifier.activation.apply(&mut numbers);
-        }
+    let take = |numbers: Vec<f32>| {
         let score = numbers.first().copied();
         scores.push(score.ok_or_else(|| ApiError::internal("the engine gave no score"))?);
         Ok(())

@@ -1,6 +1,7 @@
 //! Constraints on a request's output: OpenAI's `response_format`, vLLM's `structured_outputs`, its
 //! older `guided_*` fields and `allowed_token_ids`. Only one of them at a time.
 use serde_json::{Map, Value};
+use shared::protocol::guide::SCHEMA_BYTES_MAX;
 use shared::protocol::{GuideSpec, Whitespace};
 
 use super::error::ApiError;
@@ -144,7 +145,7 @@ fn response_format(fields: &Fields) -> Result<Option<Asked>, ApiError> {
         // Some clients put the schema here.
         Some("json_object") => match format.get("schema") {
             None | Some(Value::Null) => ANY_OBJECT.to_owned(),
-            Some(schema @ Value::Object(_)) => guide::without_unique_items(schema).to_string(),
+            Some(schema @ Value::Object(_)) => lenient(schema),
             Some(_) => return Err(wrong(field, "has a `schema` that is not an object")),
         },
         Some("json_schema") => {
@@ -154,6 +155,16 @@ fn response_format(fields: &Fields) -> Result<Option<Asked>, ApiError> {
         _ => return Err(Fields::wrong(field, value, expected)),
     };
     Ok(Some(Asked { field, spec: json(schema, Whitespace::Usual) }))
+}
+
+/// Writes a schema, without what grammars cannot enforce and clients do not mean. One that is too
+/// long, and is refused for that, is not looked through.
+fn lenient(schema: &Value) -> String {
+    let written = schema.to_string();
+    match written.len() <= SCHEMA_BYTES_MAX {
+        true => guide::without_unique_items(schema).to_string(),
+        false => written,
+    }
 }
 
 fn json(schema: String, whitespace: Whitespace) -> GuideSpec {
@@ -181,7 +192,7 @@ fn named_schema(named: &Map<String, Value>) -> Result<String, ApiError> {
     let strict = named.get("strict").and_then(Value::as_bool).unwrap_or(false);
     match named.get("schema") {
         Some(schema @ Value::Object(_)) if strict => Ok(schema.to_string()),
-        Some(schema @ Value::Object(_)) => Ok(guide::without_unique_items(schema).to_string()),
+        Some(schema @ Value::Object(_)) => Ok(lenient(schema)),
         _ => Err(wrong(field, "needs `json_schema.schema`, an object")),
     }
 }
@@ -201,16 +212,17 @@ impl Kind {
         let text = || value.as_str().map(str::to_owned).ok_or_else(|| wrong("a string"));
         Ok(match self {
             Self::Json => match value {
-                Value::Object(_) => {
-                    json(guide::without_unique_items(value).to_string(), Whitespace::Usual)
+                Value::Object(_) => json(lenient(value), Whitespace::Usual),
+                Value::String(text) => {
+                    // One that is too long is refused for that, and one that is no JSON where it is
+                    // parsed as a schema.
+                    let parsed = match text.len() <= SCHEMA_BYTES_MAX {
+                        true => serde_json::from_str::<Value>(text).ok(),
+                        false => None,
+                    };
+                    let schema = parsed.map_or_else(|| text.clone(), |schema| lenient(&schema));
+                    json(schema, Whitespace::Usual)
                 }
-                Value::String(text) => match serde_json::from_str::<Value>(text) {
-                    Ok(schema) => {
-                        json(guide::without_unique_items(&schema).to_string(), Whitespace::Usual)
-                    }
-                    // Its error is reported where it is parsed as a schema.
-                    Err(_) => json(text.clone(), Whitespace::Usual),
-                },
                 _ => return Err(wrong("a JSON schema: an object, or one in a string")),
             },
             Self::Regex => GuideSpec::Regex(text()?),

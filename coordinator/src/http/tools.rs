@@ -25,6 +25,9 @@ pub enum ToolChoice {
     Function(String),
 }
 
+/// The type of all tools.
+const FUNCTION: &str = "function";
+
 /// What a request says about tools.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tools {
@@ -233,10 +236,17 @@ fn forced(format: Option<CallFormat>) -> CallFormat {
 /// # Errors
 /// 400 naming the field.
 pub fn told(fields: &Fields, limits: &Limits) -> Result<Option<Value>, ApiError> {
-    let tools = objects(fields, "tools", limits.tools)?;
-    for (index, tool) in tools.iter().filter_map(Value::as_array).flatten().enumerate() {
+    let mut tools = objects(fields, "tools", limits.tools)?;
+    let list = tools.as_mut().and_then(Value::as_array_mut);
+    for (index, tool) in list.into_iter().flatten().enumerate() {
+        // As in vLLM: there is no other type. Templates show it first.
+        if let Some(tool) = tool.as_object_mut()
+            && tool.get("type").is_none_or(Value::is_null)
+        {
+            tool.shift_insert(0, "type".to_owned(), FUNCTION.into());
+        }
         let name = name(tool).filter(|name| !name.is_empty());
-        if tool.get("type").and_then(Value::as_str) != Some("function") || name.is_none() {
+        if kind(tool) != Some(FUNCTION) || name.is_none() {
             let message =
                 format!("`tools[{index}]` must have the type \"function\" and a `function.name`");
             return Err(ApiError::field("tools", message));
@@ -258,9 +268,10 @@ fn kind(value: &Value) -> Option<&str> {
     value.get("type").and_then(Value::as_str)
 }
 
-/// The function that is named so.
+/// The function that is named so; as in vLLM, the type can be left out.
 fn called(value: &Value) -> Option<&str> {
-    name(value).filter(|_| kind(value) == Some("function"))
+    let is_function = value.get("type").is_none_or(|kind| kind.is_null() || *kind == FUNCTION);
+    name(value).filter(|_| is_function)
 }
 
 /// How functions are called, and which alone may be.

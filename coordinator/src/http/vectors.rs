@@ -111,8 +111,9 @@ pub(super) struct Vectors {
     keep: Option<usize>,
     /// Numbers of each vector, if not all.
     pub(super) dimensions: Option<u32>,
-    /// Whether each is scaled to length 1: otherwise they are as the model makes them.
-    pub(super) normalizes: bool,
+    /// Whether classes' numbers become probabilities, and other vectors have length 1: otherwise
+    /// they are as the model makes them.
+    pub(super) activates: bool,
 }
 
 impl Vectors {
@@ -148,9 +149,28 @@ impl Vectors {
             special: fields.boolean("add_special_tokens", true)?,
             keep,
             dimensions: None,
-            normalizes: state.text.classifier.is_none(),
+            activates: fields.boolean("use_activation", true)?,
             common,
         })
+    }
+
+    /// Computes the vectors of `texts` like [`compute`](Self::compute), and keeps all of them.
+    ///
+    /// # Errors
+    /// Those of [`compute`](Self::compute).
+    pub(super) async fn compute_all(
+        self,
+        state: &AppState,
+        fields: Fields,
+        texts: Texts,
+    ) -> Result<(Vec<Vec<f32>>, usize), ApiError> {
+        let mut all = Vec::new();
+        let take = |vector| {
+            all.push(vector);
+            Ok(())
+        };
+        let tokens = self.compute(state, fields, texts, take).await?;
+        Ok((all, tokens))
     }
 
     /// Computes the vectors of `texts`, which are those of `fields`, and gives them to `take` in
@@ -257,11 +277,16 @@ impl Running<'_> {
 
     /// Makes one attempt. For each, the client has waited since the request arrived.
     async fn attempt(&self, tokens: Vec<u32>) -> Result<Vec<f32>, ApiError> {
-        let Vectors { common, arrived, id, dimensions, normalizes, .. } = self.asked;
+        let Vectors { common, arrived, id, dimensions, activates, .. } = self.asked;
         let running = RunningPrompt::start(self.state, common, tokens, 0, *arrived, id)?;
         let mut vector = embedding(running).await?;
         vector.truncate(dimensions.map_or(usize::MAX, |dimensions| dimensions as usize));
-        Ok(if *normalizes { unit(vector) } else { vector })
+        match &self.state.text.classifier {
+            _ if !activates => {}
+            Some(classifier) => classifier.activation.apply(&mut vector),
+            None => scale_to_unit(&mut vector),
+        }
+        Ok(vector)
     }
 }
 
@@ -277,12 +302,11 @@ async fn embedding(mut running: RunningPrompt) -> Result<Vec<f32>, ApiError> {
 }
 
 /// Scales a vector to length 1.
-fn unit(mut vector: Vec<f32>) -> Vec<f32> {
+fn scale_to_unit(vector: &mut [f32]) {
     let length = vector.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
     if length > 0.0 {
         vector.iter_mut().for_each(|value| *value = (f64::from(*value) / length) as f32);
     }
-    vector
 }
 
 /// Answers with a list, which is written one entry at a time: `head` ends with the list's first

@@ -7,6 +7,11 @@ use super::Finding;
 
 const CHECK: &str = "gpu driver";
 
+/// Number of GPUs, as far as the library tells.
+pub(super) fn count(nvml: Option<&Path>) -> u32 {
+    u32::try_from(HostSampler::new("doctor", nvml).devices().len()).unwrap_or(u32::MAX)
+}
+
 /// Looks for the library and for GPUs. A host without both is a CPU node, which is fine.
 pub(super) fn check(nvml: Option<&Path>) -> Finding {
     let sampler = HostSampler::new("doctor", nvml);

@@ -50,7 +50,7 @@ impl Workers {
 }
 
 /// Parses `all` or a number.
-pub(super) fn parse_workers(text: &str) -> Result<Workers, String> {
+pub(crate) fn parse_workers(text: &str) -> Result<Workers, String> {
     if text == "all" {
         return Ok(Workers::All);
     }

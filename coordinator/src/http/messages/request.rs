@@ -1,6 +1,7 @@
 //! A request of Anthropic's API as chat's: the same things under their names there.
 use serde_json::{Map, Value, json};
 
+use super::super::conversation;
 use super::super::error::ApiError;
 use super::super::fields::{Fields, whole_number};
 use super::super::params::Limits;
@@ -50,9 +51,6 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("json_schema.", "output_config.format."),
     ("continue_final_message", "messages"),
 ];
-
-/// What a template that lets its model reason or not calls that: Qwen3, SmolLM3, Granite.
-const SWITCHES: [&str; 2] = ["enable_thinking", "thinking"];
 
 /// A request, read.
 #[derive(Clone, Debug)]
@@ -282,13 +280,12 @@ fn thinking(
     };
     chat.insert("include_reasoning".to_owned(), (!is_hidden && is_wanted != Some(false)).into());
     let has_tools = chat.get("tools").and_then(Value::as_array).is_some_and(|it| !it.is_empty());
-    let template = state.text.template.as_ref();
-    let known = |switch: &&&str| template.is_some_and(|it| it.knows(switch, has_tools));
-    if let (Some(wanted), Some(switch)) = (is_wanted, SWITCHES.iter().find(known)) {
+    let switch = state.text.template.as_ref().and_then(|it| conversation::switch(it, has_tools));
+    if let (Some(wanted), Some(switch)) = (is_wanted, switch) {
         let variables = chat.entry("chat_template_kwargs").or_insert_with(|| json!({}));
         // What the client says itself goes before.
         if let Some(variables) = variables.as_object_mut() {
-            variables.entry((*switch).to_owned()).or_insert(wanted.into());
+            variables.entry(switch).or_insert(wanted.into());
         }
     }
     Ok(())

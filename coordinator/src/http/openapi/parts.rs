@@ -87,10 +87,7 @@ pub(super) fn message() -> Value {
 /// How tools are called.
 pub(super) fn tool_choice() -> Value {
     let name = given(&["name"], properties(json!({"name": string()})));
-    let one = given(
-        &["type", "function"],
-        properties(json!({"type": only("function"), "function": name})),
-    );
+    let one = given(&["function"], properties(json!({"type": only("function"), "function": name})));
     let allowed = given(
         &["mode", "tools"],
         properties(json!({

@@ -40,6 +40,18 @@ pub(super) struct Requests<'a> {
 const NO_EFFECT: &str = "No effect.";
 const IDS: &str = "Token ids.";
 
+/// Those of completions and chat that are not even read.
+const UNREAD: [&str; 8] = [
+    "metadata",
+    "prediction",
+    "prompt_cache_key",
+    "safety_identifier",
+    "session_id",
+    "spaces_between_special_tokens",
+    "store",
+    "stream_interval",
+];
+
 /// Fields that are not even read, so that they may have any value.
 fn unread(names: &[&str]) -> Properties {
     names.iter().map(|name| ((*name).to_owned(), json!({"description": NO_EFFECT}))).collect()
@@ -190,14 +202,7 @@ impl Requests<'_> {
             "logprobs": integer(0, self.limits.logprobs),
             "max_tokens": told(self.output(0), "Absent: 16. 0 only with `echo`."),
         });
-        let unread = unread(&[
-            "metadata",
-            "prediction",
-            "prompt_cache_key",
-            "safety_identifier",
-            "spaces_between_special_tokens",
-            "store",
-        ]);
+        let unread = unread(&UNREAD);
         given(
             &["prompt"],
             joined([self.common(), properties(own), refused(Endpoint::Completions), unread]),
@@ -228,14 +233,7 @@ impl Requests<'_> {
             "tool_choice": tool_choice(),
             "include_reasoning": boolean(),
         }));
-        own.extend(unread(&[
-            "metadata",
-            "prediction",
-            "prompt_cache_key",
-            "safety_identifier",
-            "spaces_between_special_tokens",
-            "store",
-        ]));
+        own.extend(unread(&UNREAD));
         own
     }
 
@@ -249,7 +247,7 @@ impl Requests<'_> {
         function_of.retain(|name, _| name != "description" && name != "strict");
         let function = given(&["name"], function_of);
         let tool = given(
-            &["type", "function"],
+            &["function"],
             properties(json!({"type": only("function"), "function": function})),
         );
         properties(json!({

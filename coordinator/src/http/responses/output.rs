@@ -2,9 +2,9 @@
 //! client.
 use serde::ser::SerializeMap as _;
 use serde::{Serialize, Serializer};
-use serde_json::{Value, json};
 
 use super::super::error::ApiError;
+use super::super::logprobs::ChatLogprob;
 use super::super::message::CallIds;
 use super::super::sse::Events;
 use crate::text::reply::Part;
@@ -41,18 +41,25 @@ struct Item {
     kind: Kind,
     /// The text, or a call's arguments.
     text: String,
-    logprobs: Vec<Value>,
+    logprobs: Vec<ChatLogprob>,
     status: Status,
 }
 
+/// A part of an item's content.
+#[derive(Serialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+enum ContentPart<'a> {
+    ReasoningText { text: &'a str },
+    OutputText { text: &'a str, annotations: [(); 0], logprobs: &'a [ChatLogprob] },
+}
+
 impl Item {
-    /// Returns the part of its content, with this much of the text.
-    fn part(&self, text: &str, logprobs: &[Value]) -> Value {
+    /// Returns the part of its content.
+    fn part(&self) -> ContentPart<'_> {
+        let text = &self.text;
         match self.kind {
-            Kind::Reasoning => json!({"type": "reasoning_text", "text": text}),
-            _ => json!({
-                "type": "output_text", "text": text, "annotations": [], "logprobs": logprobs,
-            }),
+            Kind::Reasoning => ContentPart::ReasoningText { text },
+            _ => ContentPart::OutputText { text, annotations: [], logprobs: &self.logprobs },
         }
     }
 }
@@ -62,20 +69,19 @@ impl Serialize for Item {
         let mut map = serializer.serialize_map(None)?;
         map.serialize_entry("id", &self.id)?;
         // An item that was just added has no part yet.
-        let content = || match self.text.is_empty() && self.status == Status::InProgress {
-            true => json!([]),
-            false => json!([self.part(&self.text, &self.logprobs)]),
-        };
+        let is_new = self.text.is_empty() && self.status == Status::InProgress;
+        let content = [self.part()];
+        let content = if is_new { &[][..] } else { &content };
         match &self.kind {
             Kind::Reasoning => {
                 map.serialize_entry("type", "reasoning")?;
                 map.serialize_entry("summary", &[(); 0])?;
-                map.serialize_entry("content", &content())?;
+                map.serialize_entry("content", content)?;
             }
             Kind::Message => {
                 map.serialize_entry("type", "message")?;
                 map.serialize_entry("role", "assistant")?;
-                map.serialize_entry("content", &content())?;
+                map.serialize_entry("content", content)?;
             }
             Kind::Call { call_id, name } => {
                 map.serialize_entry("type", "function_call")?;
@@ -110,7 +116,7 @@ struct OfPart<'a> {
     item_id: &'a str,
     output_index: usize,
     content_index: u32,
-    part: Value,
+    part: ContentPart<'a>,
 }
 
 /// More text, or all of it.
@@ -129,7 +135,7 @@ struct OfText<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     arguments: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    logprobs: Option<&'a [Value]>,
+    logprobs: Option<&'a [ChatLogprob]>,
 }
 
 #[derive(Serialize)]
@@ -200,7 +206,7 @@ impl Output {
     pub(super) fn take(
         &mut self,
         part: Part,
-        logprobs: Vec<Value>,
+        logprobs: Vec<ChatLogprob>,
         sink: &mut Sink<'_>,
     ) -> Result<(), ApiError> {
         match part {
@@ -260,7 +266,7 @@ impl Output {
         };
         self.event("response.output_item.added", &OfItem { output_index, item: &item }, sink)?;
         if !matches!(item.kind, Kind::Call { .. }) {
-            let part = item.part("", &[]);
+            let part = item.part();
             let of_part = OfPart { item_id: &item.id, output_index, content_index: 0, part };
             self.event("response.content_part.added", &of_part, sink)?;
         }
@@ -271,7 +277,7 @@ impl Output {
     fn add(
         &mut self,
         text: &str,
-        logprobs: Vec<Value>,
+        logprobs: Vec<ChatLogprob>,
         sink: &mut Sink<'_>,
     ) -> Result<(), ApiError> {
         let Some(mut item) = self.items.pop() else { return Ok(()) };
@@ -338,7 +344,7 @@ impl Output {
         };
         self.event(kind, &of_text, sink)?;
         if !matches!(item.kind, Kind::Call { .. }) {
-            let part = item.part(&item.text, &item.logprobs);
+            let part = item.part();
             let of_part = OfPart { item_id, output_index, content_index: 0, part };
             self.event("response.content_part.done", &of_part, sink)?;
         }
