@@ -31,6 +31,7 @@ pub mod frontend;
 pub mod frontends;
 pub mod guide;
 pub mod http;
+pub mod kept_actors;
 pub mod links;
 pub mod metrics;
 pub mod private_file;
