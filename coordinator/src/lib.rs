@@ -12,6 +12,7 @@
 //! - [`frontend`]: the front-end process itself
 //! - [`coordinator`]: puts everything together
 //! - [`checkpoint`]: totals that outlive the coordinator
+//! - [`kept_actors`]: created actors that outlive the coordinator together with their process
 //! - [`standby`]: a coordinator that waits until it leads
 //! - [`guide`]: structured output: which tokens are allowed next
 //! - [`http`]: the API

@@ -198,8 +198,8 @@ impl Placement {
             return writes;
         }
         let Keeping { there, due, on_the_way, .. } = &mut self.keeping;
-        // First what may be there already: so no more can be there, or on its way, than actors lived
-        // at one time and one batch of writes.
+        // First what may be there already: so no more can be there, or on its way, than actors
+        // lived at one time and one batch of writes.
         let (old, new): (Vec<String>, Vec<String>) =
             due.iter().cloned().partition(|name| there.contains_key(name));
         let mut bytes = 0;
