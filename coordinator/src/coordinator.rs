@@ -46,6 +46,7 @@ use crate::http::params::Limits;
 use crate::http::server;
 use crate::http::state::AppState;
 use crate::http::tls::scheme;
+use crate::kept_actors::{ActorKeeper, ActorsLeft};
 use crate::links::{self, RefusedProcesses};
 use crate::metrics::membership;
 
@@ -68,6 +69,8 @@ pub struct Leadership {
     pub desires: DesiredStateSender,
     /// What `/metrics` shows, if totals outlive the leader.
     pub publication: Option<Arc<Publication>>,
+    /// Created actors that earlier leaders kept; without, none are kept.
+    pub actors: Option<ActorsLeft>,
 }
 
 impl Leadership {
@@ -99,6 +102,8 @@ pub struct Coordinator {
     view: watch::Receiver<ClusterView>,
     clock: Arc<dyn Clock>,
     actors: ActorRuntime,
+    /// Keeps created actors in etcd.
+    keeper: Option<ActorKeeper>,
 }
 
 impl Coordinator {
@@ -116,7 +121,7 @@ impl Coordinator {
     /// [`StartError`].
     pub fn serve(
         prepared: PreparedCoordinator,
-        leadership: Option<Leadership>,
+        mut leadership: Option<Leadership>,
     ) -> Result<Self, StartError> {
         let PreparedCoordinator {
             options,
@@ -157,6 +162,10 @@ impl Coordinator {
         if leadership.as_ref().is_some_and(|it| !it.workers().is_empty()) {
             actors.settle();
         }
+        // Before any process can report what it runs.
+        let left = leadership.as_mut().and_then(|leadership| leadership.actors.take());
+        let keeper = left.map(|left| ActorKeeper::start(actors.clone(), left));
+        let keeper = keeper.transpose().map_err(StartError::Thread)?;
         let cluster = ClusterActor::new(
             config,
             clock.clone(),
@@ -260,6 +269,7 @@ impl Coordinator {
             view,
             clock,
             actors,
+            keeper,
         })
     }
 
@@ -388,8 +398,12 @@ impl Coordinator {
 
     /// Stops: takes no new requests, fails running ones, ends connections. Workers are told to end
     /// if `workers_too`; otherwise they keep dialling.
-    pub async fn stop(self, workers_too: bool) {
+    pub async fn stop(mut self, workers_too: bool) {
         self.close();
+        // What becomes of actors from now on is the next leader's business.
+        if let Some(keeper) = self.keeper.take() {
+            keeper.finish().await;
+        }
         // Processes that dial from now on find nobody and keep dialling, elsewhere if another
         // leads.
         self.accepting.abort();

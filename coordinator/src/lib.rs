@@ -12,6 +12,7 @@
 //! - [`frontend`]: the front-end process itself
 //! - [`coordinator`]: puts everything together
 //! - [`checkpoint`]: totals that outlive the coordinator
+//! - [`kept_actors`]: created actors that outlive the coordinator together with their process
 //! - [`standby`]: a coordinator that waits until it leads
 //! - [`guide`]: structured output: which tokens are allowed next
 //! - [`http`]: the API
@@ -31,6 +32,7 @@ pub mod frontend;
 pub mod frontends;
 pub mod guide;
 pub mod http;
+pub mod kept_actors;
 pub mod links;
 pub mod metrics;
 pub mod private_file;

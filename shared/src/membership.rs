@@ -2,6 +2,7 @@
 //! alone, and one coordinator leads.
 //!
 //! - [`ledger`]: bytes that the leader leaves for the next one
+//! - [`kept`]: created actors that the leader keeps for the next one
 //! - [`view`]: PURE: the cluster as a process knows it, from lists and events
 //! - [`desired`]: PURE: operators' commands to the leader, which the next leader follows too
 //! - [`connect`]: how to connect to etcd
@@ -14,6 +15,7 @@ pub mod connect;
 pub mod core;
 pub mod desired;
 pub mod etcd;
+pub mod kept;
 pub mod ledger;
 pub mod view;
 

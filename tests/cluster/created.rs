@@ -176,15 +176,30 @@ async fn the_next_coordinator_takes_over_what_the_last_one_created() {
     let mut first = meeting.coordinator_of("1", &["--leader-lease", "2"]).await;
     let second = meeting.coordinator_of("1", &["--leader-lease", "2"]).await;
     let endpoint = meeting.etcd.endpoint();
-    let host = |node| Host::start(&["--etcd", &endpoint, "--node", node]);
-    let (a, _b) = (host("host-a"), host("host-b"));
+    let host = |node| Host::start(&["--etcd", &endpoint, "--node", node, "--cpus", "4"]);
+    let (a, b) = (host("host-a"), host("host-b"));
     let membership = member(&meeting, "asker", 9 << 40);
     let follows = CoordinatorAddress::Followed(membership.view());
     let asker = Program::start(follows, "asker", 9 << 40);
     first.wait_ready().await.unwrap();
     let client = first.client().unwrap();
     let words = created_on_the_first_of_two(&client, &asker).await;
+    // These are in a process that will die together with the coordinator.
+    let lasting = async |name: &str, from: u64, max_restarts| {
+        let at = Where::rather("host-b");
+        let named = CreateOptions { name: Some(name.to_owned()), at, max_restarts, ..options() };
+        asker.actors.create_named::<Text>("word-count", &from, named).await.unwrap()
+    };
+    let tale = lasting("tale", 40, Some(3)).await;
+    let brief = lasting("brief", 0, Some(0)).await;
+    lasting("ended", 0, None).await;
+    asker.actors.kill("ended", false, REPLY).await.unwrap();
+    for actor in [&tale, &brief] {
+        let (_, node) = actor.ask(&text("one"), REPLY).await.unwrap();
+        assert_eq!(node, "host-b");
+    }
     let caller = Caller::start(&words);
+    LocalCluster::signal(b.0.id(), "KILL").unwrap();
     LocalCluster::signal(first.pid(), "KILL").unwrap();
     let client = second.client().unwrap();
     // A standby has no status.
@@ -198,6 +213,21 @@ async fn the_next_coordinator_takes_over_what_the_last_one_created() {
     // The same one, with what it had counted.
     let counted = words.ask_again(&text("four"), 2 * PATIENCE, 10).await;
     assert_eq!(counted, Ok((4, "host-a".to_owned())));
+    // The one whose process is gone as well is waited for, then made anew with its argument.
+    let status = client.get("/admin/status").await.unwrap().body;
+    assert_eq!(actor(&status, "tale")["state"], "restarting", "{status}");
+    let counted = tale.ask_again(&text("two three"), 3 * PATIENCE, 10).await;
+    assert_eq!(counted, Ok((42, "host-a".to_owned())));
+    let counted = tale.ask(&text("four"), REPLY).await;
+    assert_eq!(counted, Ok((43, "host-a".to_owned())), "there is one of it");
+    for gone in ["brief", "ended"] {
+        let error = asker.actors.find::<Text>(gone, REPLY).await.unwrap_err();
+        let gone = PlacementError::NoSuchActor(gone.to_owned());
+        assert_eq!(error, CreateError::Refused(gone));
+    }
+    let status = status_until(&client, known).await;
+    assert_eq!(actor(&status, "tale")["restarts"], json!(1), "{status}");
+    let _b = host("host-b");
     LocalCluster::signal(a.0.id(), "KILL").unwrap();
     let counted = words.ask_again(&text("five"), 2 * PATIENCE, 10).await;
     assert_eq!(counted, Ok((1, "host-b".to_owned())), "made anew where there is a process");

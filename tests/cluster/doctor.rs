@@ -232,7 +232,7 @@ async fn an_etcd_with_users_is_asked_as_the_node_would_ask_it() {
         client.role_add(user).await.unwrap();
         client.user_grant_role(user, user).await.unwrap();
     }
-    for prefix in ["/tutti/", "/tutti:totals/"] {
+    for prefix in ["/tutti/", "/tutti:totals/", "/tutti:actors/"] {
         let permission = etcd_client::Permission::read_write(prefix).with_prefix();
         client.role_grant_permission("tutti", permission).await.unwrap();
     }

@@ -9,8 +9,11 @@
 use std::time::Duration;
 
 use etcd_client::{Client, Permission};
+use shared::actor::placement::keep::{Change, Kept, KeptStart, Write};
+use shared::membership::kept::KeptActors;
 use shared::membership::ledger::{Ledger, LedgerError};
 use shared::membership::{EtcdMembership, EtcdOptions, FatalError, Record, Role, Tls, View};
+use shared::protocol::actors::creation::{Creation, Instance, Needs, Restarted, Where};
 use tempfile::TempDir;
 use testkit::certificates::Certificates;
 use testkit::etcd::Etcd;
@@ -258,6 +261,71 @@ async fn only_the_leader_leaves_something_for_the_next_one() {
     assert!(!next.view().borrow().records.keys().any(|key| key.contains("totals")));
 }
 
+/// An actor with this argument, at this start.
+fn kept(name: &str, argument: usize, incarnation: u32) -> Kept {
+    let creation = Creation {
+        name: name.to_owned(),
+        class: "counter".to_owned(),
+        argument: vec![b'\n'; argument],
+        needs: Needs::nothing().cpus(0.5).custom("seats", 2),
+        at: Where::spread().label("zone", "west"),
+        max_restarts: None,
+        mailbox: 8,
+        start_limit_ms: 1000,
+        message_limit_ms: 0,
+    };
+    let instance = Instance { generation: u64::MAX, incarnation };
+    let restarted = Restarted { total: 7, in_a_row: 1 };
+    Kept { creation, start: KeptStart { instance, restarted, waits: false } }
+}
+
+fn put(kept: &Kept) -> Write {
+    let creation = Some(Box::new(kept.creation.clone()));
+    let change = Change::Put { creation, start: kept.start };
+    Write { name: kept.creation.name.clone(), change }
+}
+
+#[tokio::test]
+async fn only_the_leader_keeps_actors_and_the_next_one_finds_them() {
+    let Some((_folder, etcd)) = etcd().await else { return };
+    let leader = join(&etcd, coordinator("c", 1));
+    let seen = until(&mut leader.view(), "it leads", |v| v.leading).await;
+    let epoch = seen.leader.unwrap().epoch;
+    let mut first = KeptActors::new(options(&etcd));
+    assert!(first.load().await.unwrap().actors.is_empty());
+    // More than one page, of which each is less than an answer may have.
+    let name = |index: usize| format!("actor {index:02} \u{e9}");
+    let mut all: Vec<Kept> = (0..70).map(|index| kept(&name(index), 60 << 10, 1)).collect();
+    for some in all.chunks(8) {
+        first.write(epoch, some.iter().map(put).collect()).await.unwrap();
+    }
+    // One is started again, one ends, and an unreadable one keeps nobody from the others.
+    all[1].start.instance.incarnation = 2;
+    let start = all[1].start;
+    let again = Write { name: name(1), change: Change::Put { creation: None, start } };
+    let ended = Write { name: name(0), change: Change::Delete };
+    first.write(epoch, vec![again, ended]).await.unwrap();
+    let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
+    client.put("/test:actors/created/odd", "{}", None).await.unwrap();
+    leader.leave().await;
+    // What is still on its way when another leads is void.
+    let next = join(&etcd, coordinator("d", 2));
+    let seen = until(&mut next.view(), "the next leads", |v| v.leading).await;
+    let fenced = first.write(epoch, vec![put(&kept("late", 1, 1))]).await;
+    assert!(matches!(fenced, Err(LedgerError::Fenced)), "{fenced:?}");
+    let mut second = KeptActors::new(options(&etcd));
+    let found = second.load().await.unwrap();
+    assert_eq!(found.actors, all[1..]);
+    assert!(matches!(&found.damaged[..], [(name, _)] if name == "odd"), "{:?}", found.damaged);
+    let names = second.names().await.unwrap();
+    assert_eq!((names.len(), names.contains(&name(69))), (70, true));
+    let ended = Write { name: name(1), change: Change::Delete };
+    second.write(seen.leader.unwrap().epoch, vec![ended]).await.unwrap();
+    assert_eq!(second.load().await.unwrap().actors, all[2..]);
+    // Nobody else is told of them.
+    assert!(!next.view().borrow().records.keys().any(|key| key.contains("actor")));
+}
+
 #[tokio::test]
 async fn an_etcd_with_tls_takes_those_whom_it_knows() {
     let folder = tempfile::tempdir().unwrap();
@@ -296,7 +364,7 @@ async fn an_etcd_with_users_gives_each_what_is_theirs() {
         client.user_grant_role(user, user).await.unwrap();
     }
     // The permissions that docs/operations.md lists.
-    for prefix in ["/test/", "/test:totals/"] {
+    for prefix in ["/test/", "/test:totals/", "/test:actors/"] {
         let permission = Permission::read_write(prefix).with_prefix();
         client.role_grant_permission("tutti", permission).await.unwrap();
     }

@@ -5,6 +5,7 @@ use coordinator::checkpoint::Checkpoints;
 use coordinator::coordinator::{
     Coordinator, CoordinatorOptions, Leadership, PreparedCoordinator, StartError,
 };
+use coordinator::kept_actors::ActorsLeft;
 use coordinator::standby::{self, Standby};
 use shared::membership::view::Leader;
 use shared::membership::{EtcdMembership, EtcdOptions, PinnedRevision, Record, Role, View};
@@ -82,10 +83,10 @@ pub(crate) async fn run(
                     reason = coordinator.failed() => Err(CliError::Failed(reason.to_owned())),
                 }
             };
-            let totals = checkpoints.map(|interval| (etcd, interval));
             let hint = format!("waiting for {degree} workers: tutti worker --etcd {endpoints}");
-            let leadership = Leadership { view: view.clone(), desires, publication: None };
-            lead(prepared, leadership, totals, &hint, ends).await
+            let view = view.clone();
+            let leadership = Leadership { view, desires, publication: None, actors: None };
+            lead(prepared, leadership, etcd, checkpoints, &hint, ends).await
         }
         Ok(None) => Ok(()),
         Err(error) => Err(error),
@@ -101,23 +102,29 @@ pub(crate) async fn run(
 async fn lead(
     prepared: PreparedCoordinator,
     mut leadership: Leadership,
-    totals: Option<(EtcdOptions, Duration)>,
+    etcd: EtcdOptions,
+    checkpoints: Option<Duration>,
     hint: &str,
     ends: impl AsyncFnOnce(&Coordinator) -> Result<(), CliError>,
 ) -> Result<(), CliError> {
-    let mut checkpoints = match totals {
-        Some((etcd, interval)) => {
-            let hub = prepared.hub().clone();
-            let started = Checkpoints::start(hub, leadership.view.clone(), etcd, interval);
+    let mut checkpoints = match checkpoints {
+        Some(interval) => {
+            let (hub, view) = (prepared.hub().clone(), leadership.view.clone());
+            let started = Checkpoints::start(hub, view, etcd.clone(), interval);
             Some(started.map_err(|error| {
                 CliError::Failed(format!("cannot start the checkpoints' thread: {error}"))
             })?)
         }
         None => None,
     };
-    if let Some(checkpoints) = &mut checkpoints {
-        checkpoints.loaded().await;
-    }
+    let totals = async {
+        if let Some(checkpoints) = &mut checkpoints {
+            checkpoints.loaded().await;
+        }
+    };
+    let actors = ActorsLeft::load(etcd, leadership.view.clone());
+    let ((), actors) = tokio::join!(totals, actors);
+    leadership.actors = Some(actors);
     leadership.publication = checkpoints.as_ref().map(Checkpoints::publication);
     let coordinator = Coordinator::serve(prepared, Some(leadership)).map_err(failed)?;
     print_line(hint);

@@ -160,6 +160,9 @@ pub enum StartError {
         /// The operating system's error.
         error: io::Error,
     },
+    /// The operating system refuses a thread.
+    #[error("cannot start a thread: {0}")]
+    Thread(io::Error),
 }
 
 /// Rewrites an error about sizes with the names of the options.

@@ -11,15 +11,18 @@
 //! [registry](super::registry) remembers it for a while.
 //!
 //! - `decide`: what becomes of an actor that ended, is lost, waits or is killed
+//! - [`keep`]: what etcd keeps of actors for the next coordinator
 //! - `report`: what hosting processes report
 //! - [`room`]: PURE: what processes have left, and which of them takes an actor
 mod decide;
+pub mod keep;
 mod report;
 pub mod room;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
+use self::keep::Keeping;
 use self::room::Host;
 use super::exchange::ASKS_MAX;
 use super::registry::{Home, RETURN_GRACE, check_name};
@@ -145,6 +148,8 @@ struct Actor {
     or_get: bool,
     /// Others who wait for it.
     getters: Vec<Asker>,
+    /// Nobody is told that it was created before etcd has it, or until this time.
+    unkept: Option<Duration>,
     /// Those that came first are placed first.
     order: u64,
     /// The state of rooms in which there was no place for it.
@@ -208,6 +213,7 @@ pub struct Placement {
     drained: BTreeSet<String>,
     /// Until this time, processes of an earlier coordinator may still link to this one.
     settles: Duration,
+    keeping: Keeping,
 }
 
 impl Placement {
@@ -262,10 +268,11 @@ impl Placement {
                 let node = if actor.node.is_empty() { "no node yet" } else { &actor.node };
                 return Err(PlacementError::NameTaken(node.to_owned()));
             }
-            if matches!(actor.phase, Phase::Alive(_)) {
+            if matches!(actor.phase, Phase::Alive(_)) && actor.unkept.is_none() {
                 let outcome = Ok(PlacementReply { node: actor.node.clone() });
                 effects.push(Effect::Answer { asker, outcome });
-            } else if same && !actor.lived {
+            } else if same {
+                // Its creator, who has had no answer: another coordinator may have begun it.
                 actor.creator = Some((asker, until));
             } else if actor.getters.len() >= ASKS_MAX {
                 let waiting = format!("{ASKS_MAX} requests wait for it, which is the limit");
@@ -331,6 +338,7 @@ impl Placement {
             creator: None,
             or_get: false,
             getters: Vec::new(),
+            unkept: None,
             order: self.order,
             refused: None,
         }
@@ -379,14 +387,16 @@ impl Placement {
     /// Whether [`tick`](Self::tick) has something to wait for.
     #[must_use]
     pub fn awaits(&self, now: Duration) -> bool {
-        self.actors.values().any(|actor| {
+        let waits = self.actors.values().any(|actor| {
             let waits = match actor.phase {
                 Phase::Lost { .. } => true,
                 Phase::Pending { not_before } => not_before > now,
+                Phase::Alive(_) => self.keeping.counts_life_of(actor),
                 _ => false,
             };
             waits || actor.creator.is_some() || !actor.getters.is_empty()
-        })
+        });
+        waits || self.keeping.is_awaited()
     }
 
     /// Starts what is due and has room, in the order in which it was wanted.
@@ -414,6 +424,7 @@ impl Placement {
                     let begin = Begin { instance, restarted, creation: actor.creation.clone() };
                     effects.push(Effect::Begin { home, begin: Box::new(begin) });
                     self.publish(&name, effects);
+                    self.begun(now, &name);
                 }
                 Err(error) => {
                     actor.refused = Some(rooms);

@@ -8,12 +8,14 @@
 //! - `state`: what the lock guards, and sending
 //! - `links`: linked processes and their frames
 //! - `effects`: carries out what the pure cores decided
+//! - `keeping`: created actors as etcd keeps them; at the hub
 //! - `placing`: created actors: who starts them, and those that this process was told to start
 //! - `leaving`: a process that is about to leave lets its actors finish
 //! - `deadlines`: the thread that enforces the deadlines of asks and watches
 //! - `waiting`: handles for those who wait for an outcome or a death
 mod deadlines;
 mod effects;
+mod keeping;
 mod leaving;
 mod links;
 mod placing;

@@ -77,11 +77,20 @@ impl Supervisor {
         self.started = now;
     }
 
-    /// Decides what to do about a child that ended at time `now`.
-    pub fn on_exit(&mut self, now: Duration) -> Decision {
-        if now.saturating_sub(self.started) >= self.policy.stable_after {
+    /// Whether a child that lives has lived long enough at `now` that its restarts in a row are
+    /// forgotten, where there were any.
+    pub fn forgets(&mut self, now: Duration) -> bool {
+        let stable = now.saturating_sub(self.started) >= self.policy.stable_after;
+        let forgets = stable && self.in_a_row > 0;
+        if forgets {
             self.in_a_row = 0;
         }
+        forgets
+    }
+
+    /// Decides what to do about a child that ended at time `now`.
+    pub fn on_exit(&mut self, now: Duration) -> Decision {
+        self.forgets(now);
         if self.in_a_row >= self.policy.max_restarts {
             return Decision::GiveUp {
                 reason: format!("it ended {} times in a row", self.in_a_row + 1),

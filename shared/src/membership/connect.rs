@@ -113,7 +113,7 @@ impl EtcdOptions {
     /// What prevents it.
     pub async fn probe(&self, deadline: Duration) -> Result<(), ProbeError> {
         let mut client = self.connect(deadline).await?;
-        let prefixes = [format!("/{}/", self.cluster), format!("/{}:totals/", self.cluster)];
+        let prefixes = ["/", ":totals/", ":actors/"].map(|end| format!("/{}{end}", self.cluster));
         for prefix in &prefixes {
             let count = GetOptions::new().with_prefix().with_count_only();
             client.get(prefix.as_str(), Some(count)).await?;

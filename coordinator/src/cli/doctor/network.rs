@@ -303,7 +303,7 @@ fn access(url: &str, options: &EtcdOptions) -> Finding {
             format!("{url}: {error}"),
             format!(
                 "--etcd-user and --etcd-password-file of a user that may read and write keys under \
-                 /{cluster}/ and /{cluster}:totals/"
+                 /{cluster}/, /{cluster}:totals/ and /{cluster}:actors/"
             ),
         ),
         Err(error @ ProbeError::Full(_)) => {

@@ -29,6 +29,7 @@ impl Placement {
                 _ => Phase::Lost { until: now + LOST_GRACE },
             };
             actor.reason = Some(reason.to_owned());
+            self.keep(&name);
             self.publish(&name, effects);
         }
         self.place(now, effects);
@@ -44,6 +45,7 @@ impl Placement {
             self.failed(now, &name, None, &reason.unwrap_or_default(), effects);
         }
         self.place(now, effects);
+        self.tick_keeping(now, effects);
         self.call_off(now, effects);
     }
 
@@ -56,6 +58,9 @@ impl Placement {
             .filter(|(_, actor)| actor.creator.iter().chain(&actor.getters).any(late));
         let names: Vec<String> = names.map(|(name, _)| name.clone()).collect();
         for name in names {
+            if self.confirms_late(&name, effects) {
+                continue;
+            }
             let error = self.why_not(now, &name);
             let Some(actor) = self.actors.get_mut(&name) else { continue };
             for (asker, _) in actor.getters.extract_if(.., |asker| late(asker)) {
@@ -86,25 +91,30 @@ impl Placement {
                 let node = &actor.node;
                 PlacementError::NotStarted(format!("it is still being started on {node}"))
             }
+            Phase::Alive(_) => {
+                PlacementError::NotStarted("another coordinator has taken over".to_owned())
+            }
             _ => PlacementError::NotStarted(reason.unwrap_or_else(|| "it failed".to_owned())),
         }
     }
 
-    /// Ends an actor from outside.
+    /// Ends an actor from outside, for `asker`, who is answered when the next coordinator would not
+    /// start it again.
     ///
     /// # Errors
     /// [`PlacementError::NoSuchActor`]: none was created under this name.
     pub fn kill(
         &mut self,
         now: Duration,
+        asker: u64,
         name: &str,
         restart: bool,
         effects: &mut Vec<Effect>,
-    ) -> Result<PlacementReply, PlacementError> {
+    ) -> Result<(), PlacementError> {
         let Some(actor) = self.actors.get(name) else {
             return Err(PlacementError::NoSuchActor(name.to_owned()));
         };
-        let node = actor.node.clone();
+        let (node, generation) = (actor.node.clone(), actor.generation);
         let waits = matches!(actor.phase, Phase::Pending { .. });
         let reason = "it was killed";
         self.ends(name, EndHow::Kill, reason, effects);
@@ -114,7 +124,11 @@ impl Placement {
             self.failed(now, name, None, reason, effects);
         }
         self.place(now, effects);
-        Ok(PlacementReply { node })
+        let reply = PlacementReply { node };
+        if restart || !self.keeping.awaits_end(now, name, generation, asker, &reply) {
+            effects.push(Effect::Answer { asker, outcome: Ok(reply) });
+        }
+        Ok(())
     }
 
     /// A node is to leave, or stays after all: its actors finish the messages that they hold and
@@ -211,6 +225,7 @@ impl Placement {
     pub(super) fn bury(&mut self, name: &str, reason: &str, effects: &mut Vec<Effect>) {
         let Some(mut actor) = self.actors.remove(name) else { return };
         self.bytes = self.bytes.saturating_sub(actor.creation.size());
+        self.keeping.ended(name);
         for (asker, _) in actor.askers() {
             let outcome = Err(PlacementError::NotStarted(reason.to_owned()));
             effects.push(Effect::Answer { asker, outcome });

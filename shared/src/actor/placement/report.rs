@@ -6,7 +6,7 @@ use super::room::Host;
 use super::{Actor, Asker, Effect, LOST_GRACE, Phase, Placement, is_reserved, supervisor};
 use crate::actor::registry::{Home, check_name, truncate};
 use crate::protocol::actors::creation::{
-    Creation, EndHow, Instance, Placed, PlacementError, PlacementReply, Restarted,
+    Creation, EndHow, Instance, Placed, PlacementError, Restarted,
 };
 use crate::protocol::actors::{ActorLife, REASON_MAX};
 
@@ -60,6 +60,7 @@ impl Placement {
         actor.phase = Phase::Pending { not_before: now + LOST_GRACE };
         actor.reason = Some(reason.to_owned());
         actor.avoid = Some(home);
+        self.keep(name);
         self.publish(name, effects);
         true
     }
@@ -108,6 +109,7 @@ impl Placement {
                 {
                     *not_before = settled.max(*not_before);
                 }
+                self.keep(name);
             }
             return;
         };
@@ -128,6 +130,7 @@ impl Placement {
             }
             Phase::Moving(_) => {
                 actor.phase = Phase::Pending { not_before: now };
+                self.keep(name);
                 self.publish(name, effects);
             }
             Phase::Starting(_) if !actor.lived => self.bury(name, reason, effects),
@@ -179,6 +182,7 @@ impl Placement {
                 return refuse("it has ended, or there are too many created actors", effects);
             };
             actor.getters = waiting;
+            self.begun(now, name);
             return self.is_at(now, home, node, name, life, effects);
         };
         match (instance.incarnation.cmp(&actor.incarnation), actor.home()) {
@@ -211,7 +215,7 @@ impl Placement {
 
     /// A creation that has not begun ends, because an actor of another creation has the name.
     /// Returns those for whom that one will do, if its class is the same.
-    fn gives_way(
+    pub(super) fn gives_way(
         &mut self,
         name: &str,
         class: &str,
@@ -235,7 +239,7 @@ impl Placement {
     }
 
     /// Whether an actor that another coordinator created can be taken over.
-    fn may_adopt(&self, name: &str, instance: Instance, creation: &Creation) -> bool {
+    pub(super) fn may_adopt(&self, name: &str, instance: Instance, creation: &Creation) -> bool {
         let right = creation.name == name && check_name(name).is_ok() && !is_reserved(name);
         right
             && creation.check().is_ok()
@@ -273,6 +277,7 @@ impl Placement {
     ) {
         let draining = self.hosts.get(&home).is_some_and(|host| host.draining);
         let leaves = draining || self.drained.contains(node);
+        self.keep(name);
         let Some(actor) = self.actors.get_mut(name) else { return };
         node.clone_into(&mut actor.node);
         if let Phase::Moving(at) = actor.phase {
@@ -288,10 +293,7 @@ impl Placement {
                 actor.supervisor.began(now);
             }
             (actor.phase, actor.lived) = (Phase::Alive(home), true);
-            for (asker, _) in actor.askers() {
-                let outcome = Ok(PlacementReply { node: node.to_owned() });
-                effects.push(Effect::Answer { asker, outcome });
-            }
+            self.confirms(name, effects);
         } else if life == ActorLife::Draining {
             actor.phase = Phase::Moving(home);
         } else {

@@ -1,6 +1,8 @@
 //! What becomes of created actors, one event after the other.
 //!
+//! - `keeping`: what etcd keeps for the next coordinator
 //! - `properties`: random histories
+mod keeping;
 mod properties;
 
 use std::time::Duration;
@@ -210,7 +212,7 @@ fn one_that_waits_is_placed_when_there_is_room() {
     assert!(begun(&create(&mut placement, wanted(2, creation("b")))).is_empty());
     assert!(begun(&create(&mut placement, wanted(3, creation("c")))).is_empty());
     let mut effects = Vec::new();
-    placement.kill(NOW, "a", false, &mut effects).unwrap();
+    placement.kill(NOW, 9, "a", false, &mut effects).unwrap();
     assert_eq!(ended(&effects), [(home(1), first, EndHow::Kill)]);
     assert!(begun(&effects).is_empty(), "what it takes is free when it is dead");
     let effects = says(&mut placement, NOW, 1, "a", first, ActorLife::Dead);
@@ -437,7 +439,7 @@ fn of_two_starts_of_one_actor_the_later_counts() {
     // One that was killed meanwhile does not come back.
     let mut effects = Vec::new();
     placement.lost(NOW, home(2), "cut", &mut effects);
-    placement.kill(NOW, "a", false, &mut effects).unwrap();
+    placement.kill(NOW, 9, "a", false, &mut effects).unwrap();
     let mut effects = Vec::new();
     placement.placed(NOW, home(4), "n2", placed(2), false, &mut effects);
     assert_eq!(ended(&effects), [(home(4), instance(2), EndHow::Kill)]);

@@ -205,8 +205,9 @@ impl ActorRuntime {
                 state.placement.create(now, wanted, taken.as_deref(), &mut effects);
             }
             PlacementRequest::Kill { name, restart } => {
-                let outcome = self.kills(state, now, &name, restart, &mut effects);
-                effects.push(Effect::Answer { asker: id, outcome });
+                if let Err(error) = self.kills(state, now, id, &name, restart, &mut effects) {
+                    effects.push(Effect::Answer { asker: id, outcome: Err(error) });
+                }
             }
             PlacementRequest::Find { name } => {
                 let outcome = match state.registry.living(&name) {
@@ -224,14 +225,15 @@ impl ActorRuntime {
         &self,
         state: &mut State,
         now: Duration,
+        asker: u64,
         name: &str,
         restart: bool,
         effects: &mut Vec<Effect>,
-    ) -> Result<PlacementReply, PlacementError> {
+    ) -> Result<(), PlacementError> {
         if is_reserved(name) {
             return Err(PlacementError::NotYours(name.to_owned()));
         }
-        let killed = state.placement.kill(now, name, restart, effects);
+        let killed = state.placement.kill(now, asker, name, restart, effects);
         if killed.is_ok() {
             return killed;
         }
@@ -246,7 +248,8 @@ impl ActorRuntime {
         let instance = Instance { generation, incarnation: 0 };
         let (name, reason) = (name.to_owned(), "it was killed".to_owned());
         effects.push(Effect::End { home, name, instance, how: EndHow::Kill, reason });
-        Ok(PlacementReply { node })
+        effects.push(Effect::Answer { asker, outcome: Ok(PlacementReply { node }) });
+        Ok(())
     }
 
     /// Carries out what the placement core decided.
@@ -289,6 +292,7 @@ impl ActorRuntime {
             }
             queue.extend(more);
         }
+        state.ring_keeper();
         if state.placement.awaits(self.inner.clock.now()) {
             self.tick_from_now_on(state);
         }

@@ -1,9 +1,10 @@
 //! What a process's runtime knows, guarded by its one lock, and how it sends. Nothing here blocks.
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::thread::Thread;
 use std::time::Duration;
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Notify, mpsc, oneshot};
 
 use super::waiting::Watched;
 use super::{Outcome, Role};
@@ -37,6 +38,8 @@ pub(super) struct State {
     pub(super) registry: Registry,
     /// Created actors of the whole cluster; used at the hub alone.
     pub(super) placement: Placement,
+    /// Rings when there is something to write to etcd about them.
+    pub(super) keeper: Option<Arc<Notify>>,
     /// Classes that this process hosts.
     pub(super) classes: BTreeMap<String, Factory>,
     /// What this process has for created actors.
@@ -104,6 +107,7 @@ impl State {
             exchange: Exchange::default(),
             registry: Registry::default(),
             placement: Placement::default(),
+            keeper: None,
             classes: BTreeMap::new(),
             offer: None,
             hosted: BTreeMap::new(),
@@ -200,6 +204,13 @@ impl State {
             SendError::Closed => AskError::LinkLost(peer.node.clone()),
             SendError::Full => full(),
         })
+    }
+
+    /// Tells whoever writes to etcd that there is something to write, if there is.
+    pub(super) fn ring_keeper(&self) {
+        if let Some(keeper) = self.keeper.as_ref().filter(|_| self.placement.has_to_keep()) {
+            keeper.notify_one();
+        }
     }
 
     pub(super) fn tell(&mut self, watch: u64, outcome: Watched) {

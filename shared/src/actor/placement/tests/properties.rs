@@ -1,12 +1,14 @@
 //! Random histories of a cluster: processes run what they are told to, links and processes and
 //! coordinators go and come back, and nothing is ever given away twice or forgotten.
 //!
-//! The oracle is the processes themselves: what they really run, added up by hand.
-use std::collections::{BTreeMap, VecDeque};
+//! The oracle is the processes themselves: what they really run, added up by hand; and an etcd that
+//! forgets nothing, whose answers are lost, late or errors.
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use proptest::prelude::*;
 
+use super::super::keep::{Change, Kept, Write, Written};
 use super::super::room::Amounts;
 use super::super::*;
 use crate::actor::exchange::PeerId;
@@ -162,10 +164,22 @@ struct World {
     asked: u64,
     open: BTreeMap<u64, Open>,
     published: BTreeMap<String, (Home, ActorReport)>,
+    etcd: BTreeMap<String, Kept>,
+    /// Whether etcd takes every write at once.
+    prompt: bool,
+    /// What is being written.
+    on_the_way: Vec<Write>,
+    /// Who asked that an actor of this generation end.
+    killing: BTreeMap<u64, u64>,
+    /// Generations that must not be forgotten, by name: without a limit of restarts, and their
+    /// creators were told that they are alive when etcd had them.
+    lasting: BTreeMap<String, u64>,
+    /// Generations that nobody runs and etcd does not have, when it was said that they are dead.
+    dead: BTreeSet<u64>,
 }
 
 impl World {
-    fn new() -> Self {
+    fn new(prompt: bool) -> Self {
         let mut world = Self {
             core: Placement::default(),
             now: Duration::ZERO,
@@ -174,7 +188,14 @@ impl World {
             asked: 0,
             open: BTreeMap::new(),
             published: BTreeMap::new(),
+            etcd: BTreeMap::new(),
+            prompt,
+            on_the_way: Vec::new(),
+            killing: BTreeMap::new(),
+            lasting: BTreeMap::new(),
+            dead: BTreeSet::new(),
         };
+        world.core.keep_from_now_on();
         (0..PROCESSES).for_each(|index| world.link(index));
         world
     }
@@ -187,6 +208,7 @@ impl World {
         for effect in effects {
             match effect {
                 Effect::Begin { home: Home::Peer(peer), begin } => {
+                    assert!(!self.dead.contains(&begin.instance.generation), "it is dead");
                     let process = self.at(peer).expect("it is linked");
                     process.inbox.push_back(ToProcess::Begin(*begin));
                 }
@@ -194,15 +216,102 @@ impl World {
                     let process = self.at(peer).expect("it is linked");
                     process.inbox.push_back(ToProcess::End(instance, name, how));
                 }
-                Effect::Answer { asker, .. } => {
-                    assert!(self.open.remove(&asker).is_some(), "answered twice: {asker}");
-                }
+                Effect::Answer { asker, outcome } => self.answered(asker, outcome.is_ok()),
                 Effect::Publish { home, report, .. } => {
                     self.published.insert(report.name.clone(), (home, report));
                 }
                 Effect::Restarted => {}
                 other => panic!("nothing is hosted here: {other:?}"),
             }
+        }
+    }
+
+    fn answered(&mut self, asker: u64, ok: bool) {
+        if let Some(generation) = self.killing.remove(&asker) {
+            let mut runs = self.processes.iter().flat_map(|process| process.runs.keys());
+            let told = |frame: &ToProcess| match frame {
+                ToProcess::Begin(begin) => begin.instance.generation == generation,
+                ToProcess::End(..) => false,
+            };
+            let mut inboxes = self.processes.iter().flat_map(|process| &process.inbox);
+            if !runs.any(|instance| instance.generation == generation)
+                && !inboxes.any(told)
+                && !self.etcd.values().any(|kept| kept.start.instance.generation == generation)
+                && self.on_the_way.is_empty()
+            {
+                self.dead.insert(generation);
+            }
+            return;
+        }
+        let open = self.open.remove(&asker);
+        let Wanted { creation, generation, .. } = open.expect("answered twice").wanted;
+        let Some(actor) = self.core.actors.get(&creation.name).filter(|_| ok) else { return };
+        let kept = self.etcd.get(&creation.name);
+        let kept = kept.is_some_and(|it| it.start.instance.generation == actor.generation);
+        let may_end = actor.creation.max_restarts == Some(0);
+        assert!(kept || may_end || !self.prompt, "{} is not in etcd", creation.name);
+        let moves = actor.creation.at.node.is_none() || actor.creation.at.soft;
+        if kept && moves && generation == actor.generation && creation.max_restarts.is_none() {
+            self.lasting.insert(creation.name, generation);
+        }
+    }
+
+    fn kills(&mut self, name: &str, restart: bool) {
+        let Some(actor) = self.core.actors.get(name) else { return };
+        self.asked += 1;
+        let asker = self.asked;
+        if restart {
+            // Whoever asks for that is answered at once.
+            self.killing.insert(asker, 0);
+        } else {
+            self.killing.insert(asker, actor.generation);
+            self.lasting.remove(name);
+        }
+        self.decide(|core, now, effects| core.kill(now, asker, name, restart, effects).unwrap());
+    }
+
+    /// What was being written arrives at etcd.
+    fn arrives(&mut self) {
+        for Write { name, change } in &self.on_the_way {
+            match change {
+                Change::Delete => drop(self.etcd.remove(name)),
+                Change::Put { creation: Some(creation), start } => {
+                    let kept = Kept { creation: (**creation).clone(), start: *start };
+                    self.etcd.insert(name.clone(), kept);
+                }
+                Change::Put { creation: None, start } => {
+                    let kept = self.etcd.get_mut(name).expect("its creation is there");
+                    assert_eq!(kept.start.instance.generation, start.instance.generation);
+                    kept.start = *start;
+                }
+            }
+        }
+    }
+
+    fn writes(&mut self, arrives: bool, outcome: Written) {
+        if arrives {
+            self.arrives();
+        }
+        self.on_the_way.clear();
+        self.decide(|core, _, effects| core.written(outcome, effects));
+    }
+
+    /// Somebody writes to etcd.
+    fn keeps(&mut self, how: u8) {
+        match how % 8 {
+            // The answers to some are lost.
+            0 => self.writes(false, Written::Failed),
+            1 => self.writes(true, Written::Failed),
+            2 => self.writes(false, Written::Fenced),
+            _ => self.writes(true, Written::Stored),
+        }
+        self.on_the_way = self.core.next_to_keep();
+    }
+
+    /// Etcd takes everything.
+    fn keeps_all(&mut self) {
+        while !self.on_the_way.is_empty() || self.core.has_to_keep() {
+            self.keeps(7);
         }
     }
 
@@ -311,6 +420,12 @@ impl World {
 
     /// Another coordinator takes over: it knows nothing, and clients send their requests again.
     fn fails_over(&mut self) {
+        if self.asked.is_multiple_of(2) {
+            // The last leader's write was in time, and its answer was not.
+            self.arrives();
+        }
+        self.on_the_way.clear();
+        self.killing.clear();
         for process in &mut self.processes {
             process.link = None;
             process.inbox.clear();
@@ -319,6 +434,13 @@ impl World {
         (self.core, self.now) = (Placement::default(), Duration::ZERO);
         self.core.settle(Duration::ZERO);
         self.published.clear();
+        self.core.keep_from_now_on();
+        let kept: Vec<Kept> = self.etcd.values().cloned().collect();
+        for kept in kept {
+            self.decide(|core, now, effects| {
+                assert!(core.resume(now, kept, false, effects), "it is not taken over");
+            });
+        }
         for Open { mut wanted } in std::mem::take(&mut self.open).into_values() {
             wanted.again = true;
             self.create(wanted);
@@ -337,15 +459,21 @@ impl World {
             23 => self.crash(index),
             24..=25 => self.passes(u64::from(b) * 10),
             26 => self.passes(u64::from(b) * 100),
-            27 => self.decide(|core, now, effects| {
-                let _ = core.kill(now, name, b % 2 == 0, effects);
-            }),
+            27 => self.kills(name, b % 2 == 0),
             28 => {
                 let node = self.processes[index].node.clone();
                 self.decide(|core, now, effects| core.drains(now, &node, b % 2 == 0, effects));
             }
-            29 if b < 64 => self.fails_over(),
+            29 if b < 32 => self.fails_over(),
+            29 if b < 64 => {
+                self.crash(index);
+                self.fails_over();
+            }
+            29..=30 if !self.prompt => self.keeps(b),
             _ => (0..PROCESSES).for_each(|index| self.deliver(index)),
+        }
+        if self.prompt {
+            self.keeps_all();
         }
         for process in &self.processes {
             assert!(process.has_room_for(&Needs::nothing()), "{} is oversubscribed", process.node);
@@ -368,11 +496,27 @@ impl World {
                 }
                 self.works(index, false);
             }
+            self.keeps_all();
             self.passes(200);
         }
+        self.keeps_all();
     }
 
     fn check(&self) {
+        assert!(self.killing.is_empty(), "nobody was answered: {:?}", self.killing);
+        for (name, generation) in &self.lasting {
+            let known = self.core.actors.get(name).map(|actor| actor.generation);
+            assert_eq!(known, Some(*generation), "{name} was forgotten");
+        }
+        let kept =
+            self.core.actors.iter().filter(|(_, actor)| {
+                actor.incarnation > 0 && actor.creation.max_restarts != Some(0)
+            });
+        let kept: Vec<(&String, Instance)> =
+            kept.map(|(name, actor)| (name, actor.instance())).collect();
+        let there: Vec<(&String, Instance)> =
+            self.etcd.iter().map(|(name, kept)| (name, kept.start.instance)).collect();
+        assert_eq!(there, kept, "etcd has all that lives, and nothing else");
         assert!(self.open.is_empty(), "nobody was answered: {:?}", self.open.keys());
         let mut alive = 0;
         for (name, (home, report)) in &self.published {
@@ -420,7 +564,17 @@ proptest! {
     fn whatever_happens_resources_suffice_names_are_unique_and_everyone_is_answered(
         actions in proptest::collection::vec(any::<(u8, u8, u8)>(), 0..160)
     ) {
-        let mut world = World::new();
+        let mut world = World::new(false);
+        actions.into_iter().for_each(|action| world.act(action));
+        world.settles_down();
+        world.check();
+    }
+
+    #[test]
+    fn where_etcd_answers_nobody_is_told_of_a_creation_that_it_does_not_have(
+        actions in proptest::collection::vec(any::<(u8, u8, u8)>(), 0..160)
+    ) {
+        let mut world = World::new(true);
         actions.into_iter().for_each(|action| world.act(action));
         world.settles_down();
         world.check();
