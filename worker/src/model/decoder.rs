@@ -52,8 +52,8 @@ struct Buffers<B: Backend> {
     experts: Option<ExpertBuffers<B>>,
     /// This rank's logits, `[rows, vocab_width]`.
     logits_local: B::Buffer,
-    /// All ranks' logits, `[rows, degree * vocab_width]`, if they are gathered.
-    logits: B::Buffer,
+    /// All ranks' logits, `[rows, degree * vocab_width]`, if there are several ranks.
+    logits: Option<B::Buffer>,
 }
 
 struct QkNormBuffers<B: Backend> {
@@ -184,7 +184,10 @@ impl<B: Backend> Decoder<B> {
                 }
             },
             logits_local: backend.new_buffer(rows_max, shard.vocab_width)?,
-            logits: backend.new_buffer(all_logits, shard.vocab_width * shard.degree)?,
+            logits: match shard.degree {
+                1 => None,
+                degree => Some(backend.new_buffer(all_logits, shard.vocab_width * degree)?),
+            },
         };
         let attention = AttentionShape {
             num_heads: shard.heads.len(),
@@ -380,21 +383,20 @@ impl<B: Backend> Decoder<B> {
         let cap = self.config.logits_cap;
         backend.lm_head(&buffers.normed, rows, head, cap, &mut buffers.logits_local)?;
         self.gathered = false;
-        if shard.degree == 1 {
-            return Ok(&buffers.logits_local);
-        }
+        let Some(logits) = &mut buffers.logits else { return Ok(&buffers.logits_local) };
         let (vocab, others) = (self.config.vocab_size, shard.vocab_width * (shard.degree - 1));
         let first_id = u32::try_from(shard.vocab.start).unwrap_or(u32::MAX);
         if others < vocab && backend.keeps_logits_apart(first_id, shard.vocab.len()) {
             return Ok(&buffers.logits_local);
         }
-        backend.gather_logits(&buffers.logits_local, &mut buffers.logits)?;
+        backend.gather_logits(&buffers.logits_local, logits)?;
         self.gathered = true;
-        Ok(&buffers.logits)
+        Ok(logits)
     }
 
     /// Returns the last result of [`Decoder::logits`].
     pub fn last_logits(&self) -> &B::Buffer {
-        if self.gathered { &self.buffers.logits } else { &self.buffers.logits_local }
+        let gathered = self.buffers.logits.as_ref().filter(|_| self.gathered);
+        gathered.unwrap_or(&self.buffers.logits_local)
     }
 }

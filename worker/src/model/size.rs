@@ -101,7 +101,9 @@ pub fn activation_bytes(
     };
     let row = hidden * (4 + 2 + 4 * deltas) + q * 2 * 2 + inner * 2 + projected;
     let product = u64::from(sizes.max_num_batched_tokens.min(1024)) * inner * 2 * 4;
-    let logits = n(shard.vocab_width) * n(shard.degree + 1) * 4;
+    // This rank's, and those of all if there are several.
+    let parts = if shard.degree > 1 { 1 + shard.degree } else { 1 };
+    let logits = n(shard.vocab_width * parts) * 4;
     let experts = config.experts.as_ref().map_or(0, |experts| {
         // The chosen experts and their inner activations, plus the inputs and outputs of a product
         // over a limited number of rows.
@@ -286,6 +288,14 @@ mod tests {
         let more = EngineConfig { max_num_batched_tokens: 4096, ..sizes.clone() };
         let bytes = |sizes| activation_bytes(&config, &whole, false, sizes);
         assert!(bytes(&sizes) < bytes(&more) && bytes(&more) < 2 << 30);
+        let fewer = EngineConfig { max_num_seqs: 32, ..sizes.clone() };
+        assert_eq!(bytes(&sizes) - bytes(&fewer), 32 * 128_256 * 4, "one row of logits each");
+        let bytes_of_half = |sizes| {
+            let half = Shard::new(&config, 1, 2).unwrap();
+            activation_bytes(&config, &half, false, sizes)
+        };
+        let difference = bytes_of_half(&sizes) - bytes_of_half(&fewer);
+        assert_eq!(difference, 32 * (64_128 + 128_256) * 4, "its own and the gathered ones");
         // Gate and up projections of one layer in bf16.
         let int8 = activation_bytes(&config, &whole, true, &sizes);
         assert_eq!(int8 - bytes(&sizes), 2 * 2 * 14336 * 4096);
