@@ -221,6 +221,7 @@ impl<B: Backend> Engine<B> {
         self.release();
         let Self { mut backend, decoder, draft, .. } = self;
         let (tokens, rows) = (config.max_num_batched_tokens, config.max_num_seqs);
+        backend.release_scratch()?;
         let decoder = decoder.resized(&mut backend, tokens as usize, rows as usize)?;
         let draft = draft.map(|draft| draft.resized(&mut backend, &config)).transpose()?;
         Ok(Self { backend, decoder, draft, config, ..self })
