@@ -186,6 +186,39 @@ fn a_draft_model_is_formed_with_its_rank_on_gpus() {
     });
 }
 
+/// Steps for which there is no memory are refused in a line, before anything is given up for them.
+#[test]
+fn steps_beyond_a_gpus_memory_are_refused_and_the_weights_stay() {
+    let slots = [AbortSlot::default(), AbortSlot::default()];
+    let device = CudaDevice {
+        options: fake_nccl_options(0),
+        memory_utilization: 0.9,
+        memory_free: 1 << 32,
+        warmup: Duration::ZERO,
+        uuid: String::new(),
+    };
+    let mut rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
+    let mut formed = |epoch, step_tokens| {
+        let mut form = alone(epoch, None);
+        form.engine.max_num_batched_tokens = step_tokens;
+        let mut observer = FormReporter { epoch: form.epoch, other: &slots[1], ends: None };
+        let ready = rank.form(&form, &slots[0], &mut observer);
+        assert_eq!(rank.lost_device(), None);
+        rank.release();
+        slots[0].clear();
+        ready
+    };
+    let small = formed(1, 32).unwrap();
+    // Gigabytes of activations.
+    let error = formed(2, 1 << 23).unwrap_err();
+    assert!(error.permanent && !error.message.contains('\n'), "{error}");
+    for words in ["do not fit on the GPU beside the weights: ", "--max-num-batched-tokens"] {
+        assert!(error.message.contains(words), "{error}");
+    }
+    let again = formed(3, 48).unwrap();
+    assert_eq!((again.load_seconds, again.kv_blocks), (0.0, small.kv_blocks));
+}
+
 /// A cache's pages are taken as sequences fill it: a host without room for all of them would end
 /// the process in the middle of a request.
 #[test]

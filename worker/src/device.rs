@@ -8,7 +8,7 @@ pub use kernels::cpu::{Isa, Precision};
 pub use kernels::cuda::ExchangePolicy;
 use kernels::cuda::bucket::decode_buckets;
 pub use kernels::cuda::capacity::bytes_text;
-use kernels::cuda::capacity::{MeasuredMemory, MemoryNeed, check_fit};
+use kernels::cuda::capacity::{MeasuredMemory, MemoryNeed, check_fit, check_steps};
 pub use kernels::cuda::devices::{Survey, survey_for};
 pub use kernels::cuda::nccl::environment::prepare as prepare_nccl;
 use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
@@ -114,6 +114,21 @@ pub trait Device: Debug {
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
         let _ = (backend, source, beside, sizes);
+        Ok(())
+    }
+
+    /// Checks, before anything of it is given up, that a loaded engine without a cache can have
+    /// steps of another size.
+    ///
+    /// # Errors
+    /// [`ModelError::Fit`]: how much memory is missing; [`ModelError::Kernel`].
+    fn check_steps(
+        &self,
+        engine: &mut Engine<Self::Backend>,
+        quantization: Quantization,
+        [before, after]: [&EngineConfig; 2],
+    ) -> Result<(), ModelError> {
+        let _ = (engine, quantization, before, after);
         Ok(())
     }
 
@@ -369,6 +384,20 @@ impl Device for CudaDevice {
         let larger = own.degree.saturating_add(1)..=64;
         let fitting = larger.filter_map(most).find(|need| need.bytes() <= memory.kv_bytes());
         check_fit(&memory, &own, fitting.as_slice()).map_err(ModelError::Fit)
+    }
+
+    fn check_steps(
+        &self,
+        engine: &mut Engine<CudaBackend>,
+        quantization: Quantization,
+        sizes: [&EngineConfig; 2],
+    ) -> Result<(), ModelError> {
+        let memory = self.measure(engine.backend())?;
+        let [before, after] = sizes.map(|sizes| {
+            let widens = engine.backend().widens_int8(sizes.max_num_batched_tokens as usize);
+            engine.step_bytes(sizes, quantization, widens)
+        });
+        check_steps(&memory, before.0, after.0, after.1).map_err(ModelError::Fit)
     }
 
     fn prepare(&self, engine: &mut Engine<CudaBackend>) -> Result<(), KernelError> {

@@ -33,7 +33,9 @@ use kernels::backend::{Batch, StepInputs};
 use kernels::sampling::SampleRow;
 use kernels::{Backend, KernelError};
 use shared::ids::{SeqId, StepId};
-use shared::protocol::{EngineConfig, SequenceOutput, StepPlan, StepTimings, TokenDigest};
+use shared::protocol::{
+    EngineConfig, Quantization, SequenceOutput, StepPlan, StepTimings, TokenDigest,
+};
 
 use self::ahead::QueuedStep;
 pub use self::draft::Draft;
@@ -175,6 +177,20 @@ impl<B: Backend> Engine<B> {
     #[must_use]
     pub fn weight_bytes(&self) -> u64 {
         self.decoder.weight_bytes() + self.draft.as_ref().map_or(0, Draft::weight_bytes)
+    }
+
+    /// As [`Decoder::step_bytes`], including the draft model.
+    #[must_use]
+    pub fn step_bytes(
+        &self,
+        sizes: &EngineConfig,
+        quantization: Quantization,
+        widens: bool,
+    ) -> (u64, u64) {
+        let (activations, sequence) = self.decoder.step_bytes(sizes, quantization, widens);
+        let draft = self.draft.as_ref();
+        let (drafting, drafted) = draft.map_or((0, 0), |draft| draft.step_bytes(sizes, widens));
+        (activations + drafting, sequence + drafted)
     }
 
     /// Returns the number of steps begun while the previous one was still running, so far.

@@ -151,12 +151,15 @@ impl<D: Device> EngineRank<D> {
             return Ok(());
         }
         let matched = adapters::match_list(self.loaded.as_mut(), &form.lora);
-        matched.map_err(|error| {
-            if let ModelError::Kernel(error) = &error {
-                self.record(error);
-            }
-            FormError { permanent: error.is_permanent(), message: error.to_string() }
-        })
+        matched.map_err(|error| self.failed(&error))
+    }
+
+    /// The error of a formation, whose cause is recorded if it is the device or an exchange.
+    fn failed(&mut self, error: &ModelError) -> FormError {
+        if let ModelError::Kernel(error) = error {
+            self.record(error);
+        }
+        FormError { permanent: error.is_permanent(), message: error.to_string() }
     }
 
     /// Records whether an error means that the device or an exchange with other ranks has failed.
@@ -194,6 +197,10 @@ impl<D: Device> EngineRank<D> {
             return Err(self.recorded(&error));
         }
         if loaded.step_tokens != joining.form.engine.max_num_batched_tokens {
+            if let Err(error) = loaded.check_steps(&self.device, &joining.form.engine) {
+                self.loaded = Some(loaded);
+                return Err(self.failed(&error));
+            }
             let resized = loaded::resize(&self.device, loaded, &joining.form.engine);
             loaded = resized.map_err(|error| self.recorded(&error))?;
         }
@@ -209,12 +216,8 @@ impl<D: Device> EngineRank<D> {
         joining: &mut Formation<'_>,
     ) -> Result<f64, FormError> {
         let began = Instant::now();
-        let engine = loaded::load(&self.device, collective, joining).map_err(|error| {
-            if let ModelError::Kernel(error) = &error {
-                self.record(error);
-            }
-            FormError { permanent: error.is_permanent(), message: error.to_string() }
-        })?;
+        let engine =
+            loaded::load(&self.device, collective, joining).map_err(|error| self.failed(&error))?;
         // Loading has nearly always named the files that cannot be read.
         let identity = identity.map_err(|message| FormError { message, permanent: true })?;
         let step_tokens = joining.form.engine.max_num_batched_tokens;

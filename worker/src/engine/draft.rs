@@ -20,7 +20,7 @@ use kernels::backend::{Batch, SeqRows, StepInputs};
 use kernels::sampling::{SampleParams, SampleRow, Sampled};
 use kernels::{Backend, KernelError};
 use shared::ids::SeqId;
-use shared::protocol::{Drafts, EngineConfig, StepPlan};
+use shared::protocol::{Drafts, EngineConfig, Quantization, StepPlan};
 
 use self::valid_positions::ValidPositions;
 use super::sequence::Sequence;
@@ -122,6 +122,11 @@ impl<B: Backend> Draft<B> {
     /// Size of its weights, in bytes.
     pub(super) fn weight_bytes(&self) -> u64 {
         self.decoder.weight_bytes()
+    }
+
+    /// As [`Decoder::step_bytes`]; its weights are as in its checkpoint.
+    pub(super) fn step_bytes(&self, sizes: &EngineConfig, widens: bool) -> (u64, u64) {
+        self.decoder.step_bytes(sizes, Quantization::None, widens)
     }
 
     /// Its own backend, if it has one.

@@ -68,6 +68,21 @@ pub(super) struct LoadedShard<D: Device> {
     pub(super) is_new: bool,
 }
 
+impl<D: Device> LoadedShard<D> {
+    /// Checks, before anything is given up, that there is room for steps of another size.
+    ///
+    /// # Errors
+    /// [`ModelError`].
+    pub(super) fn check_steps(
+        &mut self,
+        device: &D,
+        sizes: &EngineConfig,
+    ) -> Result<(), ModelError> {
+        let before = EngineConfig { max_num_batched_tokens: self.step_tokens, ..sizes.clone() };
+        device.check_steps(&mut self.engine, self.key.quantization, [&before, sizes])
+    }
+}
+
 /// Loads what `joining` asks for, and joins the other ranks on the way.
 ///
 /// # Errors

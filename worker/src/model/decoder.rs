@@ -5,12 +5,13 @@
 //! - `pass`: one batch through the layers
 use kernels::backend::{AttentionShape, Batch, KvShape, KvStorage, NOT_ASSIGNED, QkNorm, Routing};
 use kernels::{Backend, KernelError};
-use shared::protocol::{EngineConfig, KvCacheDtype};
+use shared::protocol::{EngineConfig, KvCacheDtype, Quantization};
 
 use self::pass::{Pass, Pending};
 use super::config::{Latent, ModelConfig};
 use super::lora::Adapters;
 use super::shard::Shard;
+use super::size;
 use super::weights::{BackendWeights, ClassHead};
 
 mod pass;
@@ -287,6 +288,24 @@ impl<B: Backend> Decoder<B> {
     #[must_use]
     pub fn weight_bytes(&self) -> u64 {
         self.weights.bytes + self.adapters.as_ref().map_or(0, Adapters::bytes)
+    }
+
+    /// Returns the bytes of the activations of the largest step, and of the KV cache of one
+    /// sequence of maximum length. `widens` tells whether steps of that size convert quantised
+    /// weights to bf16 first.
+    #[must_use]
+    pub fn step_bytes(
+        &self,
+        sizes: &EngineConfig,
+        quantization: Quantization,
+        widens: bool,
+    ) -> (u64, u64) {
+        let Self { config, shard, adapters, .. } = self;
+        let is_quantised = quantization == Quantization::Int8 || config.quantised.is_some();
+        let tokens = sizes.max_num_batched_tokens as usize;
+        let room = adapters.as_ref().map_or(0, |adapters| adapters.room_bytes(tokens));
+        let activations = size::activation_bytes(config, shard, widens && is_quantised, sizes);
+        (activations + room, size::sequence_bytes(config, shard, sizes))
     }
 
     /// Returns the shape of a KV cache of `num_blocks` blocks for this rank.

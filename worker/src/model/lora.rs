@@ -170,19 +170,16 @@ impl LoraFiles {
         shard: &Shard,
         tokens_max: usize,
     ) -> Result<(u64, u64), ModelError> {
-        let (mut matrices, mut room, mut widest) = (0, 0, 0);
+        let (mut matrices, mut widths) = (0, Vec::new());
         for site in Site::ALL {
             let Some(joint) = self.joint(site, config, shard)? else { continue };
             let inputs: usize = joint.parts.iter().map(Range::len).sum();
             let (width, outputs) = (joint.width(), joint.outputs());
             let layers = self.layers_with(&joint, config);
             matrices += self.count() * layers * width * (inputs + outputs) * 2;
-            room += tokens_max * (width * 2 + outputs * 4);
-            widest = widest.max(outputs);
+            widths.push((width, outputs));
         }
-        // Products are first computed in scratch memory, for a limited number of rows at a time.
-        room += tokens_max.min(EXPERT_SLOTS) * widest * 4;
-        Ok((matrices as u64, room as u64))
+        Ok((matrices as u64, room_bytes(widths, tokens_max)))
     }
 
     /// Loads this rank's part of all adapters, with buffers for `tokens_max` tokens; `None` when
@@ -402,6 +399,18 @@ fn routing(count: usize) -> Routing {
     Routing::softmax(count, 1, false)
 }
 
+/// Upper bound of the memory, in bytes, of the buffers for steps of `tokens_max` tokens, of sites
+/// with so many (ranks, outputs).
+fn room_bytes(sites: impl IntoIterator<Item = (usize, usize)>, tokens_max: usize) -> u64 {
+    let (mut room, mut widest) = (0, 0);
+    for (width, outputs) in sites {
+        room += tokens_max * (width * 2 + outputs * 4);
+        widest = widest.max(outputs);
+    }
+    // Products are first computed in scratch memory, for a limited number of rows at a time.
+    (room + tokens_max.min(EXPERT_SLOTS) * widest * 4) as u64
+}
+
 fn bytes_of(matrix: &[f32]) -> Vec<u8> {
     matrix.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
@@ -444,6 +453,11 @@ struct Room<B: Backend> {
 }
 
 impl<B: Backend> Room<B> {
+    /// Numbers of ranks and of outputs.
+    fn widths(&self) -> (usize, usize) {
+        (self.ranks.width(), self.out.width())
+    }
+
     fn new(
         backend: &mut B,
         tokens_max: usize,
@@ -493,7 +507,7 @@ impl<B: Backend> Adapters<B> {
     /// The same adapters with buffers for steps of up to `tokens_max` tokens.
     pub(super) fn resized(self, backend: &mut B, tokens_max: usize) -> Result<Self, KernelError> {
         let Self { held, places, layers, routes, rooms, bytes } = self;
-        let widths = rooms.map(|room| room.map(|room| (room.ranks.width(), room.out.width())));
+        let widths = rooms.map(|room| room.as_ref().map(Room::widths));
         drop(routes);
         let routes = backend.new_routes(tokens_max, routing(held.len()))?;
         let mut rooms = [const { None }; Site::ALL.len()];
@@ -523,6 +537,11 @@ impl<B: Backend> Adapters<B> {
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Upper bound of the memory of the buffers for steps of `tokens_max` tokens, in bytes.
+    pub(super) fn room_bytes(&self, tokens_max: usize) -> u64 {
+        room_bytes(self.rooms.iter().flatten().map(Room::widths), tokens_max)
     }
 
     /// Sets the adapters of this step's rows: [`Adapters::row_of`], or
