@@ -186,6 +186,35 @@ fn a_draft_model_is_formed_with_its_rank_on_gpus() {
     });
 }
 
+/// Whatever a coordinator sends, its worker goes on.
+#[test]
+fn ranks_and_sizes_that_cannot_be_are_refused() {
+    let slots = [AbortSlot::default(), AbortSlot::default()];
+    let device = CpuDevice { threads: 1 };
+    let mut rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
+    let mut refused = |edit: fn(&mut Form), expected: &str| {
+        let mut form = alone(1, None);
+        edit(&mut form);
+        let mut observer = FormReporter { epoch: Epoch(1), other: &slots[1], ends: None };
+        let error = rank.form(&form, &slots[0], &mut observer).unwrap_err();
+        assert_eq!((error.message.as_str(), error.permanent), (expected, true));
+    };
+    refused(|form| form.rank = 1, "rank 1 of 1 is to be formed");
+    refused(|form| form.world_size = 0, "rank 0 of 0 is to be formed");
+    refused(|form| form.world_size = 2, "1 of 2 ranks are to be connected");
+    refused(
+        |form| form.collective = CollectiveSpec::Tcp { ranks: Vec::new(), token: 1 },
+        "0 of 1 ranks are to be connected",
+    );
+    refused(|form| form.engine.block_size = 0, "block_size is 0, it must be at least 1");
+    refused(|form| form.engine.max_model_len = 0, "max_model_len is 0, it must be at least 1");
+    refused(|form| form.engine.max_num_seqs = 0, "max_num_seqs is 0, it must be at least 1");
+    refused(
+        |form| form.engine.max_num_batched_tokens = 0,
+        "max_num_batched_tokens is 0, it must be at least 1",
+    );
+}
+
 /// Steps for which there is no memory are refused in a line, before anything is given up for them.
 #[test]
 fn steps_beyond_a_gpus_memory_are_refused_and_the_weights_stay() {

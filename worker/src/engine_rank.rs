@@ -282,6 +282,7 @@ impl<D: Device> Rank for EngineRank<D> {
         abort: &AbortSlot,
         observer: &mut dyn FormObserver,
     ) -> Result<RankReady, FormError> {
+        form.check().map_err(|message| FormError { message, permanent: true })?;
         let form = &self.located(form, abort, observer)?;
         let collective = connect(&self.listener, form, abort)?;
         let all = Arc::new(AbortAll::default());
