@@ -26,13 +26,14 @@ mod swap;
 mod verify;
 
 use std::borrow::Cow;
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use kernels::backend::{Batch, StepInputs};
 use kernels::sampling::SampleRow;
 use kernels::{Backend, KernelError};
 use shared::ids::{SeqId, StepId};
+use shared::mix::IdMap;
 use shared::protocol::{
     EngineConfig, Quantization, SequenceOutput, StepPlan, StepTimings, TokenDigest,
 };
@@ -83,7 +84,7 @@ pub struct Engine<B: Backend> {
     cache: Option<B::KvCache>,
     num_blocks: u32,
     host: Option<HostBlocks<B>>,
-    sequences: HashMap<SeqId, Sequence>,
+    sequences: IdMap<SeqId, Sequence>,
     step: StepBuffers,
     masks: Masks,
     /// The draft model, on rank 0 if there is one.
@@ -118,7 +119,7 @@ impl<B: Backend> Engine<B> {
             cache: None,
             num_blocks: 0,
             host: None,
-            sequences: HashMap::new(),
+            sequences: IdMap::default(),
             step: StepBuffers::default(),
             masks: Masks::default(),
             draft: None,

@@ -12,7 +12,6 @@
 //! agree.
 mod valid_positions;
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::time::Instant;
 
@@ -20,6 +19,7 @@ use kernels::backend::{Batch, SeqRows, StepInputs};
 use kernels::sampling::{SampleParams, SampleRow, Sampled};
 use kernels::{Backend, KernelError};
 use shared::ids::SeqId;
+use shared::mix::IdMap;
 use shared::protocol::{Drafts, EngineConfig, Quantization, StepPlan};
 
 use self::valid_positions::ValidPositions;
@@ -184,7 +184,7 @@ impl<B: Backend> Draft<B> {
     fn run(
         &mut self,
         shared: &mut B,
-        sequences: &mut HashMap<SeqId, Sequence>,
+        sequences: &mut IdMap<SeqId, Sequence>,
         config: &EngineConfig,
         plan: &StepPlan,
         out: &mut [u32],
@@ -210,7 +210,7 @@ impl<B: Backend> Draft<B> {
     /// much does not keep others from drafting.
     fn sequences_to_draft(
         &mut self,
-        sequences: &HashMap<SeqId, Sequence>,
+        sequences: &IdMap<SeqId, Sequence>,
         plan: &StepPlan,
     ) -> Vec<DraftedSequence> {
         let tables = &mut self.rows.block_tables;
@@ -248,7 +248,7 @@ impl<B: Backend> Draft<B> {
     /// Lays out the first pass: what the sequences have missed, up to their last tokens.
     fn lay_out(
         &mut self,
-        sequences: &HashMap<SeqId, Sequence>,
+        sequences: &IdMap<SeqId, Sequence>,
         config: &EngineConfig,
         all: &mut [DraftedSequence],
     ) {
@@ -273,7 +273,7 @@ impl<B: Backend> Draft<B> {
     fn pass(
         &mut self,
         shared: &mut B,
-        sequences: &HashMap<SeqId, Sequence>,
+        sequences: &IdMap<SeqId, Sequence>,
         all: &[DraftedSequence],
     ) -> Result<(), KernelError> {
         for _ in 0..AGAIN {
@@ -290,7 +290,7 @@ impl<B: Backend> Draft<B> {
     fn try_pass(
         &mut self,
         shared: &mut B,
-        sequences: &HashMap<SeqId, Sequence>,
+        sequences: &IdMap<SeqId, Sequence>,
         all: &[DraftedSequence],
     ) -> Result<(), KernelError> {
         let Self { backend, decoder, cache, rows, sampled, .. } = self;
@@ -340,7 +340,7 @@ impl<B: Backend> Draft<B> {
     /// Takes the sampled tokens, and lays out the next pass.
     fn take(
         &mut self,
-        sequences: &mut HashMap<SeqId, Sequence>,
+        sequences: &mut IdMap<SeqId, Sequence>,
         config: &EngineConfig,
         all: &mut [DraftedSequence],
         out: &mut [u32],
