@@ -345,7 +345,8 @@ impl Device for CudaDevice {
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
         let Source { config, shard, .. } = *source;
-        for config in [Some(config), draft.map(DraftFiles::config)].into_iter().flatten() {
+        let configs = || [Some(config), draft.map(DraftFiles::config)].into_iter().flatten();
+        for config in configs() {
             if let Some(latent) = &config.latent {
                 CudaBackend::check_latents(latent.rank, latent.width(), latent.plain)
                     .map_err(ModelError::Fit)?;
@@ -356,6 +357,7 @@ impl Device for CudaDevice {
         let is_quantised = quantization == Quantization::Int8 || config.quantised.is_some();
         let widens = is_quantised && widens_any;
         let keeps = |form: &Compact, is_stack: bool| backend.keeps(form, is_stack);
+        let tables: u64 = configs().map(|config| size::table_bytes(config, sizes)).sum();
         let drafted_weights = draft.map_or(Ok(0), |draft| draft.weight_bytes(&keeps))?;
         let need = |shard: &Shard| -> Result<MemoryNeed, ModelError> {
             let (matrices, room) = adapters.bytes(config, shard, tokens)?;
@@ -366,7 +368,7 @@ impl Device for CudaDevice {
                 draft.map_or((0, 0), |draft| draft.step_bytes(sizes, widens_any));
             Ok(MemoryNeed {
                 degree: u32::try_from(shard.degree).unwrap_or(u32::MAX),
-                weights: weights + drafted_weights,
+                weights: weights + drafted_weights + tables,
                 activations: activations + drafting,
                 one_sequence: size::sequence_bytes(config, shard, sizes) + drafted,
             })

@@ -5,6 +5,7 @@ use kernels::weights::Compact;
 use shared::protocol::{EngineConfig, KvCacheDtype, Quantization};
 
 use super::config::{Latent, ModelConfig};
+use super::rope::distinct;
 use super::shard::Shard;
 
 /// Bytes per output of a quantised matrix for its scale.
@@ -71,6 +72,15 @@ fn layers(config: &ModelConfig) -> (u64, u64) {
         .as_ref()
         .map_or(0, |experts| experts.layers.iter().filter(|has_experts| **has_experts).count());
     ((config.num_layers - sparse) as u64, sparse as u64)
+}
+
+/// Size of the rotary tables, in bytes: cosines and sines of each position, for each kind of
+/// rotary embedding that layers have.
+#[must_use]
+pub fn table_bytes(config: &ModelConfig, sizes: &EngineConfig) -> u64 {
+    let positions = config.max_positions.min(sizes.max_model_len as usize);
+    let table = positions * config.rope_dim() * size_of::<f32>();
+    (distinct(&config.ropes).len() * table) as u64
 }
 
 /// Size of the activations of the largest step, in bytes. `widens` tells whether some products
@@ -265,6 +275,26 @@ mod tests {
         assert_eq!(sequence_bytes(&config, &eighth, &fp8), 4096 * 61 * 576);
         let bytes = |shard| activation_bytes(&config, shard, false, &sizes);
         assert!(bytes(&eighth) < bytes(&whole) && bytes(&whole) < 4 << 30);
+    }
+
+    #[test]
+    fn each_kind_of_rotary_embedding_has_tables_of_all_positions() {
+        let sizes = EngineConfig {
+            block_size: 16,
+            max_model_len: 100_000,
+            max_num_seqs: 64,
+            max_num_batched_tokens: 2048,
+            kv_cache_bytes: 0,
+            swap_bytes: 0,
+            kv_cache_dtype: KvCacheDtype::Auto,
+        };
+        let mut config = config();
+        // 64 cosines and 64 sines.
+        assert_eq!(table_bytes(&config, &sizes), 100_000 * 128 * 4);
+        config.ropes[7].theta = 1e4;
+        assert_eq!(table_bytes(&config, &sizes), 2 * 100_000 * 128 * 4);
+        config.max_positions = 4096;
+        assert_eq!(table_bytes(&config, &sizes), 2 * 4096 * 128 * 4);
     }
 
     #[test]
