@@ -10,7 +10,7 @@ use shared::protocol::{
 use testkit::models::variant;
 use worker::device::{CpuDevice, CudaDevice, Device};
 use worker::engine_rank::EngineRank;
-use worker::rank::{AbortSlot, FormObserver, Rank as _};
+use worker::rank::{AbortSlot, FormError, FormObserver, Rank as _};
 
 use crate::checkpoint::Folder;
 use crate::rig::fake_nccl_options;
@@ -329,11 +329,10 @@ fn a_folder_that_was_replaced_is_loaded_anew() {
     assert_eq!(form().unwrap(), (true, first));
 }
 
-/// Before weights are read, which would say that a tensor has another shape.
+/// Before weights are read, which would say that a tensor has another shape. It is no fault of the
+/// GPU, and its worker goes on.
 #[test]
-fn gpus_refuse_sizes_of_latents_before_they_load() {
-    let folder = Folder::copy_of("deepseek-v3");
-    folder.configure("kv_lora_rank", json!(40));
+fn gpus_refuse_what_they_do_not_take_before_they_load() {
     let device = CudaDevice {
         options: fake_nccl_options(0),
         memory_utilization: 0.9,
@@ -343,9 +342,33 @@ fn gpus_refuse_sizes_of_latents_before_they_load() {
     };
     let slots = [AbortSlot::default(), AbortSlot::default()];
     let mut rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
-    let form = Form { model: folder.path().to_str().unwrap().to_owned(), ..alone(1, None) };
-    let mut observer = FormReporter { epoch: Epoch(1), other: &slots[1], ends: None };
-    let error = rank.form(&form, &slots[0], &mut observer).unwrap_err();
+    let mut formed = |folder: &Folder, edit: fn(&mut Form)| {
+        let mut form = Form { model: folder.path().to_str().unwrap().to_owned(), ..alone(1, None) };
+        edit(&mut form);
+        let mut observer = FormReporter { epoch: Epoch(1), other: &slots[1], ends: None };
+        let ready = rank.form(&form, &slots[0], &mut observer);
+        assert_eq!(rank.lost_device(), None);
+        rank.release();
+        slots[0].clear();
+        ready
+    };
+    let refuses = |error: FormError, expected: &str| {
+        assert!(error.permanent && error.message.contains(expected), "{error}");
+    };
+    let latents = Folder::copy_of("deepseek-v3");
+    latents.configure("kv_lora_rank", json!(40));
     let expected = "latents of 40 in vectors of 56: GPUs take multiples of 16";
-    assert!(error.permanent && error.to_string().contains(expected), "{error}");
+    refuses(formed(&latents, |_| {}).unwrap_err(), expected);
+    let expected = "LoRA adapters of models with multi-head latent attention";
+    refuses(formed(&latents, |form| form.lora.places = 2).unwrap_err(), expected);
+    let wide = Folder::copy_of("llama-gqa");
+    wide.configure("head_dim", json!(320));
+    refuses(formed(&wide, |_| {}).unwrap_err(), "head_dim is 320: GPUs take up to 256");
+    let plain = Folder::copy_of("llama-gqa");
+    let expected = "a block size of 24 tokens: GPUs need a power of two";
+    let odd_blocks = |form: &mut Form| form.engine.block_size = 24;
+    refuses(formed(&plain, odd_blocks).unwrap_err(), expected);
+    assert!(formed(&plain, |_| {}).unwrap().load_seconds > 0.0);
+    refuses(formed(&plain, odd_blocks).unwrap_err(), expected);
+    assert_eq!(formed(&plain, |_| {}).unwrap().load_seconds, 0.0, "its weights stay");
 }

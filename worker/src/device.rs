@@ -101,11 +101,23 @@ pub trait Device: Debug {
         let _ = (backend, alone);
     }
 
+    /// Checks the limits on a model and its cache that only the device has.
+    ///
+    /// # Errors
+    /// [`ModelError::Fit`]: the size that it does not take.
+    fn check_limits(
+        &self,
+        model: (&ModelConfig, &Shard),
+        sizes: &EngineConfig,
+    ) -> Result<(), ModelError> {
+        let _ = (model, sizes);
+        Ok(())
+    }
+
     /// Checks, before anything is loaded, that a shard can fit.
     ///
     /// # Errors
-    /// [`ModelError::Fit`]: how much memory is missing, and what would help; or the size that the
-    /// device does not take.
+    /// [`ModelError::Fit`]: how much memory is missing, and what would help.
     fn check_fit(
         &self,
         backend: &Self::Backend,
@@ -337,6 +349,21 @@ impl Device for CudaDevice {
         backend.set_alone(alone);
     }
 
+    fn check_limits(
+        &self,
+        (config, shard): (&ModelConfig, &Shard),
+        sizes: &EngineConfig,
+    ) -> Result<(), ModelError> {
+        let cache = shard.kv_shape(config, sizes, 1);
+        let latents = config.latent.map_or(Ok(()), |latent| {
+            CudaBackend::check_latents(latent.rank, latent.width(), latent.plain)
+        });
+        let (attention, windows) = (shard.attention(config), config.windows());
+        latents
+            .and_then(|()| CudaBackend::check_attention(&attention, &windows, &cache))
+            .map_err(ModelError::Fit)
+    }
+
     fn check_fit(
         &self,
         backend: &CudaBackend,
@@ -345,19 +372,13 @@ impl Device for CudaDevice {
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
         let Source { config, shard, .. } = *source;
-        let configs = || [Some(config), draft.map(DraftFiles::config)].into_iter().flatten();
-        for config in configs() {
-            if let Some(latent) = &config.latent {
-                CudaBackend::check_latents(latent.rank, latent.width(), latent.plain)
-                    .map_err(ModelError::Fit)?;
-            }
-        }
         let tokens = sizes.max_num_batched_tokens as usize;
         let widens_any = backend.widens_int8(tokens);
         let is_quantised = quantization == Quantization::Int8 || config.quantised.is_some();
         let widens = is_quantised && widens_any;
         let keeps = |form: &Compact, is_stack: bool| backend.keeps(form, is_stack);
-        let tables: u64 = configs().map(|config| size::table_bytes(config, sizes)).sum();
+        let configs = [config].into_iter().chain(draft.map(|draft| draft.model().0));
+        let tables: u64 = configs.map(|config| size::table_bytes(config, sizes)).sum();
         let drafted_weights = draft.map_or(Ok(0), |draft| draft.weight_bytes(&keeps))?;
         let need = |shard: &Shard| -> Result<MemoryNeed, ModelError> {
             let (matrices, room) = adapters.bytes(config, shard, tokens)?;

@@ -180,6 +180,11 @@ impl<B: Backend> Engine<B> {
         self.decoder.weight_bytes() + self.draft.as_ref().map_or(0, Draft::weight_bytes)
     }
 
+    /// Returns the model and, on rank 0, the draft model if there is one, as [`Decoder::model`].
+    pub fn models(&self) -> impl Iterator<Item = (&ModelConfig, &Shard)> {
+        [self.decoder.model()].into_iter().chain(self.draft.as_ref().map(Draft::model))
+    }
+
     /// As [`Decoder::step_bytes`], including the draft model.
     #[must_use]
     pub fn step_bytes(

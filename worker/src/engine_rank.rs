@@ -196,11 +196,11 @@ impl<D: Device> EngineRank<D> {
             self.loaded = Some(loaded);
             return Err(self.recorded(&error));
         }
+        if let Err(error) = loaded.check(&self.device, &joining.form.engine) {
+            self.loaded = Some(loaded);
+            return Err(self.failed(&error));
+        }
         if loaded.step_tokens != joining.form.engine.max_num_batched_tokens {
-            if let Err(error) = loaded.check_steps(&self.device, &joining.form.engine) {
-                self.loaded = Some(loaded);
-                return Err(self.failed(&error));
-            }
             let resized = loaded::resize(&self.device, loaded, &joining.form.engine);
             loaded = resized.map_err(|error| self.recorded(&error))?;
         }

@@ -25,7 +25,9 @@ use shared::protocol::{Drafts, EngineConfig, Quantization, StepPlan};
 use self::valid_positions::ValidPositions;
 use super::sequence::Sequence;
 use super::{AGAIN, Engine, EngineError, recycle};
+use crate::model::config::ModelConfig;
 use crate::model::decoder::Decoder;
+use crate::model::shard::Shard;
 
 /// Marks a place without a drafted token.
 const NOT_DRAFTED: u32 = u32::MAX;
@@ -127,6 +129,11 @@ impl<B: Backend> Draft<B> {
     /// As [`Decoder::step_bytes`]; its weights are as in its checkpoint.
     pub(super) fn step_bytes(&self, sizes: &EngineConfig, widens: bool) -> (u64, u64) {
         self.decoder.step_bytes(sizes, Quantization::None, widens)
+    }
+
+    /// As [`Decoder::model`].
+    pub(super) fn model(&self) -> (&ModelConfig, &Shard) {
+        self.decoder.model()
     }
 
     /// Its own backend, if it has one.

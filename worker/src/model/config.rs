@@ -332,6 +332,15 @@ impl ModelConfig {
         self.latent.map_or(self.head_dim, |latent| latent.rotated)
     }
 
+    /// Returns the distinct sliding windows of its layers.
+    #[must_use]
+    pub fn windows(&self) -> Vec<Option<u32>> {
+        let mut windows = self.sliding_windows.clone();
+        windows.sort_unstable();
+        windows.dedup();
+        windows
+    }
+
     /// Whether the MLPs of dense layers have a gate.
     #[must_use]
     pub fn is_gated(&self) -> bool {

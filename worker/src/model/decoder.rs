@@ -3,9 +3,9 @@
 //! Activations live in buffers allocated once for the largest step; a step allocates nothing.
 //!
 //! - `pass`: one batch through the layers
-use kernels::backend::{AttentionShape, Batch, KvShape, KvStorage, NOT_ASSIGNED, QkNorm, Routing};
+use kernels::backend::{AttentionShape, Batch, KvShape, NOT_ASSIGNED, QkNorm, Routing};
 use kernels::{Backend, KernelError};
-use shared::protocol::{EngineConfig, KvCacheDtype, Quantization};
+use shared::protocol::{EngineConfig, Quantization};
 
 use self::pass::{Pass, Pending};
 use super::config::{Latent, ModelConfig};
@@ -190,18 +190,7 @@ impl<B: Backend> Decoder<B> {
                 degree => Some(backend.new_buffer(all_logits, shard.vocab_width * degree)?),
             },
         };
-        let attention = AttentionShape {
-            num_heads: shard.heads.len(),
-            num_kv_heads: shard.kv_heads.len(),
-            head_dim: config.head_dim,
-            norm_eps: config.latent.map_or(config.norm_eps, |_| Latent::NORM_EPS),
-            sliding_window: None,
-            softcap: config.attention_cap,
-            latent: config.latent.map(|latent| latent.rank),
-        };
-        let mut windows = config.sliding_windows.clone();
-        windows.sort_unstable();
-        windows.dedup();
+        let (attention, windows) = (shard.attention(&config), config.windows());
         Ok(Self {
             weights,
             config,
@@ -266,6 +255,12 @@ impl<B: Backend> Decoder<B> {
         &self.config
     }
 
+    /// Returns the model's configuration, and this rank's share of it.
+    #[must_use]
+    pub fn model(&self) -> (&ModelConfig, &Shard) {
+        (&self.config, &self.shard)
+    }
+
     /// Returns the matrix of classes, if the model has them.
     #[must_use]
     pub fn class_head(&self) -> Option<&ClassHead> {
@@ -311,18 +306,7 @@ impl<B: Backend> Decoder<B> {
     /// Returns the shape of a KV cache of `num_blocks` blocks for this rank.
     #[must_use]
     pub fn kv_shape(&self, sizes: &EngineConfig, num_blocks: u32) -> KvShape {
-        KvShape {
-            num_layers: self.config.num_layers,
-            num_kv_heads: self.shard.kv_heads.len(),
-            head_dim: self.config.head_dim,
-            latent: self.config.latent.map(|latent| latent.rank),
-            block_size: sizes.block_size as usize,
-            num_blocks: num_blocks as usize,
-            storage: match sizes.kv_cache_dtype {
-                KvCacheDtype::Auto => KvStorage::AsTaken,
-                KvCacheDtype::Fp8 => KvStorage::Fp8,
-            },
-        }
+        self.shard.kv_shape(&self.config, sizes, num_blocks)
     }
 
     /// Computes the batch's tokens: K and V go to the cache, the last layer's output stays in the

@@ -149,7 +149,7 @@ impl LoraFiles {
         if config.latent.is_some() && !(lora.adapters.is_empty() && lora.places == 0) {
             let message = "LoRA adapters of models with multi-head latent attention (DeepSeek's) are \
                            not supported";
-            return Err(KernelError::Unsupported(message.to_owned()).into());
+            return Err(ModelError::Fit(message.to_owned()));
         }
         let max_rank = largest_rank(lora);
         let open = |adapter| AdapterFiles::open(adapter, config, max_rank);
