@@ -248,8 +248,7 @@ fn steps_beyond_a_gpus_memory_are_refused_and_the_weights_stay() {
     assert_eq!((again.load_seconds, again.kv_blocks), (0.0, small.kv_blocks));
 }
 
-/// A cache's pages are taken as sequences fill it: a host without room for all of them would end
-/// the process in the middle of a request.
+/// A host without room for all pages of a cache would end the process that writes to them.
 #[test]
 fn a_cache_beyond_the_hosts_memory_is_refused() {
     let slots = [AbortSlot::default(), AbortSlot::default()];

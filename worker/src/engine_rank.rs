@@ -257,14 +257,11 @@ impl<D: Device> EngineRank<D> {
             identity: key.identity,
             adapters: engine.adapting().map_or(0, |(_, adapters, ..)| adapters.fingerprint()),
         };
-        let on_host = self.device.computes_on_host();
-        // Blocks that will not be used again must not count as taken. On CPUs all blocks are made
-        // anew, which costs nothing: blocks that were never written have no memory yet and would
-        // not be counted.
-        if on_host || !engine.has_host_blocks(host_blocks) {
+        // Blocks that will not be used again must not count as taken.
+        if !engine.has_host_blocks(host_blocks) {
             engine.drop_host_blocks();
         }
-        let kv_blocks = if on_host { kv_blocks } else { 0 };
+        let kv_blocks = if self.device.computes_on_host() { kv_blocks } else { 0 };
         host::fits(
             engine,
             HostMemoryNeed { kv_blocks, host_blocks, swap_bytes },
