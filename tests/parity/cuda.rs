@@ -237,6 +237,43 @@ fn graphs_give_the_bits_of_single_calls() {
     }
 }
 
+/// An engine whose steps change their size takes the memory, and has the graphs, of one that was
+/// loaded for such steps.
+#[test]
+fn steps_of_another_size_need_what_they_need_from_the_start() {
+    let sizes = |tokens| EngineConfig {
+        block_size: BLOCK_SIZE,
+        max_model_len: 64,
+        max_num_seqs: 16,
+        max_num_batched_tokens: tokens,
+        kv_cache_bytes: 1 << 30,
+        swap_bytes: 0,
+        kv_cache_dtype: KvCacheDtype::Auto,
+    };
+    let made = |tokens| {
+        let backend = fake_cuda_backend(true, single_rank());
+        engine_of(&variant("llama-gqa"), 0, 1, backend, sizes(tokens)).unwrap()
+    };
+    // Free memory after the largest steps, and the number of graphs.
+    let measured = |engine: &mut Engine<CudaBackend>| {
+        engine.profile().unwrap();
+        engine.backend().settle().unwrap();
+        let (free, _) = engine.backend().memory().unwrap();
+        engine.start(BLOCKS, 0).unwrap();
+        let rows = decode_buckets(engine.config().max_num_batched_tokens.min(16));
+        engine.warm(&rows, Duration::from_secs(600)).unwrap();
+        (free, engine.backend().num_graphs())
+    };
+    let (few, many) = (measured(&mut made(4)), measured(&mut made(512)));
+    assert!(few.0 > many.0 && few.1 < many.1, "{few:?}, {many:?}");
+    let mut engine = made(4);
+    assert_eq!(measured(&mut engine), few);
+    for (tokens, expected) in [(512, many), (4, few), (512, many)] {
+        engine = engine.resized(sizes(tokens)).unwrap();
+        assert_eq!(measured(&mut engine), expected, "steps of {tokens} tokens");
+    }
+}
+
 /// No step is captured after the first request, whatever the number and the lengths of sequences.
 #[test]
 fn no_step_of_any_number_and_length_is_captured_after_the_start() {

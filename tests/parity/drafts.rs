@@ -117,7 +117,7 @@ fn check(model: &Path, on: On, degree: u32) {
 
 #[test]
 fn drafts_change_not_a_bit() {
-    let models = ["mistral-swa", "qwen3", "qwen3-moe", "llama-gqa"].map(variant);
+    let models = ["mistral-swa", "qwen3", "qwen3-moe", "llama-gqa", "deepseek-v2"].map(variant);
     for model in models.into_iter().chain([demo()]) {
         for (on, degree) in
             [(On::Cpu, 1), (On::Cpu, 2), (On::CpuBf16, 1), (On::CpuBf16, 2), (On::Reference, 1)]

@@ -10,7 +10,7 @@ use shared::protocol::{
 use testkit::models::variant;
 use worker::device::{CpuDevice, CudaDevice, Device};
 use worker::engine_rank::EngineRank;
-use worker::rank::{AbortSlot, FormObserver, Rank as _};
+use worker::rank::{AbortSlot, FormError, FormObserver, Rank as _};
 
 use crate::checkpoint::Folder;
 use crate::rig::fake_nccl_options;
@@ -186,8 +186,69 @@ fn a_draft_model_is_formed_with_its_rank_on_gpus() {
     });
 }
 
-/// A cache's pages are taken as sequences fill it: a host without room for all of them would end
-/// the process in the middle of a request.
+/// Whatever a coordinator sends, its worker goes on.
+#[test]
+fn ranks_and_sizes_that_cannot_be_are_refused() {
+    let slots = [AbortSlot::default(), AbortSlot::default()];
+    let device = CpuDevice { threads: 1 };
+    let mut rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
+    let mut refused = |edit: fn(&mut Form), expected: &str| {
+        let mut form = alone(1, None);
+        edit(&mut form);
+        let mut observer = FormReporter { epoch: Epoch(1), other: &slots[1], ends: None };
+        let error = rank.form(&form, &slots[0], &mut observer).unwrap_err();
+        assert_eq!((error.message.as_str(), error.permanent), (expected, true));
+    };
+    refused(|form| form.rank = 1, "rank 1 of 1 is to be formed");
+    refused(|form| form.world_size = 0, "rank 0 of 0 is to be formed");
+    refused(|form| form.world_size = 2, "1 of 2 ranks are to be connected");
+    refused(
+        |form| form.collective = CollectiveSpec::Tcp { ranks: Vec::new(), token: 1 },
+        "0 of 1 ranks are to be connected",
+    );
+    refused(|form| form.engine.block_size = 0, "block_size is 0, it must be at least 1");
+    refused(|form| form.engine.max_model_len = 0, "max_model_len is 0, it must be at least 1");
+    refused(|form| form.engine.max_num_seqs = 0, "max_num_seqs is 0, it must be at least 1");
+    refused(
+        |form| form.engine.max_num_batched_tokens = 0,
+        "max_num_batched_tokens is 0, it must be at least 1",
+    );
+}
+
+/// Steps for which there is no memory are refused in a line, before anything is given up for them.
+#[test]
+fn steps_beyond_a_gpus_memory_are_refused_and_the_weights_stay() {
+    let slots = [AbortSlot::default(), AbortSlot::default()];
+    let device = CudaDevice {
+        options: fake_nccl_options(0),
+        memory_utilization: 0.9,
+        memory_free: 1 << 32,
+        warmup: Duration::ZERO,
+        uuid: String::new(),
+    };
+    let mut rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
+    let mut formed = |epoch, step_tokens| {
+        let mut form = alone(epoch, None);
+        form.engine.max_num_batched_tokens = step_tokens;
+        let mut observer = FormReporter { epoch: form.epoch, other: &slots[1], ends: None };
+        let ready = rank.form(&form, &slots[0], &mut observer);
+        assert_eq!(rank.lost_device(), None);
+        rank.release();
+        slots[0].clear();
+        ready
+    };
+    let small = formed(1, 32).unwrap();
+    // Gigabytes of activations.
+    let error = formed(2, 1 << 23).unwrap_err();
+    assert!(error.permanent && !error.message.contains('\n'), "{error}");
+    for words in ["do not fit on the GPU beside the weights: ", "--max-num-batched-tokens"] {
+        assert!(error.message.contains(words), "{error}");
+    }
+    let again = formed(3, 48).unwrap();
+    assert_eq!((again.load_seconds, again.kv_blocks), (0.0, small.kv_blocks));
+}
+
+/// A host without room for all pages of a cache would end the process that writes to them.
 #[test]
 fn a_cache_beyond_the_hosts_memory_is_refused() {
     let slots = [AbortSlot::default(), AbortSlot::default()];
@@ -267,11 +328,10 @@ fn a_folder_that_was_replaced_is_loaded_anew() {
     assert_eq!(form().unwrap(), (true, first));
 }
 
-/// Before weights are read, which would say that a tensor has another shape.
+/// Before weights are read, which would say that a tensor has another shape. It is no fault of the
+/// GPU, and its worker goes on.
 #[test]
-fn gpus_refuse_sizes_of_latents_before_they_load() {
-    let folder = Folder::copy_of("deepseek-v3");
-    folder.configure("kv_lora_rank", json!(40));
+fn gpus_refuse_what_they_do_not_take_before_they_load() {
     let device = CudaDevice {
         options: fake_nccl_options(0),
         memory_utilization: 0.9,
@@ -281,9 +341,33 @@ fn gpus_refuse_sizes_of_latents_before_they_load() {
     };
     let slots = [AbortSlot::default(), AbortSlot::default()];
     let mut rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
-    let form = Form { model: folder.path().to_str().unwrap().to_owned(), ..alone(1, None) };
-    let mut observer = FormReporter { epoch: Epoch(1), other: &slots[1], ends: None };
-    let error = rank.form(&form, &slots[0], &mut observer).unwrap_err();
+    let mut formed = |folder: &Folder, edit: fn(&mut Form)| {
+        let mut form = Form { model: folder.path().to_str().unwrap().to_owned(), ..alone(1, None) };
+        edit(&mut form);
+        let mut observer = FormReporter { epoch: Epoch(1), other: &slots[1], ends: None };
+        let ready = rank.form(&form, &slots[0], &mut observer);
+        assert_eq!(rank.lost_device(), None);
+        rank.release();
+        slots[0].clear();
+        ready
+    };
+    let refuses = |error: FormError, expected: &str| {
+        assert!(error.permanent && error.message.contains(expected), "{error}");
+    };
+    let latents = Folder::copy_of("deepseek-v3");
+    latents.configure("kv_lora_rank", json!(40));
     let expected = "latents of 40 in vectors of 56: GPUs take multiples of 16";
-    assert!(error.permanent && error.to_string().contains(expected), "{error}");
+    refuses(formed(&latents, |_| {}).unwrap_err(), expected);
+    let expected = "LoRA adapters of models with multi-head latent attention";
+    refuses(formed(&latents, |form| form.lora.places = 2).unwrap_err(), expected);
+    let wide = Folder::copy_of("llama-gqa");
+    wide.configure("head_dim", json!(320));
+    refuses(formed(&wide, |_| {}).unwrap_err(), "head_dim is 320: GPUs take up to 256");
+    let plain = Folder::copy_of("llama-gqa");
+    let expected = "a block size of 24 tokens: GPUs need a power of two";
+    let odd_blocks = |form: &mut Form| form.engine.block_size = 24;
+    refuses(formed(&plain, odd_blocks).unwrap_err(), expected);
+    assert!(formed(&plain, |_| {}).unwrap().load_seconds > 0.0);
+    refuses(formed(&plain, odd_blocks).unwrap_err(), expected);
+    assert_eq!(formed(&plain, |_| {}).unwrap().load_seconds, 0.0, "its weights stay");
 }

@@ -47,6 +47,8 @@ struct Outcome {
     swapped: (u32, u32),
     preemptions: u32,
     recomputed: u32,
+    /// Tokens of prompts that another sequence had computed.
+    cached: u32,
     drafted: u32,
     accepted: u32,
     /// Numbers of steps that rank 0 began while the previous step ran: only decode; with chunks of
@@ -311,7 +313,10 @@ fn run_load<B: Backend>(
                         choice.push((token, logprobs));
                     }
                     Effect::Preempted { .. } => outcome.preemptions += 1,
-                    Effect::StepDone(step) => outcome.recomputed += step.recomputed,
+                    Effect::StepDone(step) => {
+                        outcome.recomputed += step.recomputed;
+                        outcome.cached += step.cached;
+                    }
                     Effect::Drafted { tokens, accepted, .. } => {
                         outcome.drafted += tokens;
                         outcome.accepted += accepted;
@@ -405,6 +410,26 @@ fn on_an_emulated_gpu_by_one_rank_and_by_two() {
     let (undisturbed, swapped) = (two((100, 0)), two((FEW, 100)));
     assert!(undisturbed.preemptions == 0 && swapped.swapped.1 > 10);
     assert_eq!(swapped.choices, undisturbed.choices);
+}
+
+/// Latents of prompts that another sequence has computed, drafts among latents, and both with
+/// sequences that move to host memory and back.
+#[test]
+fn latents_that_others_computed_and_drafts_among_them() {
+    for (degree, kv) in [(1, KvCacheDtype::Auto), (2, KvCacheDtype::Fp8)] {
+        let run = |blocks, options| {
+            let make = |collective| CpuBackend::new(1, Precision::Bfloat16, collective).unwrap();
+            run_load(("deepseek-v2", load()), degree, blocks, options, kv, make)
+        };
+        let alone = run((100, 0), (false, None));
+        assert_eq!((alone.cached, alone.drafted, alone.choices.len()), (0, 0, 8));
+        let cached = run((100, 0), (true, None));
+        assert!(cached.cached >= 16 * 4, "{} tokens", cached.cached);
+        assert_eq!(cached.choices, alone.choices, "computed by others");
+        let both = run((FEW, 100), (true, Some(DRAFTS)));
+        assert!(both.cached > 0 && both.accepted > 0 && both.swapped.1 > 0, "{both:?}");
+        assert_eq!(both.choices, alone.choices, "with drafts, and swapped");
+    }
 }
 
 /// Two short requests, of which one has to wait for the other.

@@ -278,6 +278,7 @@ fn engine<D: Device>(
     let quantization = options.quantization;
     let alone = ShardOptions { quantization, adapters: &LoraFiles::default(), draft: None };
     let source = Source { files: &files, config: &config, shard: &shard };
+    device.check_limits((&config, &shard), &sizes)?;
     device.check_fit(&backend, &source, alone, &sizes)?;
     let weights = weights::load(&mut backend, &source, quantization, positions, &mut |_, _| {})?;
     let tokens = sizes.max_num_batched_tokens as usize;

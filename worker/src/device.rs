@@ -1,29 +1,28 @@
 //! The devices of ranks: how their backends are made and their memory is divided.
+//!
+//! - `cuda`: a GPU
 use std::fmt::Debug;
-use std::time::{Duration, Instant};
 
 use kernels::backend::prelude::*;
-use kernels::collective::single_rank;
 pub use kernels::cpu::{Isa, Precision};
 pub use kernels::cuda::ExchangePolicy;
-use kernels::cuda::bucket::decode_buckets;
+use kernels::cuda::GroupSetup;
 pub use kernels::cuda::capacity::bytes_text;
-use kernels::cuda::capacity::{MeasuredMemory, MemoryNeed, check_fit};
 pub use kernels::cuda::devices::{Survey, survey_for};
 pub use kernels::cuda::nccl::environment::prepare as prepare_nccl;
-use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
-use kernels::weights::Compact;
 use kernels::{Backend, Collective, CpuBackend, KernelError};
 use shared::protocol::{Dtype, EngineConfig, Quantization};
 
-use crate::engine::{Engine, WarmUp};
+pub use self::cuda::CudaDevice;
+use crate::engine::Engine;
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
 use crate::model::draft::DraftFiles;
 use crate::model::lora::LoraFiles;
 use crate::model::shard::Shard;
-use crate::model::size;
-use crate::model::weights::{self, Source};
+use crate::model::weights::Source;
+
+mod cuda;
 
 /// Default KV cache memory on CPUs.
 const CPU_KV_BYTES: u64 = 512 << 20;
@@ -101,11 +100,23 @@ pub trait Device: Debug {
         let _ = (backend, alone);
     }
 
+    /// Checks the limits on a model and its cache that only the device has.
+    ///
+    /// # Errors
+    /// [`ModelError::Fit`]: the size that it does not take.
+    fn check_limits(
+        &self,
+        model: (&ModelConfig, &Shard),
+        sizes: &EngineConfig,
+    ) -> Result<(), ModelError> {
+        let _ = (model, sizes);
+        Ok(())
+    }
+
     /// Checks, before anything is loaded, that a shard can fit.
     ///
     /// # Errors
-    /// [`ModelError::Fit`]: how much memory is missing, and what would help; or the size that the
-    /// device does not take.
+    /// [`ModelError::Fit`]: how much memory is missing, and what would help.
     fn check_fit(
         &self,
         backend: &Self::Backend,
@@ -114,6 +125,21 @@ pub trait Device: Debug {
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
         let _ = (backend, source, beside, sizes);
+        Ok(())
+    }
+
+    /// Checks, before anything of it is given up, that a loaded engine without a cache can have
+    /// steps of another size.
+    ///
+    /// # Errors
+    /// [`ModelError::Fit`]: how much memory is missing; [`ModelError::Kernel`].
+    fn check_steps(
+        &self,
+        engine: &mut Engine<Self::Backend>,
+        quantization: Quantization,
+        [before, after]: [&EngineConfig; 2],
+    ) -> Result<(), ModelError> {
+        let _ = (engine, quantization, before, after);
         Ok(())
     }
 
@@ -201,220 +227,12 @@ impl Device for CpuDevice {
     }
 }
 
-/// One GPU.
-#[derive(Clone, Debug)]
-pub struct CudaDevice {
-    /// GPU to use, and how.
-    pub options: CudaOptions,
-    /// Fraction of its memory that may be in use in total.
-    pub memory_utilization: f64,
-    /// Free memory when it was chosen, in bytes.
-    pub memory_free: u64,
-    /// How long decode steps may be captured before the first request.
-    pub warmup: Duration,
-    /// Its UUID, such as `GPU-01234567-89ab-cdef-0123-456789abcdef`.
-    pub uuid: String,
-}
-
-impl CudaDevice {
-    /// Has all products planned that steps will make, while there is memory for what that loads.
-    fn plan(&self, engine: &mut Engine<CudaBackend>) -> Result<(), KernelError> {
-        let began = Instant::now();
-        let limit = self.warmup / 2;
-        let mut products = engine.backend().plan_products(limit)?;
-        if let Some(draft) = engine.draft_backend() {
-            products += draft.plan_products(limit.saturating_sub(began.elapsed()))?;
-        }
-        if let Some(reason) = engine.backend().take_product_fault() {
-            tracing::warn!(reason, "prompts are slower than they could be");
-        }
-        if products > 0 {
-            tracing::info!(products, took = ?began.elapsed(), "matrix products planned");
-        }
-        Ok(())
-    }
-
-    /// Captures the decode steps of every size.
-    fn capture(&self, engine: &mut Engine<CudaBackend>, is_new: bool) -> Result<(), KernelError> {
-        if !engine.backend().captures() {
-            return Ok(());
-        }
-        let began = Instant::now();
-        let sizes = engine.config();
-        let rows = decode_buckets(sizes.max_num_seqs.min(sizes.max_num_batched_tokens));
-        let patience = if is_new { self.warmup } else { Duration::ZERO };
-        let mut warmed = engine.warm(&rows, patience);
-        if let Err(KernelError::Again(reason)) = &warmed
-            && !engine.backend().samples_everywhere()
-        {
-            tracing::warn!(reason, "decode steps are captured again");
-            warmed = engine.warm(&rows, patience);
-        }
-        let WarmUp { kinds, of } = match warmed {
-            // One rank goes on without graphs: the next step gives up on them. Several form anew.
-            Err(KernelError::Again(reason)) if !engine.backend().samples_everywhere() => {
-                tracing::warn!(reason, "decode steps are not captured");
-                return Ok(());
-            }
-            warmed => warmed?,
-        };
-        let (graphs, took) = (engine.backend().num_graphs(), began.elapsed());
-        if kinds > 0 {
-            tracing::info!(graphs, of, ?took, "decode steps captured");
-        }
-        Ok(())
-    }
-
-    fn measure(&self, backend: &CudaBackend) -> Result<MeasuredMemory, KernelError> {
-        let (free, total) = backend.memory()?;
-        Ok(MeasuredMemory { total, free, utilization: self.memory_utilization })
-    }
-}
-
-impl Device for CudaDevice {
-    type Backend = CudaBackend;
-
-    fn precision(&self, asked: Dtype, _: &ModelConfig) -> Result<Precision, ModelError> {
-        if asked == Dtype::Float32 {
-            let message = "--dtype float32: matrix products on GPUs are bfloat16; choose auto or \
-                           bfloat16, or compute on CPUs (--device cpu)";
-            return Err(ModelError::Dtype(message.to_owned()));
-        }
-        Ok(Precision::Bfloat16)
-    }
-
-    fn backend(
-        &self,
-        _: Precision,
-        collective: Box<dyn Collective>,
-    ) -> Result<CudaBackend, KernelError> {
-        let backend = CudaBackend::new(self.options.clone(), collective)?;
-        tracing::info!(device = backend.describe(), "computing");
-        Ok(backend)
-    }
-
-    fn draft_backend(&self) -> Result<Option<CudaBackend>, KernelError> {
-        // Recorded steps belong to one model.
-        CudaBackend::new(self.options.clone(), single_rank()).map(Some)
-    }
-
-    fn set_collective(
-        backend: &mut CudaBackend,
-        collective: Box<dyn Collective>,
-    ) -> Result<(), KernelError> {
-        backend.set_collective(collective)
-    }
-
-    fn join(backend: &mut CudaBackend, setup: GroupSetup<'_>) -> Result<(), KernelError> {
-        let joined = backend.join(setup)?;
-        let (algorithm, reason, took) = (joined.algorithm, joined.reason, joined.took);
-        tracing::info!(algorithm, reason, ?took, "GPUs exchange data");
-        if let Some(missing) = joined.missing {
-            tracing::info!(missing, "GPUs could exchange data faster");
-        }
-        if let Some(unlike) = joined.unlike {
-            tracing::warn!(unlike, "GPUs of one replica are of different kinds");
-        }
-        Ok(())
-    }
-
-    fn set_alone(backend: &mut CudaBackend, alone: bool) {
-        backend.set_alone(alone);
-    }
-
-    fn check_fit(
-        &self,
-        backend: &CudaBackend,
-        source: &Source<'_>,
-        ShardOptions { quantization, adapters, draft }: ShardOptions<'_>,
-        sizes: &EngineConfig,
-    ) -> Result<(), ModelError> {
-        let Source { config, shard, .. } = *source;
-        for config in [Some(config), draft.map(DraftFiles::config)].into_iter().flatten() {
-            if let Some(latent) = &config.latent {
-                CudaBackend::check_latents(latent.rank, latent.width(), latent.plain)
-                    .map_err(ModelError::Fit)?;
-            }
-        }
-        let tokens = sizes.max_num_batched_tokens as usize;
-        let widens_any = backend.widens_int8(tokens);
-        let is_quantised = quantization == Quantization::Int8 || config.quantised.is_some();
-        let widens = is_quantised && widens_any;
-        let keeps = |form: &Compact, is_stack: bool| backend.keeps(form, is_stack);
-        let drafted_weights = draft.map_or(Ok(0), |draft| draft.weight_bytes(&keeps))?;
-        let need = |shard: &Shard| -> Result<MemoryNeed, ModelError> {
-            let (matrices, room) = adapters.bytes(config, shard, tokens)?;
-            let source = Source { shard, ..*source };
-            let weights = weights::kept_bytes(&source, quantization, &keeps)? + matrices;
-            let activations = size::activation_bytes(config, shard, widens, sizes) + room;
-            let (drafting, drafted) =
-                draft.map_or((0, 0), |draft| draft.step_bytes(sizes, widens_any));
-            Ok(MemoryNeed {
-                degree: u32::try_from(shard.degree).unwrap_or(u32::MAX),
-                weights: weights + drafted_weights,
-                activations: activations + drafting,
-                one_sequence: size::sequence_bytes(config, shard, sizes) + drafted,
-            })
-        };
-        let (memory, own) = (self.measure(backend)?, need(shard)?);
-        if own.bytes() <= memory.kv_bytes() {
-            return Ok(());
-        }
-        // Ranks of one degree can keep different forms: the columns that they take differ.
-        let most = |degree: u32| {
-            let of = |rank| need(&Shard::new(config, rank, degree)?);
-            let all: Vec<MemoryNeed> = (0..degree).map(of).collect::<Result<_, _>>().ok()?;
-            all.into_iter().max_by_key(MemoryNeed::bytes)
-        };
-        let larger = own.degree.saturating_add(1)..=64;
-        let fitting = larger.filter_map(most).find(|need| need.bytes() <= memory.kv_bytes());
-        check_fit(&memory, &own, fitting.as_slice()).map_err(ModelError::Fit)
-    }
-
-    fn prepare(&self, engine: &mut Engine<CudaBackend>) -> Result<(), KernelError> {
-        // Other ranks may take longer to load.
-        engine.backend().set_alone(true);
-        let profiled = engine.profile().and_then(|()| {
-            if let Some(draft) = engine.draft_backend() {
-                draft.set_alone(false);
-                draft.settle()?;
-            }
-            engine.backend().settle()
-        });
-        let planned = profiled.and_then(|()| self.plan(engine));
-        engine.backend().set_alone(false);
-        planned
-    }
-
-    fn warm(&self, engine: &mut Engine<CudaBackend>, is_new: bool) -> Result<(), KernelError> {
-        self.capture(engine, is_new)?;
-        if self.options.graphs
-            && let Some(reason) = engine.backend().given_up()
-        {
-            tracing::warn!(reason, "decode steps are slower than they could be");
-        }
-        Ok(())
-    }
-
-    fn kv_bytes(&self, engine: &mut Engine<CudaBackend>, asked: u64) -> Result<u64, KernelError> {
-        let free = self.measure(engine.backend())?.kv_bytes();
-        Ok(if asked == 0 { free } else { free.min(asked) })
-    }
-
-    fn is_lost_by(&self, error: &KernelError) -> bool {
-        // A context that failed once always fails, and a device that runs out of memory in a step
-        // would do so again. Failures of other ranks are not this device's.
-        match error {
-            KernelError::Device(_) | KernelError::Unsupported(_) => true,
-            KernelError::OutOfMemory { .. } => true,
-            KernelError::Shape { .. } | KernelError::Collective(_) | KernelError::Again(_) => false,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::Path;
+    use std::time::Duration;
+
+    use kernels::cuda::CudaOptions;
 
     use super::*;
 

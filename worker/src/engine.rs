@@ -26,14 +26,17 @@ mod swap;
 mod verify;
 
 use std::borrow::Cow;
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use kernels::backend::{Batch, StepInputs};
 use kernels::sampling::SampleRow;
 use kernels::{Backend, KernelError};
 use shared::ids::{SeqId, StepId};
-use shared::protocol::{EngineConfig, SequenceOutput, StepPlan, StepTimings, TokenDigest};
+use shared::mix::IdMap;
+use shared::protocol::{
+    EngineConfig, Quantization, SequenceOutput, StepPlan, StepTimings, TokenDigest,
+};
 
 use self::ahead::QueuedStep;
 pub use self::draft::Draft;
@@ -81,7 +84,7 @@ pub struct Engine<B: Backend> {
     cache: Option<B::KvCache>,
     num_blocks: u32,
     host: Option<HostBlocks<B>>,
-    sequences: HashMap<SeqId, Sequence>,
+    sequences: IdMap<SeqId, Sequence>,
     step: StepBuffers,
     masks: Masks,
     /// The draft model, on rank 0 if there is one.
@@ -116,7 +119,7 @@ impl<B: Backend> Engine<B> {
             cache: None,
             num_blocks: 0,
             host: None,
-            sequences: HashMap::new(),
+            sequences: IdMap::default(),
             step: StepBuffers::default(),
             masks: Masks::default(),
             draft: None,
@@ -177,6 +180,25 @@ impl<B: Backend> Engine<B> {
         self.decoder.weight_bytes() + self.draft.as_ref().map_or(0, Draft::weight_bytes)
     }
 
+    /// Returns the model and, on rank 0, the draft model if there is one, as [`Decoder::model`].
+    pub fn models(&self) -> impl Iterator<Item = (&ModelConfig, &Shard)> {
+        [self.decoder.model()].into_iter().chain(self.draft.as_ref().map(Draft::model))
+    }
+
+    /// As [`Decoder::step_bytes`], including the draft model.
+    #[must_use]
+    pub fn step_bytes(
+        &self,
+        sizes: &EngineConfig,
+        quantization: Quantization,
+        widens: bool,
+    ) -> (u64, u64) {
+        let (activations, sequence) = self.decoder.step_bytes(sizes, quantization, widens);
+        let draft = self.draft.as_ref();
+        let (drafting, drafted) = draft.map_or((0, 0), |draft| draft.step_bytes(sizes, widens));
+        (activations + drafting, sequence + drafted)
+    }
+
     /// Returns the number of steps begun while the previous one was still running, so far.
     #[must_use]
     pub fn begun_ahead(&self) -> u64 {
@@ -221,6 +243,7 @@ impl<B: Backend> Engine<B> {
         self.release();
         let Self { mut backend, decoder, draft, .. } = self;
         let (tokens, rows) = (config.max_num_batched_tokens, config.max_num_seqs);
+        backend.release_scratch()?;
         let decoder = decoder.resized(&mut backend, tokens as usize, rows as usize)?;
         let draft = draft.map(|draft| draft.resized(&mut backend, &config)).transpose()?;
         Ok(Self { backend, decoder, draft, config, ..self })

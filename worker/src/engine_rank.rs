@@ -151,12 +151,15 @@ impl<D: Device> EngineRank<D> {
             return Ok(());
         }
         let matched = adapters::match_list(self.loaded.as_mut(), &form.lora);
-        matched.map_err(|error| {
-            if let ModelError::Kernel(error) = &error {
-                self.record(error);
-            }
-            FormError { permanent: error.is_permanent(), message: error.to_string() }
-        })
+        matched.map_err(|error| self.failed(&error))
+    }
+
+    /// The error of a formation, whose cause is recorded if it is the device or an exchange.
+    fn failed(&mut self, error: &ModelError) -> FormError {
+        if let ModelError::Kernel(error) = error {
+            self.record(error);
+        }
+        FormError { permanent: error.is_permanent(), message: error.to_string() }
     }
 
     /// Records whether an error means that the device or an exchange with other ranks has failed.
@@ -193,6 +196,10 @@ impl<D: Device> EngineRank<D> {
             self.loaded = Some(loaded);
             return Err(self.recorded(&error));
         }
+        if let Err(error) = loaded.check(&self.device, &joining.form.engine) {
+            self.loaded = Some(loaded);
+            return Err(self.failed(&error));
+        }
         if loaded.step_tokens != joining.form.engine.max_num_batched_tokens {
             let resized = loaded::resize(&self.device, loaded, &joining.form.engine);
             loaded = resized.map_err(|error| self.recorded(&error))?;
@@ -209,12 +216,8 @@ impl<D: Device> EngineRank<D> {
         joining: &mut Formation<'_>,
     ) -> Result<f64, FormError> {
         let began = Instant::now();
-        let engine = loaded::load(&self.device, collective, joining).map_err(|error| {
-            if let ModelError::Kernel(error) = &error {
-                self.record(error);
-            }
-            FormError { permanent: error.is_permanent(), message: error.to_string() }
-        })?;
+        let engine =
+            loaded::load(&self.device, collective, joining).map_err(|error| self.failed(&error))?;
         // Loading has nearly always named the files that cannot be read.
         let identity = identity.map_err(|message| FormError { message, permanent: true })?;
         let step_tokens = joining.form.engine.max_num_batched_tokens;
@@ -254,14 +257,11 @@ impl<D: Device> EngineRank<D> {
             identity: key.identity,
             adapters: engine.adapting().map_or(0, |(_, adapters, ..)| adapters.fingerprint()),
         };
-        let on_host = self.device.computes_on_host();
-        // Blocks that will not be used again must not count as taken. On CPUs all blocks are made
-        // anew, which costs nothing: blocks that were never written have no memory yet and would
-        // not be counted.
-        if on_host || !engine.has_host_blocks(host_blocks) {
+        // Blocks that will not be used again must not count as taken.
+        if !engine.has_host_blocks(host_blocks) {
             engine.drop_host_blocks();
         }
-        let kv_blocks = if on_host { kv_blocks } else { 0 };
+        let kv_blocks = if self.device.computes_on_host() { kv_blocks } else { 0 };
         host::fits(
             engine,
             HostMemoryNeed { kv_blocks, host_blocks, swap_bytes },
@@ -279,6 +279,7 @@ impl<D: Device> Rank for EngineRank<D> {
         abort: &AbortSlot,
         observer: &mut dyn FormObserver,
     ) -> Result<RankReady, FormError> {
+        form.check().map_err(|message| FormError { message, permanent: true })?;
         let form = &self.located(form, abort, observer)?;
         let collective = connect(&self.listener, form, abort)?;
         let all = Arc::new(AbortAll::default());

@@ -61,6 +61,15 @@ pub trait Tensors {
         self.new_buffer(rows_max, width)
     }
 
+    /// Frees the scratch memory that grew with the steps so far, and forgets the sizes of all
+    /// buffers made so far: others are about to take their place. No step may be open.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`], [`KernelError::Device`].
+    fn release_scratch(&mut self) -> Result<(), KernelError> {
+        Ok(())
+    }
+
     /// Packs the vertical concatenation of `parts` (equal `cols`). Weights of 4 bits and in FP8
     /// stay as they are if [`Compact::of`] and [`Self::keeps`] allow it.
     ///

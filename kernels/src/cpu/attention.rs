@@ -78,6 +78,12 @@ impl AttentionScratch {
         })
     }
 
+    /// Frees the memory.
+    pub(crate) fn free(&mut self) -> Result<(), KernelError> {
+        *self = Self::new()?;
+        Ok(())
+    }
+
     /// Makes room for contexts of `blocks` whole blocks of the cache.
     pub(crate) fn reserve(
         &mut self,

@@ -11,7 +11,7 @@
 //! - `grouped`: products of groups of rows with a matrix each (experts)
 //! - `int4`, `int8`, `fp8`: weights of 4 and 8 bits
 //! - `scaled`: groups of inputs whose sums are scaled one by one
-//! - `one_term`: AVX-512 with bf16 dot products, activations as one bf16 term
+//! - `one_term`: AVX-512 with bf16 dot products, activations as one bf16 term; `panels` its tiles
 //! - `avx512bf16`: AVX-512 with bf16 dot products, activations as two bf16 terms
 //! - `avx512`, `avx2`, `portable`: weights widened to f32
 //! - `vector`: 512-bit loads and stores
@@ -50,8 +50,6 @@ pub(crate) use one_term::round_row;
 pub(crate) use pairs::{multiply_pairs, pair_panels};
 
 use layout::{ActivationRows, Layout};
-#[cfg(target_arch = "x86_64")]
-use one_term::{Prefetch, Sums};
 use scaled::{Block, add_scaled, blocks};
 
 /// Maximum number of rows per tile: 6 x 64 sums fill 24 of the 32 vector registers.
@@ -70,8 +68,6 @@ const FEW_TILES: usize = 8;
 /// Pairs of inputs times rows, for one panel, that are worth a task of their own: about 15
 /// microseconds.
 const TASK_COST: usize = 32 * 1024;
-/// Prefetch distance for the weights of a single tile, in pairs.
-const AHEAD: usize = 16;
 /// Maximum number of pairs of 8-bit weights converted to bf16 at a time (32 KiB), for several
 /// tiles, or for inner loops that only support bf16.
 const ROOM_PAIRS: usize = 128;
@@ -169,20 +165,6 @@ fn grain(weight: Panels<'_>, rows: usize) -> usize {
     (64 * 1024 / panel_bytes).max(if rows == 1 { WIDE } else { 1 })
 }
 
-/// A tile of activations of one bf16 term.
-#[cfg(target_arch = "x86_64")]
-struct OneTermTile<'a> {
-    stride: usize,
-    weights: PairRows<'a>,
-    block: Block,
-    panel: usize,
-    /// All of the panel's 64 outputs exist.
-    is_whole: bool,
-    /// Index among the `tiles` tiles.
-    index: usize,
-    tiles: usize,
-}
-
 struct Product<'a> {
     isa: Isa,
     acts: &'a Activations<'a>,
@@ -255,129 +237,6 @@ impl Product<'_> {
         wide(self.isa, acts, &panels, &mut acc);
         for (i, acc) in acc.iter().enumerate() {
             self.store_block(0, first + i, acc, &block);
-        }
-    }
-
-    /// As [`Product::panels`], for activations of one bf16 term.
-    #[cfg(target_arch = "x86_64")]
-    fn one_term_panels(&self, range: Range<usize>, stride: usize, room: &mut [PairRow]) {
-        let pairs = self.weight.num_pairs();
-        if self.acts.rows == 1 {
-            let row = &self.acts.words[..pairs];
-            let (wide, rest) = (range.len() / WIDE, range.len() % WIDE);
-            for group in 0..wide {
-                self.one_term_row::<WIDE>(row, range.start + group * WIDE);
-            }
-            for panel in range.end - rest..range.end {
-                self.one_term_row::<1>(row, panel);
-            }
-            return;
-        }
-        for panel in range {
-            self.one_term_tiles(panel, stride, room);
-        }
-    }
-
-    #[cfg(target_arch = "x86_64")]
-    fn one_term_row<const P: usize>(&self, row: &[u32], first: usize) {
-        for block in blocks(&self.weight, usize::MAX) {
-            let panels: [PairRows<'_>; P] =
-                std::array::from_fn(|i| self.weight.panel(first + i, block.pairs.clone()));
-            let mut acc = [[[0.0; 16]; 4]; P];
-            // SAFETY: only an instruction set that this machine has lays out rows.
-            unsafe { one_term::wide(&row[block.pairs.clone()], &panels, &mut acc) };
-            for (i, acc) in acc.iter().enumerate() {
-                self.store_block(0, first + i, acc, &block);
-            }
-        }
-    }
-
-    #[cfg(target_arch = "x86_64")]
-    fn one_term_tiles(&self, panel: usize, stride: usize, room: &mut [PairRow]) {
-        let pairs = self.weight.num_pairs();
-        let tiles = num_tiles(self.acts.rows);
-        let is_whole = (panel + 1) * PANEL <= self.weight.rows();
-        let most = match tiles {
-            _ if !is_whole => pairs,
-            1 => pairs,
-            2..=FEW_TILES => SMALL_BLOCK,
-            _ if self.weight.is_bytes() => ROOM_PAIRS,
-            _ => BLOCK_PAIRS,
-        };
-        for block in blocks(&self.weight, most) {
-            let packed = self.weight.panel(panel, block.pairs.clone());
-            for index in 0..tiles {
-                let rows = tile_rows(self.acts.rows, index);
-                // The first tile leaves the weights that it converts to bf16 for the others.
-                let (weights, room) = match packed {
-                    PairRows::Bf16(_) => (packed, &mut *room),
-                    _ if tiles == 1 || !is_whole => (packed, &mut [][..]),
-                    _ if index > 0 => (PairRows::Bf16(&room[..block.pairs.len()]), &mut [][..]),
-                    _ => (packed, &mut *room),
-                };
-                let block = block.clone();
-                let tile = OneTermTile { stride, weights, block, panel, is_whole, index, tiles };
-                match rows.len() {
-                    1 => self.one_term_tile::<1>(rows, &tile, room),
-                    2 => self.one_term_tile::<2>(rows, &tile, room),
-                    3 => self.one_term_tile::<3>(rows, &tile, room),
-                    4 => self.one_term_tile::<4>(rows, &tile, room),
-                    5 => self.one_term_tile::<5>(rows, &tile, room),
-                    _ => self.one_term_tile::<6>(rows, &tile, room),
-                }
-            }
-        }
-    }
-
-    #[cfg(target_arch = "x86_64")]
-    fn one_term_tile<const M: usize>(
-        &self,
-        rows: Range<usize>,
-        tile: &OneTermTile<'_>,
-        room: &mut [PairRow],
-    ) {
-        let OneTermTile { stride, weights, ref block, panel, is_whole, index, tiles } = *tile;
-        let pairs = &block.pairs;
-        let acts: [&[u32]; M] =
-            std::array::from_fn(|i| &self.acts.words[(rows.start + i) * stride..][pairs.clone()]);
-        // Each tile of a block prefetches its part of the next block, so that memory is read
-        // continuously.
-        let (line, lines) = match (tiles, index) {
-            (1, _) => (0, 4),
-            (_, 0) if weights.bf16().is_none() => (0, 2),
-            // The first tile converted the weights: there is nothing to prefetch.
-            _ if self.weight.is_bytes() => (0, 0),
-            (2, _) => (index * 2, 2),
-            (3, 0) => (0, 2),
-            (3, _) => (index + 1, 1),
-            (_, 0..4) => (index, 1),
-            _ => (0, 0),
-        };
-        let distance = if tiles == 1 { AHEAD } else { pairs.len() };
-        let ahead = Prefetch { line, lines, distance };
-        let mut run = |acc: &mut [&mut Acc; M], sums: Sums<'_>| {
-            // SAFETY: only an instruction set that this machine has lays out rows.
-            unsafe { one_term::tile(&acts, weights, room, acc, sums, ahead) }
-        };
-        if !is_whole {
-            let mut sums = [[[0.0; 16]; 4]; M];
-            run(&mut sums.each_mut(), Sums { first: true, scales: None });
-            for (row, sums) in rows.zip(&sums) {
-                self.store_block(row, panel, sums, block);
-            }
-            return;
-        }
-        let scales = block.group.and_then(|group| self.weight.group_scales(panel, group));
-        let columns: &mut [&mut Acc; M] = &mut std::array::from_fn(|i| {
-            let columns = self.columns(rows.start + i, panel);
-            &mut columns.as_chunks_mut().0.as_chunks_mut().0[0]
-        });
-        run(columns, Sums { first: pairs.start == 0, scales });
-        let is_last = pairs.end == self.weight.num_pairs();
-        if is_last && (self.bias.is_some() || self.weight.scales().is_some()) {
-            for row in rows {
-                self.finish(panel, self.columns(row, panel));
-            }
         }
     }
 

@@ -35,6 +35,12 @@ impl Tensors for CpuBackend {
         CpuBuffer::new(rows_max, width)
     }
 
+    fn release_scratch(&mut self) -> Result<(), KernelError> {
+        self.acts.free()?;
+        self.wide.free()?;
+        self.workers.iter_mut().try_for_each(|worker| worker.attention.free())
+    }
+
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CpuMatrix, KernelError> {
         CpuMatrix::pack(&mut self.pool, Format::of(parts), parts)
     }

@@ -112,10 +112,18 @@ impl<T: Zeroable> Scratch<T> {
     /// `len` elements with arbitrary contents.
     pub(crate) fn get(&mut self, len: usize) -> Result<&mut [T], KernelError> {
         if len > self.room.len() {
+            // There may not be enough memory for both.
+            self.free()?;
             // Grows by half: a context that grows token by token then rarely reallocates.
             self.room = AlignedVec::zeroed(len.saturating_add(len / 2), self.what)?;
         }
         Ok(&mut self.room[..len])
+    }
+
+    /// Frees the memory.
+    pub(crate) fn free(&mut self) -> Result<(), KernelError> {
+        self.room = AlignedVec::zeroed(0, self.what)?;
+        Ok(())
     }
 
     /// As [`get`](Self::get), for a `len` that an earlier `get` has made room for.
@@ -171,6 +179,17 @@ mod tests {
             assert_eq!(vec.as_ptr() as usize % ALIGNMENT, 0);
             assert!(vec.iter().all(|x| x.to_bits() == 0));
         }
+    }
+
+    #[test]
+    fn scratch_grows_and_can_be_freed() {
+        let mut scratch = Scratch::<f32>::new("test").unwrap();
+        assert_eq!(scratch.get(100).unwrap().len(), 100);
+        assert_eq!((scratch.room.len(), scratch.get(120).unwrap().len()), (150, 120));
+        assert!(scratch.get(usize::MAX / 2).is_err());
+        assert_eq!(scratch.get(7).unwrap().len(), 7, "after an error, too");
+        scratch.free().unwrap();
+        assert_eq!(scratch.room.len(), 0);
     }
 
     #[test]

@@ -4,25 +4,51 @@ use super::backend::{CudaBackend, ScratchKind};
 use super::batch::live;
 use super::latent::latents;
 use super::launch::{self, AttentionIo, DecodeWork, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
+use super::parts::Windows;
 use super::products::addend_at;
 use super::step::LaunchRows;
 use super::swap::CudaHostKv;
 use super::tensors::{CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element};
-use crate::backend::{AttentionAt, AttentionOps, AttentionShape, Buffer as _, QkvInput};
+use crate::backend::{AttentionAt, AttentionOps, AttentionShape, Buffer as _, KvShape, QkvInput};
 use crate::check::attention as check;
-use crate::check::ensure;
+use crate::check::{ensure, shape_error};
 use crate::error::KernelError;
+
+impl CudaBackend {
+    /// Checks the limits on attention and its cache that only GPUs have; those on latents are
+    /// [`CudaBackend::check_latents`].
+    ///
+    /// # Errors
+    /// What GPUs do not take, and what they take.
+    pub fn check_attention(
+        shape: &AttentionShape,
+        windows: &[Option<u32>],
+        cache: &KvShape,
+    ) -> Result<(), String> {
+        if shape.latent.is_none() {
+            check_heads(shape)?;
+        }
+        Windows::new(windows).map_err(|error| error.to_string())?;
+        CudaKvCache::check(cache)
+    }
+}
+
+fn check_heads(shape: &AttentionShape) -> Result<(), String> {
+    let (heads, kv_heads, head_dim) = (shape.num_heads, shape.num_kv_heads, shape.head_dim);
+    if head_dim > HEAD_DIM_MAX {
+        return Err(format!("head_dim is {head_dim}: GPUs take up to {HEAD_DIM_MAX}"));
+    }
+    if !(heads * head_dim).is_multiple_of(8) || !(kv_heads * head_dim).is_multiple_of(8) {
+        return Err(format!(
+            "{heads} and {kv_heads} heads of {head_dim}: GPUs take rows of a multiple of 8 elements"
+        ));
+    }
+    Ok(())
+}
 
 /// Checks the limits on heads that only GPUs have.
 pub(super) fn heads(op: &'static str, shape: &AttentionShape) -> Result<(), KernelError> {
-    let (heads, kv_heads, head_dim) = (shape.num_heads, shape.num_kv_heads, shape.head_dim);
-    ensure!(op, head_dim <= HEAD_DIM_MAX, "head_dim is {head_dim}: GPUs take up to {HEAD_DIM_MAX}");
-    ensure!(
-        op,
-        (heads * head_dim).is_multiple_of(8) && (kv_heads * head_dim).is_multiple_of(8),
-        "{heads} and {kv_heads} heads of {head_dim}: GPUs take rows of a multiple of 8 elements"
-    );
-    Ok(())
+    check_heads(shape).map_err(|message| shape_error(op, message))
 }
 
 impl AttentionOps for CudaBackend {

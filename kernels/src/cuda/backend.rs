@@ -249,6 +249,17 @@ impl CudaBackend {
         Ok(ptr)
     }
 
+    /// Frees all scratch memory. The device must be idle.
+    pub(super) fn free_scratch(&mut self) {
+        // Graphs refer to it.
+        self.step.forget_buffers();
+        self.sampling.free();
+        let Self { wide, narrow, partials, index, gathered, widened, best, .. } = self;
+        let all = [wide, narrow, partials, index, gathered, widened, best];
+        all.into_iter().for_each(Scratch::free);
+        self.exchanged_most = [0; 2];
+    }
+
     /// Uploads a batch for the kernels, unless the step has already done so.
     pub(super) fn stage(
         &mut self,

@@ -89,6 +89,37 @@ pub fn check_fit(
     ))
 }
 
+/// Checks, before anything is given up, that larger steps fit beside the weights that are loaded.
+/// `memory` was measured with room for the steps so far, `before` bytes, which will be free; they
+/// are to take `activations` bytes, and `one_sequence` as in [`MemoryNeed`].
+///
+/// # Errors
+/// One line that says how much is missing.
+pub fn check_steps(
+    memory: &MeasuredMemory,
+    before: u64,
+    activations: u64,
+    one_sequence: u64,
+) -> Result<(), String> {
+    let free = memory.free.saturating_add(before).min(memory.total);
+    let room = MeasuredMemory { free, ..*memory }.kv_bytes();
+    let missing = activations.saturating_add(one_sequence).saturating_sub(room);
+    if missing == 0 {
+        return Ok(());
+    }
+    Err(format!(
+        "steps of this size do not fit on the GPU beside the weights: {} are missing (activations \
+         {}, KV cache of one sequence {}; {} of {} may be used and {} are free without the \
+         activations so far): lower --max-num-batched-tokens, or raise --gpu-memory-utilization",
+        bytes_text(missing),
+        bytes_text(activations),
+        bytes_text(one_sequence),
+        bytes_text(memory.allowed()),
+        bytes_text(memory.total),
+        bytes_text(free),
+    ))
+}
+
 /// Formats a size: `1.5 GiB`.
 #[must_use]
 pub fn bytes_text(bytes: u64) -> String {
@@ -143,6 +174,18 @@ mod tests {
         assert!(!line.contains('\n'));
         let line = check_fit(&memory, &need(1, 140 * GIB), &[]).unwrap_err();
         assert!(line.contains("no tensor-parallel degree"), "{line}");
+    }
+
+    #[test]
+    fn larger_steps_may_take_what_the_smaller_ones_had() {
+        let memory = MeasuredMemory { total: 80 * GIB, free: 9 * GIB, utilization: 1.0 };
+        // With what the steps so far have, 12 GiB are there, some of which are kept.
+        assert_eq!(check_steps(&memory, 3 * GIB, 9 * GIB, 2 * GIB), Ok(()));
+        let line = check_steps(&memory, 3 * GIB, 10 * GIB, 3 * GIB).unwrap_err();
+        assert!(line.contains("1.4 GiB are missing (activations 10.0 GiB, KV cache"), "{line}");
+        assert!(line.contains("12.0 GiB are free") && line.contains("--max-num-batched-tokens"));
+        assert!(!line.contains('\n'));
+        assert!(check_steps(&memory, u64::MAX, u64::MAX, u64::MAX).is_err());
     }
 
     #[test]

@@ -254,6 +254,11 @@ impl Scratch {
         Ok((ptr, true))
     }
 
+    /// Frees it; nothing may use it any more.
+    pub(super) fn free(&mut self) {
+        self.memory = None;
+    }
+
     /// Sets every byte of it, if there is any.
     pub(super) fn fill(&self, device: &Device, byte: u8) -> Result<(), KernelError> {
         self.memory.as_ref().map_or(Ok(()), |memory| memory.fill(&device.stream, byte))

@@ -68,6 +68,16 @@ impl Tensors for CudaBackend {
         CudaBuffer::new(&self.device.context, &self.device.stream, Element::Bf16, rows_max, width)
     }
 
+    fn release_scratch(&mut self) -> Result<(), KernelError> {
+        if self.step.is_open() {
+            let message = "a step is open".to_owned();
+            return Err(KernelError::Shape { op: "release_scratch", message });
+        }
+        self.device.stream.synchronize()?;
+        self.free_scratch();
+        Ok(())
+    }
+
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CudaMatrix, KernelError> {
         self.load_with(parts, Uploader::load_as_is)
     }

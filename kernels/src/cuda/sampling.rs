@@ -67,6 +67,11 @@ impl Sampling {
         }
     }
 
+    /// Frees all memory, and forgets what is queued. The device must be idle.
+    pub(super) fn free(&mut self) {
+        *self = Self::new();
+    }
+
     /// Makes room for the results of `rows` rows; returns whether anything moved.
     pub(super) fn reserve(&mut self, device: &Device, rows: usize) -> Result<bool, KernelError> {
         if self.results.as_ref().is_some_and(|results| results.rows >= rows) {

@@ -249,6 +249,25 @@ pub struct EngineConfig {
     pub kv_cache_dtype: KvCacheDtype,
 }
 
+impl EngineConfig {
+    /// Checks that there is room for something.
+    ///
+    /// # Errors
+    /// The size that is 0, in one sentence.
+    pub fn check(&self) -> Result<(), String> {
+        let sizes = [
+            ("block_size", self.block_size),
+            ("max_model_len", self.max_model_len),
+            ("max_num_seqs", self.max_num_seqs),
+            ("max_num_batched_tokens", self.max_num_batched_tokens),
+        ];
+        match sizes.into_iter().find(|(_, size)| *size == 0) {
+            Some((what, _)) => Err(format!("{what} is 0, it must be at least 1")),
+            None => Ok(()),
+        }
+    }
+}
+
 /// Data type of the KV cache, named as in vLLM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KvCacheDtype {
@@ -355,6 +374,29 @@ pub struct Form {
     pub draft_model: Option<String>,
     /// Limits of the engine.
     pub engine: EngineConfig,
+}
+
+impl Form {
+    /// Checks that the rank is one of the group, that the group is connected as a whole, and the
+    /// engine's limits.
+    ///
+    /// # Errors
+    /// What does not fit, in one sentence.
+    pub fn check(&self) -> Result<(), String> {
+        let Self { rank, world_size, .. } = *self;
+        if rank >= world_size {
+            return Err(format!("rank {rank} of {world_size} is to be formed"));
+        }
+        let connected = match &self.collective {
+            CollectiveSpec::None => 1,
+            CollectiveSpec::SharedMemory { .. } => world_size as usize,
+            CollectiveSpec::Tcp { ranks, .. } => ranks.len(),
+        };
+        if connected != world_size as usize {
+            return Err(format!("{connected} of {world_size} ranks are to be connected"));
+        }
+        self.engine.check()
+    }
 }
 
 /// Maximum length of a [`GroupId`], in bytes; NCCL's have 128.

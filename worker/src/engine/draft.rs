@@ -12,7 +12,6 @@
 //! agree.
 mod valid_positions;
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::time::Instant;
 
@@ -20,12 +19,15 @@ use kernels::backend::{Batch, SeqRows, StepInputs};
 use kernels::sampling::{SampleParams, SampleRow, Sampled};
 use kernels::{Backend, KernelError};
 use shared::ids::SeqId;
-use shared::protocol::{Drafts, EngineConfig, StepPlan};
+use shared::mix::IdMap;
+use shared::protocol::{Drafts, EngineConfig, Quantization, StepPlan};
 
 use self::valid_positions::ValidPositions;
 use super::sequence::Sequence;
 use super::{AGAIN, Engine, EngineError, recycle};
+use crate::model::config::ModelConfig;
 use crate::model::decoder::Decoder;
+use crate::model::shard::Shard;
 
 /// Marks a place without a drafted token.
 const NOT_DRAFTED: u32 = u32::MAX;
@@ -106,6 +108,9 @@ impl<B: Backend> Draft<B> {
     pub(super) fn resized(self, shared: &mut B, sizes: &EngineConfig) -> Result<Self, KernelError> {
         let Self { mut backend, decoder, positions, .. } = self;
         let (tokens, rows) = (sizes.max_num_batched_tokens as usize, sizes.max_num_seqs as usize);
+        if let Some(own) = &mut backend {
+            own.release_scratch()?;
+        }
         let decoder = decoder.resized(backend.as_mut().unwrap_or(shared), tokens, rows)?;
         Ok(Self::new(backend, decoder, positions))
     }
@@ -119,6 +124,16 @@ impl<B: Backend> Draft<B> {
     /// Size of its weights, in bytes.
     pub(super) fn weight_bytes(&self) -> u64 {
         self.decoder.weight_bytes()
+    }
+
+    /// As [`Decoder::step_bytes`]; its weights are as in its checkpoint.
+    pub(super) fn step_bytes(&self, sizes: &EngineConfig, widens: bool) -> (u64, u64) {
+        self.decoder.step_bytes(sizes, Quantization::None, widens)
+    }
+
+    /// As [`Decoder::model`].
+    pub(super) fn model(&self) -> (&ModelConfig, &Shard) {
+        self.decoder.model()
     }
 
     /// Its own backend, if it has one.
@@ -176,7 +191,7 @@ impl<B: Backend> Draft<B> {
     fn run(
         &mut self,
         shared: &mut B,
-        sequences: &mut HashMap<SeqId, Sequence>,
+        sequences: &mut IdMap<SeqId, Sequence>,
         config: &EngineConfig,
         plan: &StepPlan,
         out: &mut [u32],
@@ -202,7 +217,7 @@ impl<B: Backend> Draft<B> {
     /// much does not keep others from drafting.
     fn sequences_to_draft(
         &mut self,
-        sequences: &HashMap<SeqId, Sequence>,
+        sequences: &IdMap<SeqId, Sequence>,
         plan: &StepPlan,
     ) -> Vec<DraftedSequence> {
         let tables = &mut self.rows.block_tables;
@@ -240,7 +255,7 @@ impl<B: Backend> Draft<B> {
     /// Lays out the first pass: what the sequences have missed, up to their last tokens.
     fn lay_out(
         &mut self,
-        sequences: &HashMap<SeqId, Sequence>,
+        sequences: &IdMap<SeqId, Sequence>,
         config: &EngineConfig,
         all: &mut [DraftedSequence],
     ) {
@@ -265,7 +280,7 @@ impl<B: Backend> Draft<B> {
     fn pass(
         &mut self,
         shared: &mut B,
-        sequences: &HashMap<SeqId, Sequence>,
+        sequences: &IdMap<SeqId, Sequence>,
         all: &[DraftedSequence],
     ) -> Result<(), KernelError> {
         for _ in 0..AGAIN {
@@ -282,7 +297,7 @@ impl<B: Backend> Draft<B> {
     fn try_pass(
         &mut self,
         shared: &mut B,
-        sequences: &HashMap<SeqId, Sequence>,
+        sequences: &IdMap<SeqId, Sequence>,
         all: &[DraftedSequence],
     ) -> Result<(), KernelError> {
         let Self { backend, decoder, cache, rows, sampled, .. } = self;
@@ -332,7 +347,7 @@ impl<B: Backend> Draft<B> {
     /// Takes the sampled tokens, and lays out the next pass.
     fn take(
         &mut self,
-        sequences: &mut HashMap<SeqId, Sequence>,
+        sequences: &mut IdMap<SeqId, Sequence>,
         config: &EngineConfig,
         all: &mut [DraftedSequence],
         out: &mut [u32],

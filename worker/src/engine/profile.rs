@@ -93,10 +93,13 @@ impl<B: Backend> Engine<B> {
             let mut goes_on = [u32::from(began.elapsed() < patience)];
             let steps = vec![(1, 1); rows as usize];
             result = self.backend.broadcast_tokens(&mut goes_on);
-            for _ in 0..2 * goes_on[0] {
+            if result.is_err() || goes_on[0] == 0 {
+                break;
+            }
+            for _ in 0..2 {
                 result = result.and_then(|()| self.dummy_step(&mut cache, &steps, kind));
             }
-            if result.is_err() || goes_on[0] == 0 {
+            if result.is_err() {
                 break;
             }
             warmed.kinds += 1;

@@ -1,9 +1,8 @@
 //! A step's results: tokens with their log-probabilities, and log-probabilities of prompts.
-use std::collections::HashMap;
-
 use kernels::Backend;
 use kernels::sampling::Sampled;
 use shared::ids::SeqId;
+use shared::mix::IdMap;
 use shared::protocol::{SequenceOutput, SequenceStep, StepPlan, TokenLogprobs};
 
 use super::layout::StepBuffers;
@@ -29,7 +28,7 @@ impl<B: Backend> Engine<B> {
 pub(super) fn prompt_logprobs<B: Backend>(
     backend: &mut B,
     decoder: &mut Decoder<B>,
-    sequences: &HashMap<SeqId, Sequence>,
+    sequences: &IdMap<SeqId, Sequence>,
     step: &mut StepBuffers,
     plan: &StepPlan,
     rows_max: u32,

@@ -20,8 +20,8 @@ pub(super) struct HostMemoryNeed {
     pub(super) swap_bytes: u64,
 }
 
-/// Checks that the host has room for what each of `ranks` needs. A cache takes its pages as
-/// sequences fill it: one that is too large would end the process in the middle of requests.
+/// Checks that the host has room for what each of `ranks` needs. The system promises memory that it
+/// does not have, and ends the process that writes to it.
 ///
 /// # Errors
 /// One sentence with what was asked for and what there is.

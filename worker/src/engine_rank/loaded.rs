@@ -68,6 +68,21 @@ pub(super) struct LoadedShard<D: Device> {
     pub(super) is_new: bool,
 }
 
+impl<D: Device> LoadedShard<D> {
+    /// Checks, before anything is given up, that it can have these sizes.
+    ///
+    /// # Errors
+    /// [`ModelError`].
+    pub(super) fn check(&mut self, device: &D, sizes: &EngineConfig) -> Result<(), ModelError> {
+        self.engine.models().try_for_each(|model| device.check_limits(model, sizes))?;
+        if self.step_tokens == sizes.max_num_batched_tokens {
+            return Ok(());
+        }
+        let before = EngineConfig { max_num_batched_tokens: self.step_tokens, ..sizes.clone() };
+        device.check_steps(&mut self.engine, self.key.quantization, [&before, sizes])
+    }
+}
+
 /// Loads what `joining` asks for, and joins the other ranks on the way.
 ///
 /// # Errors
@@ -114,6 +129,9 @@ pub(super) fn load<D: Device>(
     let (quantization, adapting) = (form.quantization, &adapters);
     let beside = ShardOptions { quantization, adapters: adapting, draft: draft.as_ref() };
     let source = Source { files: &files, config: &config, shard: &shard };
+    for model in [(&config, &shard)].into_iter().chain(draft.as_ref().map(DraftFiles::model)) {
+        device.check_limits(model, &form.engine)?;
+    }
     device.check_fit(&backend, &source, beside, &form.engine)?;
     let mut progress = |done, total| joining.observer.progress(done, total);
     let weights =

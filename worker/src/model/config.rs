@@ -10,6 +10,7 @@ use std::path::Path;
 
 use kernels::backend::{Activation, ExpertActivation, PlainActivation};
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 use shared::model_config::{self, Classifier};
 
@@ -200,8 +201,7 @@ impl ModelConfig {
         let classifier = model_config::classifier(&config)?;
         let said = config["architectures"][0].as_str().unwrap_or_default().to_owned();
         let config = windows::completed(model_config::text_model(config)?);
-        let raw: Raw = serde_json::from_value(config.clone())
-            .map_err(|error| format!("not a model configuration: {error}"))?;
+        let raw: Raw = keys(&config)?;
         let architecture = raw.architectures.as_deref().unwrap_or_default().first();
         let architecture = architecture.ok_or("key architectures is missing or empty")?;
         let architecture = Architecture::parse(architecture)
@@ -332,6 +332,15 @@ impl ModelConfig {
         self.latent.map_or(self.head_dim, |latent| latent.rotated)
     }
 
+    /// Returns the distinct sliding windows of its layers.
+    #[must_use]
+    pub fn windows(&self) -> Vec<Option<u32>> {
+        let mut windows = self.sliding_windows.clone();
+        windows.sort_unstable();
+        windows.dedup();
+        windows
+    }
+
     /// Whether the MLPs of dense layers have a gate.
     #[must_use]
     pub fn is_gated(&self) -> bool {
@@ -373,6 +382,23 @@ impl Heads {
         }
         Ok(Self { num_heads, num_kv_heads, head_dim })
     }
+}
+
+/// Reads keys, each of which may be missing.
+///
+/// # Errors
+/// The key whose value is of another type, and the type.
+fn keys<T: DeserializeOwned>(config: &Value) -> Result<T, String> {
+    T::deserialize(config).map_err(|error| {
+        let is_wrong = |(key, value): &(&String, &Value)| {
+            let alone = Value::from_iter([((*key).clone(), (*value).clone())]);
+            T::deserialize(alone).is_err()
+        };
+        match config.as_object().and_then(|all| all.iter().find(is_wrong)) {
+            Some((key, _)) => format!("{key}: {error}"),
+            None => error.to_string(),
+        }
+    })
 }
 
 fn size(key: &str, value: Option<usize>) -> Result<usize, String> {

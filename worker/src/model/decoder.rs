@@ -3,14 +3,15 @@
 //! Activations live in buffers allocated once for the largest step; a step allocates nothing.
 //!
 //! - `pass`: one batch through the layers
-use kernels::backend::{AttentionShape, Batch, KvShape, KvStorage, NOT_ASSIGNED, QkNorm, Routing};
+use kernels::backend::{AttentionShape, Batch, KvShape, NOT_ASSIGNED, QkNorm, Routing};
 use kernels::{Backend, KernelError};
-use shared::protocol::{EngineConfig, KvCacheDtype};
+use shared::protocol::{EngineConfig, Quantization};
 
 use self::pass::{Pass, Pending};
 use super::config::{Latent, ModelConfig};
 use super::lora::Adapters;
 use super::shard::Shard;
+use super::size;
 use super::weights::{BackendWeights, ClassHead};
 
 mod pass;
@@ -52,8 +53,8 @@ struct Buffers<B: Backend> {
     experts: Option<ExpertBuffers<B>>,
     /// This rank's logits, `[rows, vocab_width]`.
     logits_local: B::Buffer,
-    /// All ranks' logits, `[rows, degree * vocab_width]`, if they are gathered.
-    logits: B::Buffer,
+    /// All ranks' logits, `[rows, degree * vocab_width]`, if there are several ranks.
+    logits: Option<B::Buffer>,
 }
 
 struct QkNormBuffers<B: Backend> {
@@ -184,20 +185,12 @@ impl<B: Backend> Decoder<B> {
                 }
             },
             logits_local: backend.new_buffer(rows_max, shard.vocab_width)?,
-            logits: backend.new_buffer(all_logits, shard.vocab_width * shard.degree)?,
+            logits: match shard.degree {
+                1 => None,
+                degree => Some(backend.new_buffer(all_logits, shard.vocab_width * degree)?),
+            },
         };
-        let attention = AttentionShape {
-            num_heads: shard.heads.len(),
-            num_kv_heads: shard.kv_heads.len(),
-            head_dim: config.head_dim,
-            norm_eps: config.latent.map_or(config.norm_eps, |_| Latent::NORM_EPS),
-            sliding_window: None,
-            softcap: config.attention_cap,
-            latent: config.latent.map(|latent| latent.rank),
-        };
-        let mut windows = config.sliding_windows.clone();
-        windows.sort_unstable();
-        windows.dedup();
+        let (attention, windows) = (shard.attention(&config), config.windows());
         Ok(Self {
             weights,
             config,
@@ -262,6 +255,12 @@ impl<B: Backend> Decoder<B> {
         &self.config
     }
 
+    /// Returns the model's configuration, and this rank's share of it.
+    #[must_use]
+    pub fn model(&self) -> (&ModelConfig, &Shard) {
+        (&self.config, &self.shard)
+    }
+
     /// Returns the matrix of classes, if the model has them.
     #[must_use]
     pub fn class_head(&self) -> Option<&ClassHead> {
@@ -286,21 +285,28 @@ impl<B: Backend> Decoder<B> {
         self.weights.bytes + self.adapters.as_ref().map_or(0, Adapters::bytes)
     }
 
+    /// Returns the bytes of the activations of the largest step, and of the KV cache of one
+    /// sequence of maximum length. `widens` tells whether steps of that size convert quantised
+    /// weights to bf16 first.
+    #[must_use]
+    pub fn step_bytes(
+        &self,
+        sizes: &EngineConfig,
+        quantization: Quantization,
+        widens: bool,
+    ) -> (u64, u64) {
+        let Self { config, shard, adapters, .. } = self;
+        let is_quantised = quantization == Quantization::Int8 || config.quantised.is_some();
+        let tokens = sizes.max_num_batched_tokens as usize;
+        let room = adapters.as_ref().map_or(0, |adapters| adapters.room_bytes(tokens));
+        let activations = size::activation_bytes(config, shard, widens && is_quantised, sizes);
+        (activations + room, size::sequence_bytes(config, shard, sizes))
+    }
+
     /// Returns the shape of a KV cache of `num_blocks` blocks for this rank.
     #[must_use]
     pub fn kv_shape(&self, sizes: &EngineConfig, num_blocks: u32) -> KvShape {
-        KvShape {
-            num_layers: self.config.num_layers,
-            num_kv_heads: self.shard.kv_heads.len(),
-            head_dim: self.config.head_dim,
-            latent: self.config.latent.map(|latent| latent.rank),
-            block_size: sizes.block_size as usize,
-            num_blocks: num_blocks as usize,
-            storage: match sizes.kv_cache_dtype {
-                KvCacheDtype::Auto => KvStorage::AsTaken,
-                KvCacheDtype::Fp8 => KvStorage::Fp8,
-            },
-        }
+        self.shard.kv_shape(&self.config, sizes, num_blocks)
     }
 
     /// Computes the batch's tokens: K and V go to the cache, the last layer's output stays in the
@@ -380,21 +386,20 @@ impl<B: Backend> Decoder<B> {
         let cap = self.config.logits_cap;
         backend.lm_head(&buffers.normed, rows, head, cap, &mut buffers.logits_local)?;
         self.gathered = false;
-        if shard.degree == 1 {
-            return Ok(&buffers.logits_local);
-        }
+        let Some(logits) = &mut buffers.logits else { return Ok(&buffers.logits_local) };
         let (vocab, others) = (self.config.vocab_size, shard.vocab_width * (shard.degree - 1));
         let first_id = u32::try_from(shard.vocab.start).unwrap_or(u32::MAX);
         if others < vocab && backend.keeps_logits_apart(first_id, shard.vocab.len()) {
             return Ok(&buffers.logits_local);
         }
-        backend.gather_logits(&buffers.logits_local, &mut buffers.logits)?;
+        backend.gather_logits(&buffers.logits_local, logits)?;
         self.gathered = true;
-        Ok(&buffers.logits)
+        Ok(logits)
     }
 
     /// Returns the last result of [`Decoder::logits`].
     pub fn last_logits(&self) -> &B::Buffer {
-        if self.gathered { &self.buffers.logits } else { &self.buffers.logits_local }
+        let gathered = self.buffers.logits.as_ref().filter(|_| self.gathered);
+        gathered.unwrap_or(&self.buffers.logits_local)
     }
 }

@@ -47,10 +47,10 @@ impl DraftFiles {
         Ok(Self { shard, files: WeightFiles::open(folder)?, config })
     }
 
-    /// The draft model's configuration.
+    /// The draft model's configuration, and the whole of it as a share.
     #[must_use]
-    pub fn config(&self) -> &ModelConfig {
-        &self.config
+    pub fn model(&self) -> (&ModelConfig, &Shard) {
+        (&self.config, &self.shard)
     }
 
     /// Length up to which it computes sequences of at most `max_model_len` tokens.

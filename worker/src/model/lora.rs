@@ -18,9 +18,11 @@
 //!
 //! - `config`: `adapter_config.json`
 //! - `files`: an adapter's matrices
+//! - `joint`: the merged matrices of a site
 //! - `places`: adapters that come and go
 mod config;
 mod files;
+mod joint;
 mod places;
 
 use std::ops::Range;
@@ -32,6 +34,7 @@ use shared::protocol::{Adapter, Lora};
 
 pub use self::config::RANK_MAX;
 use self::files::AdapterFiles;
+use self::joint::{Joint, Matrices, host};
 pub use self::places::{Piece, Reading};
 use super::ModelError;
 use super::config::ModelConfig;
@@ -146,7 +149,7 @@ impl LoraFiles {
         if config.latent.is_some() && !(lora.adapters.is_empty() && lora.places == 0) {
             let message = "LoRA adapters of models with multi-head latent attention (DeepSeek's) are \
                            not supported";
-            return Err(KernelError::Unsupported(message.to_owned()).into());
+            return Err(ModelError::Fit(message.to_owned()));
         }
         let max_rank = largest_rank(lora);
         let open = |adapter| AdapterFiles::open(adapter, config, max_rank);
@@ -170,19 +173,16 @@ impl LoraFiles {
         shard: &Shard,
         tokens_max: usize,
     ) -> Result<(u64, u64), ModelError> {
-        let (mut matrices, mut room, mut widest) = (0, 0, 0);
+        let (mut matrices, mut widths) = (0, Vec::new());
         for site in Site::ALL {
             let Some(joint) = self.joint(site, config, shard)? else { continue };
             let inputs: usize = joint.parts.iter().map(Range::len).sum();
             let (width, outputs) = (joint.width(), joint.outputs());
             let layers = self.layers_with(&joint, config);
             matrices += self.count() * layers * width * (inputs + outputs) * 2;
-            room += tokens_max * (width * 2 + outputs * 4);
-            widest = widest.max(outputs);
+            widths.push((width, outputs));
         }
-        // Products are first computed in scratch memory, for a limited number of rows at a time.
-        room += tokens_max.min(EXPERT_SLOTS) * widest * 4;
-        Ok((matrices as u64, room as u64))
+        Ok((matrices as u64, room_bytes(widths, tokens_max)))
     }
 
     /// Loads this rank's part of all adapters, with buffers for `tokens_max` tokens; `None` when
@@ -303,112 +303,21 @@ impl LoraFiles {
     }
 }
 
-/// One adapter's merged matrices of a site in one layer, in f32.
-struct Matrices {
-    /// A, `[ranks, inputs]`, for each part of the inputs.
-    downs: Vec<Vec<u8>>,
-    /// B, scaled, `[outputs, ranks]`.
-    up: Vec<u8>,
-}
-
-/// The layout of a site's merged matrices on one rank.
-#[derive(Debug)]
-struct Joint {
-    site: Site,
-    /// The modules of the site.
-    modules: &'static [Module],
-    /// The modules that some adapter changes in some layer.
-    used: Vec<Module>,
-    /// The padded rank of each module.
-    rank: usize,
-    /// This rank's outputs of each module of the site.
-    rows: Vec<Range<usize>>,
-    /// This rank's inputs, one range per part of the sum.
-    parts: Vec<Range<usize>>,
-}
-
-impl Joint {
-    /// Sum of the modules' ranks.
-    fn width(&self) -> usize {
-        self.used.len() * self.rank
-    }
-
-    /// Whether a layer has one of its modules.
-    fn is_in(&self, config: &ModelConfig, layer: usize) -> bool {
-        self.used.iter().any(|module| module.is_in(config, layer))
-    }
-
-    /// The matrices of an adapter that changes nothing.
-    fn zeros(&self) -> Matrices {
-        let zeros = |rows: usize, cols: usize| vec![0; rows * cols * size_of::<f32>()];
-        let width = self.width();
-        Matrices {
-            downs: self.parts.iter().map(|part| zeros(width, part.len())).collect(),
-            up: zeros(self.outputs(), width),
-        }
-    }
-
-    /// The matrices of an adapter; `None` if it does not change the site in this layer.
-    fn matrices(
-        &self,
-        adapter: &AdapterFiles,
-        config: &ModelConfig,
-        layer: usize,
-    ) -> Result<Option<Matrices>, ModelError> {
-        let mut found = Vec::new();
-        for (place, module) in self.used.iter().enumerate() {
-            if let Some(factors) = adapter.factors(layer, *module, config)? {
-                found.push((place * self.rank, *module, factors));
-            }
-        }
-        if found.is_empty() {
-            return Ok(None);
-        }
-        let width = self.width();
-        let down = |part: &Range<usize>| {
-            let cols = part.len();
-            let mut all = vec![0.0; width * cols];
-            for (first, _, factors) in &found {
-                factors.write_a(part.start, cols, &mut all[first * cols..][..self.rank * cols]);
-            }
-            bytes_of(&all)
-        };
-        let downs = self.parts.iter().map(down).collect();
-        let mut all = vec![0.0; self.outputs() * width];
-        for (column, module, factors) in &found {
-            let (first, own) = self.outputs_of(*module);
-            for (to, row) in (first..).zip(own) {
-                factors.write_b(row, &mut all[to * width + column..][..factors.rank]);
-            }
-        }
-        Ok(Some(Matrices { downs, up: bytes_of(&all) }))
-    }
-
-    /// Number of outputs of all modules, used or not.
-    fn outputs(&self) -> usize {
-        self.rows.iter().map(Range::len).sum()
-    }
-
-    /// Returns the first row of a module's outputs, and which outputs of the module they are.
-    fn outputs_of(&self, module: Module) -> (usize, Range<usize>) {
-        let before = self.modules.iter().take_while(|other| **other != module).count();
-        let first = self.rows[..before].iter().map(Range::len).sum();
-        (first, self.rows[before].clone())
-    }
-}
-
 /// Sends each row to one of `count` adapters.
 fn routing(count: usize) -> Routing {
     Routing::softmax(count, 1, false)
 }
 
-fn bytes_of(matrix: &[f32]) -> Vec<u8> {
-    matrix.iter().flat_map(|x| x.to_le_bytes()).collect()
-}
-
-fn host(data: &[u8], (rows, cols): (usize, usize)) -> HostMatrix<'_> {
-    let dtype = DType::F32;
-    HostMatrix { data, dtype, rows, cols, col_start: 0, row_stride: cols, scales: None }
+/// Upper bound of the memory, in bytes, of the buffers for steps of `tokens_max` tokens, of sites
+/// with so many (ranks, outputs).
+fn room_bytes(sites: impl IntoIterator<Item = (usize, usize)>, tokens_max: usize) -> u64 {
+    let (mut room, mut widest) = (0, 0);
+    for (width, outputs) in sites {
+        room += tokens_max * (width * 2 + outputs * 4);
+        widest = widest.max(outputs);
+    }
+    // Products are first computed in scratch memory, for a limited number of rows at a time.
+    (room + tokens_max.min(EXPERT_SLOTS) * widest * 4) as u64
 }
 
 /// Loads matrices of one shape, one per adapter.
@@ -444,6 +353,11 @@ struct Room<B: Backend> {
 }
 
 impl<B: Backend> Room<B> {
+    /// Numbers of ranks and of outputs.
+    fn widths(&self) -> (usize, usize) {
+        (self.ranks.width(), self.out.width())
+    }
+
     fn new(
         backend: &mut B,
         tokens_max: usize,
@@ -493,7 +407,7 @@ impl<B: Backend> Adapters<B> {
     /// The same adapters with buffers for steps of up to `tokens_max` tokens.
     pub(super) fn resized(self, backend: &mut B, tokens_max: usize) -> Result<Self, KernelError> {
         let Self { held, places, layers, routes, rooms, bytes } = self;
-        let widths = rooms.map(|room| room.map(|room| (room.ranks.width(), room.out.width())));
+        let widths = rooms.map(|room| room.as_ref().map(Room::widths));
         drop(routes);
         let routes = backend.new_routes(tokens_max, routing(held.len()))?;
         let mut rooms = [const { None }; Site::ALL.len()];
@@ -523,6 +437,11 @@ impl<B: Backend> Adapters<B> {
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Upper bound of the memory of the buffers for steps of `tokens_max` tokens, in bytes.
+    pub(super) fn room_bytes(&self, tokens_max: usize) -> u64 {
+        room_bytes(self.rooms.iter().flatten().map(Room::widths), tokens_max)
     }
 
     /// Sets the adapters of this step's rows: [`Adapters::row_of`], or

@@ -67,6 +67,17 @@ pub enum RopeScaling {
     },
 }
 
+/// Returns the distinct rotary embeddings, in the order of the first layers that use them.
+pub(super) fn distinct(ropes: &[RopeConfig]) -> Vec<&RopeConfig> {
+    let mut distinct: Vec<&RopeConfig> = Vec::new();
+    for rope in ropes {
+        if !distinct.contains(&rope) {
+            distinct.push(rope);
+        }
+    }
+    distinct
+}
+
 impl RopeConfig {
     /// For layers without RoPE (NoPE).
     #[must_use]

@@ -5,10 +5,11 @@
 //! partial products are summed. The vocabulary is divided for the embedding and the output head.
 use std::ops::Range;
 
-use kernels::backend::QkNorm;
+use kernels::backend::{AttentionShape, KvShape, KvStorage, QkNorm};
+use shared::protocol::{EngineConfig, KvCacheDtype};
 
 use super::ModelError;
-use super::config::ModelConfig;
+use super::config::{Latent, ModelConfig};
 
 /// One rank's share of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -98,6 +99,37 @@ impl Shard {
         }
         Self::new(config, 0, reduction)?;
         Ok(Self { parts: wanted / self.degree, ..self })
+    }
+
+    /// Returns the shape of every layer's attention on this rank, except for its window.
+    #[must_use]
+    pub fn attention(&self, config: &ModelConfig) -> AttentionShape {
+        AttentionShape {
+            num_heads: self.heads.len(),
+            num_kv_heads: self.kv_heads.len(),
+            head_dim: config.head_dim,
+            norm_eps: config.latent.map_or(config.norm_eps, |_| Latent::NORM_EPS),
+            sliding_window: None,
+            softcap: config.attention_cap,
+            latent: config.latent.map(|latent| latent.rank),
+        }
+    }
+
+    /// Returns the shape of this rank's KV cache of `num_blocks` blocks.
+    #[must_use]
+    pub fn kv_shape(&self, config: &ModelConfig, sizes: &EngineConfig, num_blocks: u32) -> KvShape {
+        KvShape {
+            num_layers: config.num_layers,
+            num_kv_heads: self.kv_heads.len(),
+            head_dim: config.head_dim,
+            latent: config.latent.map(|latent| latent.rank),
+            block_size: sizes.block_size as usize,
+            num_blocks: num_blocks as usize,
+            storage: match sizes.kv_cache_dtype {
+                KvCacheDtype::Auto => KvStorage::AsTaken,
+                KvCacheDtype::Fp8 => KvStorage::Fp8,
+            },
+        }
     }
 
     /// What this rank has of q and k, if they are normalised over all heads.

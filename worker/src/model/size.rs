@@ -5,6 +5,7 @@ use kernels::weights::Compact;
 use shared::protocol::{EngineConfig, KvCacheDtype, Quantization};
 
 use super::config::{Latent, ModelConfig};
+use super::rope::distinct;
 use super::shard::Shard;
 
 /// Bytes per output of a quantised matrix for its scale.
@@ -73,6 +74,15 @@ fn layers(config: &ModelConfig) -> (u64, u64) {
     ((config.num_layers - sparse) as u64, sparse as u64)
 }
 
+/// Size of the rotary tables, in bytes: cosines and sines of each position, for each kind of
+/// rotary embedding that layers have.
+#[must_use]
+pub fn table_bytes(config: &ModelConfig, sizes: &EngineConfig) -> u64 {
+    let positions = config.max_positions.min(sizes.max_model_len as usize);
+    let table = positions * config.rope_dim() * size_of::<f32>();
+    (distinct(&config.ropes).len() * table) as u64
+}
+
 /// Size of the activations of the largest step, in bytes. `widens` tells whether some products
 /// convert int8 weights to bf16 first.
 #[must_use]
@@ -101,7 +111,9 @@ pub fn activation_bytes(
     };
     let row = hidden * (4 + 2 + 4 * deltas) + q * 2 * 2 + inner * 2 + projected;
     let product = u64::from(sizes.max_num_batched_tokens.min(1024)) * inner * 2 * 4;
-    let logits = n(shard.vocab_width) * n(shard.degree + 1) * 4;
+    // This rank's, and those of all if there are several.
+    let parts = if shard.degree > 1 { 1 + shard.degree } else { 1 };
+    let logits = n(shard.vocab_width * parts) * 4;
     let experts = config.experts.as_ref().map_or(0, |experts| {
         // The chosen experts and their inner activations, plus the inputs and outputs of a product
         // over a limited number of rows.
@@ -266,6 +278,26 @@ mod tests {
     }
 
     #[test]
+    fn each_kind_of_rotary_embedding_has_tables_of_all_positions() {
+        let sizes = EngineConfig {
+            block_size: 16,
+            max_model_len: 100_000,
+            max_num_seqs: 64,
+            max_num_batched_tokens: 2048,
+            kv_cache_bytes: 0,
+            swap_bytes: 0,
+            kv_cache_dtype: KvCacheDtype::Auto,
+        };
+        let mut config = config();
+        // 64 cosines and 64 sines.
+        assert_eq!(table_bytes(&config, &sizes), 100_000 * 128 * 4);
+        config.ropes[7].theta = 1e4;
+        assert_eq!(table_bytes(&config, &sizes), 2 * 100_000 * 128 * 4);
+        config.max_positions = 4096;
+        assert_eq!(table_bytes(&config, &sizes), 2 * 4096 * 128 * 4);
+    }
+
+    #[test]
     fn a_sequence_takes_128_kib_a_token() {
         let config = config();
         let sizes = EngineConfig {
@@ -286,6 +318,14 @@ mod tests {
         let more = EngineConfig { max_num_batched_tokens: 4096, ..sizes.clone() };
         let bytes = |sizes| activation_bytes(&config, &whole, false, sizes);
         assert!(bytes(&sizes) < bytes(&more) && bytes(&more) < 2 << 30);
+        let fewer = EngineConfig { max_num_seqs: 32, ..sizes.clone() };
+        assert_eq!(bytes(&sizes) - bytes(&fewer), 32 * 128_256 * 4, "one row of logits each");
+        let bytes_of_half = |sizes| {
+            let half = Shard::new(&config, 1, 2).unwrap();
+            activation_bytes(&config, &half, false, sizes)
+        };
+        let difference = bytes_of_half(&sizes) - bytes_of_half(&fewer);
+        assert_eq!(difference, 32 * (64_128 + 128_256) * 4, "its own and the gathered ones");
         // Gate and up projections of one layer in bf16.
         let int8 = activation_bytes(&config, &whole, true, &sizes);
         assert_eq!(int8 - bytes(&sizes), 2 * 2 * 14336 * 4096);

@@ -21,7 +21,7 @@ use self::loader::{Loader, bytes, kept};
 use self::part::{Kind, Part};
 use super::ModelError;
 use super::config::ModelConfig;
-use super::rope::RopeConfig;
+use super::rope;
 use super::safetensors::WeightFiles;
 use super::shard::Shard;
 use super::size::Keeps;
@@ -207,7 +207,7 @@ pub fn load<B: Backend>(
     let total = embedding.iter().chain(lm_head.iter().flatten()).chain(matrices).map(bytes).sum();
     progress(0, total);
     let mut loader = Loader { backend, quantization, progress, done: 0, total, held: 0 };
-    let kinds = kinds(&config.ropes);
+    let ropes = rope::distinct(&config.ropes);
     Ok(Weights {
         embedding: loader.small(&embedding)?,
         embedding_scale: match config.rounds_embedding_scale {
@@ -217,7 +217,7 @@ pub fn load<B: Backend>(
         lm_head: lm_head.map(|matrix| loader.matrix(&matrix)).transpose()?,
         layers: layers.iter().map(|layer| loader.layer(layer)).collect::<Result<_, _>>()?,
         final_norm: loader.norm(&final_norm)?,
-        ropes: kinds
+        ropes: ropes
             .iter()
             .map(|rope| {
                 let (mut cos, mut sin) = rope.tables(config.rope_dim(), max_positions);
@@ -324,15 +324,4 @@ fn rounded(scale: f64, dtype: DType) -> f32 {
         DType::F16 => f16::from_f32(scale as f32).to_f32(),
         _ => scale as f32,
     }
-}
-
-/// Returns the distinct rotary embeddings, in the order of the first layers that use them.
-fn kinds(ropes: &[RopeConfig]) -> Vec<&RopeConfig> {
-    let mut kinds: Vec<&RopeConfig> = Vec::new();
-    for rope in ropes {
-        if !kinds.contains(&rope) {
-            kinds.push(rope);
-        }
-    }
-    kinds
 }

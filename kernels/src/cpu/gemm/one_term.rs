@@ -2,7 +2,7 @@
 //! more operations than products of weights and activations.
 //!
 //! A pair's word is broadcast from the row, so rows need no special layout, and any number of rows
-//! can form a tile.
+//! can form a tile. `panels` makes the tiles.
 use std::arch::x86_64::{
     __m512, __m512bh, __m512i, __mmask16, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch,
     _mm256_loadu_si256, _mm512_add_ps, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps,
@@ -14,6 +14,8 @@ use super::super::fp8;
 use super::super::pack::{ByteRow, PANEL, PairRow, PairRows};
 use super::Acc;
 use super::vector::{broadcast, load, load_bf16, store};
+
+mod panels;
 
 /// Rounds a row to bf16 (to nearest, ties to even), two per word. Pads with zeros up to the end of
 /// a chunk of 16 words: the last one that the row reaches, or the next if it fills that one.

@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use super::super::fp8;
 use super::super::memory::{AlignedVec, Disjoint};
+use super::panels::part;
 use super::rows::find;
 use super::{PANEL, Shape};
 use crate::backend::HostMatrix;
@@ -94,8 +95,8 @@ impl<'a> ByteElements<'a> {
     pub(super) fn part(self, range: Range<usize>, panels: usize) -> Self {
         let Self { values, scales, groups } = self;
         Self {
-            values: super::part(values, range.clone(), panels),
-            scales: super::part(scales, range, panels),
+            values: part(values, range.clone(), panels),
+            scales: part(scales, range, panels),
             groups,
         }
     }

@@ -8,6 +8,7 @@
 use std::ops::Range;
 
 use super::super::memory::{AlignedVec, Disjoint};
+use super::panels::part;
 use super::rows::find;
 use super::{PANEL, Shape};
 use crate::backend::HostMatrix;
@@ -144,9 +145,9 @@ impl<'a> Int4Elements<'a> {
     pub(super) fn part(self, range: Range<usize>, panels: usize) -> Self {
         let Self { words, scales, zeros, groups } = self;
         Self {
-            words: super::part(words, range.clone(), panels),
-            scales: super::part(scales, range.clone(), panels),
-            zeros: zeros.map(|zeros| super::part(zeros, range, panels)),
+            words: part(words, range.clone(), panels),
+            scales: part(scales, range.clone(), panels),
+            zeros: zeros.map(|zeros| part(zeros, range, panels)),
             groups,
         }
     }

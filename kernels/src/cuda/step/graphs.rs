@@ -39,6 +39,15 @@ impl Step {
         self.graphs.clear();
     }
 
+    /// Forgets all buffers, and frees the room for the inputs of steps that are as large as those.
+    /// The device must be idle.
+    pub(in crate::cuda) fn forget_buffers(&mut self) {
+        self.graphs.clear();
+        (self.least_room, self.most_room) = (usize::MAX, 0);
+        self.staging.clear();
+        self.block = None;
+    }
+
     /// Drops all graphs, because memory that they may refer to has moved.
     pub(in crate::cuda) fn forget_graphs(&mut self) {
         self.graphs.clear();

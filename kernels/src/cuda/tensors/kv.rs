@@ -23,25 +23,28 @@ impl CudaKvCache {
         stream: &Stream,
         shape: KvShape,
     ) -> Result<Self, KernelError> {
-        if !shape.block_size.is_power_of_two() {
-            return Err(KernelError::Unsupported(format!(
-                "a block size of {} tokens: GPUs need a power of two",
-                shape.block_size
-            )));
-        }
-        // Blocks are copied in pieces of 16 bytes.
-        let block = plane_block_bytes(&shape);
-        if !block.is_multiple_of(16) {
-            return Err(KernelError::Unsupported(format!(
-                "a KV cache with {block} bytes of K in a block ({} heads of {} elements, {} \
-                 tokens): GPUs need a multiple of 16",
-                shape.num_kv_heads, shape.head_dim, shape.block_size
-            )));
-        }
+        Self::check(&shape).map_err(KernelError::Unsupported)?;
         let bytes = kv_block_bytes(&shape).saturating_mul(shape.num_blocks as u64);
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         let memory = DeviceMemory::zeroed(context, stream, bytes, "the KV cache")?;
         Ok(Self { memory, shape, block_shift: shape.block_size.trailing_zeros() })
+    }
+
+    /// Checks that GPUs take these sizes.
+    pub(in crate::cuda) fn check(shape: &KvShape) -> Result<(), String> {
+        let KvShape { num_kv_heads, head_dim, block_size, .. } = *shape;
+        if !block_size.is_power_of_two() {
+            return Err(format!("a block size of {block_size} tokens: GPUs need a power of two"));
+        }
+        // Blocks are copied in pieces of 16 bytes.
+        let block = plane_block_bytes(shape);
+        if !block.is_multiple_of(16) {
+            return Err(format!(
+                "a KV cache with {block} bytes of K in a block ({num_kv_heads} heads of {head_dim} \
+                 elements, {block_size} tokens): GPUs need a multiple of 16"
+            ));
+        }
+        Ok(())
     }
 
     /// The shape that it was made for.

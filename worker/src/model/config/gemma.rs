@@ -3,6 +3,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::architecture::Architecture;
+use super::keys;
 
 /// The only activation of its models.
 const ACTIVATION: &str = "gelu_pytorch_tanh";
@@ -38,7 +39,7 @@ impl Gemma {
         architecture: Architecture,
         head_dim: usize,
     ) -> Result<Self, String> {
-        let own: Own = serde_json::from_value(config.clone()).map_err(|error| error.to_string())?;
+        let own: Own = keys(config)?;
         let acts = [("hidden_activation", &own.hidden_activation), ("hidden_act", &own.hidden_act)];
         for (key, act) in acts {
             if let Some(act) = act.as_deref().filter(|act| *act != ACTIVATION) {

@@ -2,6 +2,8 @@
 use serde::Deserialize;
 use serde_json::Value;
 
+use super::keys;
+
 /// Bounds of every factor: wider than any model's, and safe in f32.
 const BOUNDS: std::ops::RangeInclusive<f64> = 1e-3..=1e4;
 
@@ -36,7 +38,7 @@ impl Granite {
     /// # Errors
     /// The key, its value's problem and the bound.
     pub(super) fn read(config: &Value) -> Result<Self, String> {
-        let own: Own = serde_json::from_value(config.clone()).map_err(|error| error.to_string())?;
+        let own: Own = keys(config)?;
         let factor = |key: &str, value: Option<f64>| match value.unwrap_or(1.0) {
             value if BOUNDS.contains(&value) => Ok(value),
             value => {

@@ -4,6 +4,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::architecture::Architecture;
+use super::keys;
 
 /// Bounds of the logits' factor: wider than any model's, and safe in f32.
 const BOUNDS: std::ops::RangeInclusive<f64> = 1e-4..=1e4;
@@ -35,7 +36,7 @@ impl Own {
         if !is_cohere && architecture != Architecture::StableLm {
             return Ok(Self { is_parallel: false, logits_scaling: 1.0 });
         }
-        let raw: Raw = serde_json::from_value(config.clone()).map_err(|error| error.to_string())?;
+        let raw: Raw = keys(config)?;
         // LayerNorms with a weight for each head, not one for all.
         let norms = [("use_qk_norm", raw.use_qk_norm), ("qk_layernorm", raw.qk_layernorm)];
         for (key, value) in norms {

@@ -5,6 +5,7 @@ use shared::model_config;
 
 use super::super::rope::{RopeConfig, RopeScaling};
 use super::architecture::{Architecture, Unrotated};
+use super::keys;
 use super::windows::{self, Windows};
 
 /// The RoPE table, or the same keys beside it in older files.
@@ -126,7 +127,7 @@ pub(super) fn told(
 /// Same as [`ropes`].
 fn rope(config: &Value, architecture: Architecture, head_dim: usize) -> Result<RopeConfig, String> {
     let read = |table: &Value| {
-        serde_json::from_value::<Raw>(table.clone())
+        keys::<Raw>(table)
             .map_err(|error| format!("rope_parameters, rope_scaling or rope_theta: {error}"))
     };
     let (raw, kind) = match model_config::rope_scaling(config) {
@@ -377,7 +378,10 @@ mod tests {
             (json!({"rope_type": "llama3"}), "low_freq_factor is missing"),
             (json!({"rope_type": "linear", "factor": 0}), "rope factor is 0"),
             (json!({"rope_type": "yarn", "factor": -1}), "rope factor is -1"),
-            (json!({"rope_type": "yarn", "factor": "4"}), "rope_parameters, rope_scaling or"),
+            (
+                json!({"rope_type": "yarn", "factor": "4"}),
+                "rope_parameters, rope_scaling or rope_theta: factor: invalid type: string",
+            ),
             (
                 json!({"rope_type": "yarn", "factor": 4, "beta_fast": 1, "beta_slow": 32}),
                 "beta_fast (1) must be at least beta_slow (32)",

@@ -232,6 +232,8 @@ fn errors_name_key_value_and_bound() {
         (r#", "head_dim": 7"#, "head_dim is 7, it must be even"),
         (r#", "rope_scaling": {"rope_type": "ntk"}"#, "rope_type \"ntk\" is not supported"),
         (r#", "hidden_act": "gelu""#, "hidden_act is \"gelu\""),
+        (r#", "mlp_bias": "no""#, "mlp_bias: invalid type: string \"no\", expected a boolean"),
+        (r#", "sliding_window": -1"#, "sliding_window: invalid value: integer `-1`, expected u32"),
         (r#", "partial_rotary_factor": 0.5"#, "partial_rotary_factor is 0.5, only 1"),
         (
             r#", "quantization_config": {"quant_method": "hqq", "bits": 4}"#,

@@ -4,13 +4,14 @@ use std::ops::Range;
 use kernels::backend::{HostMatrix, Scales};
 use kernels::weights::Compact;
 
+use super::Source;
 use super::latent::LatentPart;
-use super::{Source, kinds};
 use crate::model::ModelError;
 use crate::model::config::NormKind;
 use crate::model::experts::ExpertParts;
 use crate::model::modules::Module;
 use crate::model::quantization::Tensors;
+use crate::model::rope::distinct;
 use crate::model::safetensors::TensorView;
 
 /// One rank's share of one layer: checked, but not read yet.
@@ -231,7 +232,7 @@ impl<'a> Layer<'a> {
         let stream = |name: Option<&str>| {
             name.map(|name| self.part.stream_norm(&self.name(name))).transpose()
         };
-        let ropes = kinds(&config.ropes);
+        let ropes = distinct(&config.ropes);
         Ok(LayerPart {
             input_norm: stream(config.norms.input)?,
             rope: ropes.iter().position(|kind| *kind == rope).unwrap_or(0),
