@@ -199,7 +199,7 @@ fn takes_vectors(isa: Isa, cache: &CpuKvCache) -> bool {
     isa == Isa::Avx512Bf16 && matches!(cache.kind(), Kind::Pairs | Kind::Fp8Pairs) && is_whole
 }
 
-/// Computes a tile with the given instruction set.
+/// Computes a tile with the attention's instruction set.
 fn run_tile(
     attention: &Attention<'_>,
     tile: QueryTile,
@@ -209,55 +209,56 @@ fn run_tile(
     #[cfg(target_arch = "x86_64")]
     use std::arch::x86_64::{__m256, __m512};
 
-    #[cfg(target_arch = "x86_64")]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
-    fn avx512bf16(a: &Attention<'_>, t: QueryTile, v: &View<'_>, s: &mut AttentionScratch) {
-        match v.cache.kind() {
-            Kind::Fp8Pairs => bfloat16::run_tile::<super::simd::Bf16, u16>(a, t, v, s),
-            _ => bfloat16::run_tile::<super::simd::Bf16, u32>(a, t, v, s),
-        }
+    // A function for each kind and instruction set: everything below them is inlined, and what all
+    // kinds take in one function takes the compiler minutes.
+    macro_rules! run {
+        ($module:ident, $element:ty) => {{
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
+            fn avx512(a: &Attention<'_>, t: QueryTile, v: &View<'_>, s: &mut AttentionScratch) {
+                $module::run_tile::<__m512, $element>(a, t, v, s);
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            fn avx2(a: &Attention<'_>, t: QueryTile, v: &View<'_>, s: &mut AttentionScratch) {
+                $module::run_tile::<__m256, $element>(a, t, v, s);
+            }
+            match attention.isa {
+                // SAFETY: the backend refuses an instruction set that this machine lacks.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512Bf16 | Isa::Avx512 => unsafe { avx512(attention, tile, view, scratch) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2Fma => unsafe { avx2(attention, tile, view, scratch) },
+                _ => $module::run_tile::<Plain, $element>(attention, tile, view, scratch),
+            }
+        }};
     }
-    #[cfg(target_arch = "x86_64")]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
-    fn avx512(a: &Attention<'_>, t: QueryTile, v: &View<'_>, s: &mut AttentionScratch) {
-        run::<__m512>(a, t, v, s);
+    macro_rules! run_pairs {
+        ($element:ty) => {{
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+            fn avx512bf16(a: &Attention<'_>, t: QueryTile, v: &View<'_>, s: &mut AttentionScratch) {
+                bfloat16::run_tile::<super::simd::Bf16, $element>(a, t, v, s);
+            }
+            match attention.isa {
+                // SAFETY: the backend refuses an instruction set that this machine lacks.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512Bf16 if takes_vectors(attention.isa, view.cache) => unsafe {
+                    avx512bf16::run_tile::<$element>(attention, tile, view, scratch);
+                },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512Bf16 => unsafe { avx512bf16(attention, tile, view, scratch) },
+                _ => run!(bfloat16, $element),
+            }
+        }};
     }
-    #[cfg(target_arch = "x86_64")]
-    #[target_feature(enable = "avx2,fma")]
-    fn avx2(a: &Attention<'_>, t: QueryTile, v: &View<'_>, s: &mut AttentionScratch) {
-        run::<__m256>(a, t, v, s);
-    }
-    #[inline(always)]
-    fn run<S: PairSimd>(a: &Attention<'_>, t: QueryTile, v: &View<'_>, s: &mut AttentionScratch) {
-        match v.cache.kind() {
-            Kind::Pairs => bfloat16::run_tile::<S, u32>(a, t, v, s),
-            Kind::Fp8Pairs => bfloat16::run_tile::<S, u16>(a, t, v, s),
-            Kind::Floats => float32::run_tile::<S, f32>(a, t, v, s),
-            Kind::Fp8Floats => float32::run_tile::<S, u8>(a, t, v, s),
-        }
-    }
-    #[cfg(target_arch = "x86_64")]
-    if takes_vectors(attention.isa, view.cache) {
-        let run = match view.cache.kind() {
-            Kind::Fp8Pairs => avx512bf16::run_tile::<u16>,
-            _ => avx512bf16::run_tile::<u32>,
-        };
-        // SAFETY: the backend refuses an instruction set that this machine lacks.
-        return unsafe { run(attention, tile, view, scratch) };
-    }
-    match (attention.isa, view.cache.kind()) {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: the backend refuses an instruction set that this machine lacks.
-        (Isa::Avx512Bf16, Kind::Pairs | Kind::Fp8Pairs) => unsafe {
-            avx512bf16(attention, tile, view, scratch);
-        },
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: as above.
-        (Isa::Avx512Bf16 | Isa::Avx512, _) => unsafe { avx512(attention, tile, view, scratch) },
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: as above.
-        (Isa::Avx2Fma, _) => unsafe { avx2(attention, tile, view, scratch) },
-        _ => run::<Plain>(attention, tile, view, scratch),
+    match view.cache.kind() {
+        Kind::Pairs => run_pairs!(u32),
+        Kind::Fp8Pairs => run_pairs!(u16),
+        Kind::Floats => run!(float32, f32),
+        Kind::Fp8Floats => run!(float32, u8),
     }
 }
 

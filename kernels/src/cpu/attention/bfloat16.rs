@@ -261,22 +261,23 @@ fn mix<S: PairSimd, E: Pairs, const Q: usize, const W: usize>(
         *row = &weights.words[(first + i) * weights.stride..][..weights.stride];
     }
     let base = weights.base;
-    for (i, (_, pairs, _)) in queries.iter().enumerate() {
-        let (own, sums) = (pairs.start..pairs.end, &mut sums[i..=i]);
-        if pairs.front {
-            let half = own.start - 1..own.start;
-            add_values::<S, E, 1, W>(view, half, [rows[i]], base, dim, HIGH, sums);
+    // One loop, so that the code for edges is there only once.
+    for before in [true, false] {
+        for (i, (_, pairs, _)) in queries.iter().enumerate() {
+            let edges = if before {
+                let half = pairs.start - usize::from(pairs.front)..pairs.start;
+                [(half, HIGH), (pairs.start..start.min(pairs.end), u32::MAX)]
+            } else {
+                let half = pairs.end..pairs.end + usize::from(pairs.back);
+                [(end..pairs.end, u32::MAX), (half, LOW)]
+            };
+            for (edge, mask) in edges {
+                let sums = &mut sums[i..=i];
+                add_values::<S, E, 1, W>(view, edge, [rows[i]], base, dim, mask, sums);
+            }
         }
-        let before = own.start..start.min(own.end);
-        add_values::<S, E, 1, W>(view, before, [rows[i]], base, dim, u32::MAX, sums);
-    }
-    add_values::<S, E, Q, W>(view, start..end, rows, base, dim, u32::MAX, &mut sums);
-    for (i, (_, pairs, _)) in queries.iter().enumerate() {
-        let (own, sums) = (pairs.start..pairs.end, &mut sums[i..=i]);
-        add_values::<S, E, 1, W>(view, end..own.end, [rows[i]], base, dim, u32::MAX, sums);
-        if pairs.back {
-            let half = own.end..own.end + 1;
-            add_values::<S, E, 1, W>(view, half, [rows[i]], base, dim, LOW, sums);
+        if before {
+            add_values::<S, E, Q, W>(view, start..end, rows, base, dim, u32::MAX, &mut sums);
         }
     }
     for ((query, _, inverse), sums) in queries.iter().zip(&sums) {

@@ -221,14 +221,15 @@ fn mix<S: Simd, E: Floats, const Q: usize, const W: usize>(
     for (i, row) in rows.iter_mut().enumerate() {
         *row = &weights[(first + i) * columns.stride..][..columns.stride];
     }
-    for (i, query) in queries.iter().enumerate() {
-        let own = query.start..start.min(query.end);
-        add_values::<S, E, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
-    }
-    add_values::<S, E, Q, W>(view, start..end, rows, columns.base, dim, &mut sums);
-    for (i, query) in queries.iter().enumerate() {
-        let own = end..query.end;
-        add_values::<S, E, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
+    // One loop, so that the code for edges is there only once.
+    for before in [true, false] {
+        for (i, query) in queries.iter().enumerate() {
+            let own = if before { query.start..start.min(query.end) } else { end..query.end };
+            add_values::<S, E, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
+        }
+        if before {
+            add_values::<S, E, Q, W>(view, start..end, rows, columns.base, dim, &mut sums);
+        }
     }
     for ((query, sums), inverse) in queries.iter().zip(&sums).zip(inverse) {
         for (w, sum) in sums.iter().enumerate() {
