@@ -17,7 +17,7 @@ use super::isa::Isa;
 use super::kv::{CpuKvCache, Element, Kind};
 use super::math::{LANES, exp, soft_capped, sum_lanes};
 use super::memory::{Disjoint, Scratch};
-use super::simd::{PairSimd, Plain, Simd};
+use super::simd::{Plain, Simd};
 use crate::backend::{AttentionShape, Batch, KvShape, SeqRows};
 use crate::error::KernelError;
 

@@ -121,8 +121,8 @@ impl Gpus {
         self.handles.resize_with(count.max(self.handles.len()), || None);
         for (index, held) in (0u32..).zip(&mut self.handles) {
             let Ok(device) = nvml.device_by_index(index) else {
-                // The GPU has fallen off the bus, or the driver is gone: its last values are no longer
-                // valid.
+                // The GPU has fallen off the bus, or the driver is gone: its last values are no
+                // longer valid.
                 if let Some(held) = held {
                     for gauge in held.all() {
                         stats.clear(gauge);
