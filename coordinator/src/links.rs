@@ -84,7 +84,7 @@ pub async fn accept(
         let (warnings, refused) = (warnings.clone(), refused.clone());
         actix::spawn(async move {
             match shake_hands(stream, &cluster, &frontends, secret.as_ref()).await {
-                Ok(Some(node)) => refused.let_in(&node),
+                Ok(Some(node)) => refused.let_in(peer.ip(), &node),
                 Ok(None) => {}
                 Err(rejected) => {
                     frontends.hub().observer().record().handshake_refused(rejected.refusal);

@@ -154,6 +154,7 @@ int broken = SUCCESS;
 struct Allocation {
     size_t bytes, mapped;
     Gpu* gpu;
+    std::thread::id owner;
 };
 std::map<uint64_t, Allocation> allocations;  // By address.
 std::map<uint64_t, size_t> pinned;
@@ -445,7 +446,14 @@ int cuMemGetInfo_v2(size_t* free_bytes, size_t* total) {
     ENTER("cuMemGetInfo_v2");
     NEEDS_CONTEXT;
     *total = setting("FAKE_CUDA_MEMORY", 4ull << 30);
-    *free_bytes = *total - current->used;
+    // Counts only what this rank has, a thread or a process: tests of one process run side by side.
+    size_t own = 0;
+    for (const auto& entry : allocations) {
+        if (entry.second.gpu == current && entry.second.owner == std::this_thread::get_id()) {
+            own += entry.second.bytes;
+        }
+    }
+    *free_bytes = *total - own;
     return SUCCESS;
 }
 int cuMemAlloc_v2(uint64_t* at, size_t bytes) {
@@ -472,7 +480,7 @@ int cuMemAlloc_v2(uint64_t* at, size_t bytes) {
         memset(base, 0xff, size);
     }
     *at = reinterpret_cast<uint64_t>(base + size - rounded);
-    allocations[*at] = {bytes, size + page, current};
+    allocations[*at] = {bytes, size + page, current, std::this_thread::get_id()};
     current->used += bytes;
     return SUCCESS;
 }

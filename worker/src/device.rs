@@ -129,7 +129,7 @@ pub trait Device: Debug {
     }
 
     /// Checks, before anything of it is given up, that a loaded engine without a cache can have
-    /// steps of another size.
+    /// larger steps.
     ///
     /// # Errors
     /// [`ModelError::Fit`]: how much memory is missing; [`ModelError::Kernel`].

@@ -60,9 +60,10 @@ impl RefusedProcesses {
         all.push_back(Refused { address, refusal, node, reason, times: before + 1, last: now });
     }
 
-    /// A process of this name is let in: it had to wait, or what was wrong with it is mended.
-    pub(super) fn let_in(&self, node: &str) {
-        self.lock().retain(|it| it.node.as_deref() != Some(node));
+    /// The process of this name at this address is let in: it had to wait, or what was wrong with
+    /// it is mended.
+    pub(super) fn let_in(&self, address: IpAddr, node: &str) {
+        self.lock().retain(|it| it.address != address || it.node.as_deref() != Some(node));
     }
 
     /// Those of late, the last one first.
@@ -101,7 +102,9 @@ mod tests {
         }
         let unnamed = RejectedPeer::new(HandshakeRefusal::Authentication, "another secret");
         refused.note(now, address(1), unnamed);
-        refused.let_in("a");
+        refused.let_in(address(2), "a");
+        assert_eq!(refused.list(now).len(), 3, "another process of this name");
+        refused.let_in(address(1), "a");
         let listed: Vec<_> = refused.list(now).into_iter().map(|it| it.reason).collect();
         assert_eq!(listed, ["another secret", "its name is taken"]);
         assert_eq!(refused.list(now)[1].address, address(2).to_string());

@@ -1,5 +1,5 @@
-//! Memory of the CPU backend: aligned zeroed vectors, scratch memory that only grows, and slices
-//! that several tasks write at disjoint places. Knows nothing of their contents.
+//! Memory of the CPU backend: aligned zeroed vectors, scratch memory that grows and can be
+//! freed, and slices that several tasks write at disjoint places. Knows nothing of their contents.
 use std::alloc::{Layout, alloc, dealloc};
 use std::fmt;
 use std::marker::PhantomData;

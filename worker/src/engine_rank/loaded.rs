@@ -75,7 +75,8 @@ impl<D: Device> LoadedShard<D> {
     /// [`ModelError`].
     pub(super) fn check(&mut self, device: &D, sizes: &EngineConfig) -> Result<(), ModelError> {
         self.engine.models().try_for_each(|model| device.check_limits(model, sizes))?;
-        if self.step_tokens == sizes.max_num_batched_tokens {
+        // Smaller steps only give memory back.
+        if sizes.max_num_batched_tokens <= self.step_tokens {
             return Ok(());
         }
         let before = EngineConfig { max_num_batched_tokens: self.step_tokens, ..sizes.clone() };
