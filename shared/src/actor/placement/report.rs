@@ -103,12 +103,6 @@ impl Placement {
             if let Some(actor) = self.adopted(name, instance, creation, restarted) {
                 actor.lived = true;
                 self.failed(now, name, Some(home), reason, effects);
-                let settled = self.after_settling();
-                if let Some(Actor { phase: Phase::Pending { not_before }, .. }) =
-                    self.actors.get_mut(name)
-                {
-                    *not_before = settled.max(*not_before);
-                }
                 self.keep(name);
             }
             return;
@@ -258,7 +252,7 @@ impl Placement {
         if !self.may_adopt(name, instance, &creation) {
             return None;
         }
-        let phase = Phase::Lost { until: Duration::MAX };
+        let phase = Phase::Lost { until: self.after_settling() };
         let mut actor = self.actor(creation, instance.generation, restarted, phase);
         actor.incarnation = instance.incarnation;
         self.actors.insert(name.to_owned(), actor);
