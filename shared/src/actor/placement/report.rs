@@ -94,6 +94,7 @@ impl Placement {
         taken: bool,
         effects: &mut Vec<Effect>,
     ) {
+        let settled = self.after_settling();
         let Some(actor) = self.actors.get_mut(name) else {
             if taken {
                 return;
@@ -107,6 +108,20 @@ impl Placement {
             }
             return;
         };
+        if let Some((_, restarted)) = known
+            && actor.generation == instance.generation
+            && actor.incarnation < instance.incarnation
+            && actor.home().is_none()
+        {
+            // Another coordinator has started it since, and that start is over, too.
+            actor.supervisor = supervisor(&actor.creation, actor.generation, restarted);
+            actor.supervisor.began(now);
+            actor.incarnation = instance.incarnation;
+            actor.phase = Phase::Lost { until: settled };
+            self.failed(now, name, Some(home), reason, effects);
+            self.keep(name);
+            return;
+        }
         let is_there = actor.home().is_none_or(|at| at == home);
         if actor.instance() != instance || !is_there {
             return;

@@ -320,6 +320,38 @@ fn one_that_is_to_be_started_again_before_it_is_back_waits_for_reports_of_it() {
 }
 
 #[test]
+fn a_start_that_etcd_does_not_have_and_that_is_over_counts() {
+    let instance = Instance { generation: 7, incarnation: 4 };
+    // Its restarts are used up.
+    let kept = || Kept { creation: with_argument("a"), start: start(7, 3, 1, 1) };
+    let used_up = Restarted { total: 2, in_a_row: 2 };
+    let (mut placement, _) = next(kept(), &[4]);
+    let mut effects = Vec::new();
+    let dead = report(instance, ActorLife::Dead, used_up);
+    placement.placed(ms(500), home(1), "n1", dead, false, &mut effects);
+    assert_eq!(life(&effects).unwrap().life, ActorLife::Dead);
+    assert_eq!(stored(&mut placement), [delete("a")]);
+    assert!(begun(&tick(&mut placement, GRACE)).is_empty());
+    // They are not: whether the start before was reported first, or not.
+    for before in [false, true] {
+        let (mut placement, _) = next(Kept { start: start(7, 3, 0, 0), ..kept() }, &[4]);
+        if before {
+            let first = Instance { incarnation: 3, ..instance };
+            let dead = report(first, ActorLife::Dead, Restarted::default());
+            placement.placed(ms(400), home(1), "n1", dead, false, &mut Vec::new());
+        }
+        let dead = report(instance, ActorLife::Dead, Restarted { total: 1, in_a_row: 1 });
+        placement.placed(ms(500), home(1), "n1", dead, false, &mut Vec::new());
+        let waits = KeptStart { waits: true, ..start(7, 4, 2, 2) };
+        assert_eq!(stored(&mut placement), [put(None, "a", waits)]);
+        assert!(begun(&tick(&mut placement, GRACE - ms(1))).is_empty());
+        let begin = begun(&tick(&mut placement, GRACE)).remove(0).1;
+        assert_eq!(begin.instance.incarnation, 5, "no start is used twice");
+        assert_eq!(begin.restarted, Restarted { total: 2, in_a_row: 2 });
+    }
+}
+
+#[test]
 fn restarts_that_are_used_up_are_so_at_the_next_coordinator() {
     let kept = Kept { creation: creation("a"), start: start(7, 3, 2, 2) };
     let (mut placement, _) = next(kept, &[4]);
