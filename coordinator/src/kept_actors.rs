@@ -159,7 +159,9 @@ impl Keeper {
         if let Ok(epoch) = epoch(&self.left.view)
             && self.epoch != Some(epoch)
         {
-            self.actors.keep_anew(self.left.ledger.names().await?);
+            // Keys that cannot be read stay.
+            let found = self.left.ledger.load().await?.actors;
+            self.actors.keep_anew(found.into_iter().map(|kept| kept.creation.name).collect());
             self.epoch = Some(epoch);
         }
         loop {
