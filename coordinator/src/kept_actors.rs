@@ -35,17 +35,23 @@ pub struct ActorsLeft {
 
 impl ActorsLeft {
     /// Reads what the leaders before this process kept; it leads now. Waits for etcd for some
-    /// seconds only.
+    /// seconds only, and not at all if it denies the access.
     pub async fn load(etcd: EtcdOptions, view: watch::Receiver<View>) -> Self {
         let mut left = Self { ledger: KeptActors::new(etcd), view, found: None };
+        let mut why = "etcd does not answer".to_owned();
         let read = async {
             while let Err(error) = left.read().await {
                 tracing::debug!(%error, "what actors the last leader kept cannot be read");
+                why = error.to_string();
+                if matches!(error, LedgerError::Denied(_)) {
+                    return;
+                }
                 tokio::time::sleep(AGAIN).await;
             }
         };
-        if tokio::time::timeout(LOAD_PATIENCE, read).await.is_err() {
-            tracing::warn!("the actors that the last leader kept are not read yet");
+        let _ = tokio::time::timeout(LOAD_PATIENCE, read).await;
+        if left.found.is_none() {
+            tracing::warn!(error = why, "the actors that the last leader kept are not read yet");
         }
         left
     }
