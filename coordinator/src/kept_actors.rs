@@ -35,17 +35,23 @@ pub struct ActorsLeft {
 
 impl ActorsLeft {
     /// Reads what the leaders before this process kept; it leads now. Waits for etcd for some
-    /// seconds only.
+    /// seconds only, and not at all if it denies the access.
     pub async fn load(etcd: EtcdOptions, view: watch::Receiver<View>) -> Self {
         let mut left = Self { ledger: KeptActors::new(etcd), view, found: None };
+        let mut why = "etcd does not answer".to_owned();
         let read = async {
             while let Err(error) = left.read().await {
                 tracing::debug!(%error, "what actors the last leader kept cannot be read");
+                why = error.to_string();
+                if matches!(error, LedgerError::Denied(_)) {
+                    return;
+                }
                 tokio::time::sleep(AGAIN).await;
             }
         };
-        if tokio::time::timeout(LOAD_PATIENCE, read).await.is_err() {
-            tracing::warn!("the actors that the last leader kept are not read yet");
+        let _ = tokio::time::timeout(LOAD_PATIENCE, read).await;
+        if left.found.is_none() {
+            tracing::warn!(error = why, "the actors that the last leader kept are not read yet");
         }
         left
     }
@@ -159,7 +165,9 @@ impl Keeper {
         if let Ok(epoch) = epoch(&self.left.view)
             && self.epoch != Some(epoch)
         {
-            self.actors.keep_anew(self.left.ledger.names().await?);
+            // Keys that cannot be read stay.
+            let found = self.left.ledger.load().await?.actors;
+            self.actors.keep_anew(found.into_iter().map(|kept| kept.creation.name).collect());
             self.epoch = Some(epoch);
         }
         loop {

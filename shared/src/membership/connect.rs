@@ -136,6 +136,11 @@ pub(super) fn is_full(reason: &str) -> bool {
     reason.contains("database space exceeded")
 }
 
+/// Whether an error says that etcd's user lacks a permission.
+pub(super) fn is_denied(reason: &str) -> bool {
+    reason.contains("permission denied")
+}
+
 /// Describes an error of etcd, with its remedy if that is known.
 pub(super) fn explained(error: &Error) -> String {
     let text = plain(error);

@@ -5,7 +5,7 @@
 //! written once, and how far it has come at every start. Every write is a transaction on condition
 //! that the writer still leads, as those of the [`ledger`](super::ledger). Only a process that
 //! leads reads, so it finds all that the leaders before it wrote, and nothing is written after.
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use etcd_client::{
@@ -24,8 +24,8 @@ use crate::protocol::actors::creation::{Creation, Needs, Where};
 const DEADLINE: Duration = Duration::from_secs(3);
 /// Number of actors that are read at once; their arguments fill most of what an answer may have.
 const PAGE: i64 = 32;
-/// Number of names that are read at once.
-const NAMES_PAGE: i64 = 1024;
+/// Number of starts that are read at once.
+const STARTS_PAGE: i64 = 1024;
 /// Maximum number of keys that are read, so that nothing that others wrote fills the memory.
 const KEYS_MAX: usize = 4 * CREATED_MAX;
 /// What actors were created with.
@@ -84,8 +84,8 @@ impl KeptActors {
     /// [`LedgerError`].
     pub async fn load(&mut self) -> Result<Found, LedgerError> {
         let mut client = self.connect().await?;
-        let created = self.read(&mut client, CREATED, PAGE, false).await?;
-        let starts = self.read(&mut client, STARTS, NAMES_PAGE, false).await?;
+        let created = self.read(&mut client, CREATED, PAGE).await?;
+        let starts = self.read(&mut client, STARTS, STARTS_PAGE).await?;
         self.client = Some(client);
         let mut found = Found::default();
         for (name, value) in created {
@@ -98,38 +98,19 @@ impl KeptActors {
         Ok(found)
     }
 
-    /// Reads the names of all actors. Call it in a process that leads.
-    ///
-    /// # Errors
-    /// [`LedgerError`].
-    pub async fn names(&mut self) -> Result<Vec<String>, LedgerError> {
-        let mut client = self.connect().await?;
-        let mut names = BTreeSet::new();
-        for kind in [CREATED, STARTS] {
-            let read = self.read(&mut client, kind, NAMES_PAGE, true).await?;
-            names.extend(read.into_keys());
-        }
-        self.client = Some(client);
-        Ok(names.into_iter().collect())
-    }
-
     /// Reads the keys of one kind, page by page. Nobody else writes while this process leads.
     async fn read(
         &self,
         client: &mut Client,
         kind: &str,
         page: i64,
-        names_alone: bool,
     ) -> Result<BTreeMap<String, Vec<u8>>, LedgerError> {
         let first = self.key(kind, "");
         // The first key after all that begin with this prefix: `/` is followed by `0`.
         let end = format!("{}0", first.trim_end_matches('/'));
         let (mut from, mut read) = (first.clone(), BTreeMap::new());
         loop {
-            let mut options = GetOptions::new().with_range(end.as_str()).with_limit(page);
-            if names_alone {
-                options = options.with_keys_only();
-            }
+            let options = GetOptions::new().with_range(end.as_str()).with_limit(page);
             let got = client.get(from, Some(options)).await?;
             for kv in got.kvs() {
                 if let Some(name) = name(kv, &first) {
@@ -273,6 +254,28 @@ mod tests {
         let value = encoded(creation(), &start()).unwrap();
         let started = json(&start()).unwrap();
         let kept = decoded(&creation().name, &value, Some(&started));
+        assert_eq!(kept, Ok(Kept { creation: creation(), start: start() }));
+    }
+
+    /// Whoever changes these bytes loses the actors that the build before has kept.
+    #[test]
+    fn what_is_stored_stays_readable() {
+        let head = concat!(
+            r#"{"generation":18446744073709551614,"class":"counter","#,
+            r#""needs":{"cpus":500,"gpus":0,"memory":0,"custom":{"seats":2}},"#,
+            r#""at":{"node":"n1","soft":true,"labels":{"zone":"west\n"},"spread":false},"#,
+            r#""max_restarts":null,"mailbox":8,"start_limit_ms":1000,"message_limit_ms":0}"#,
+        );
+        let created = [head.as_bytes(), b"\n", &creation().argument].concat();
+        let started = concat!(
+            r#"{"instance":{"generation":18446744073709551614,"incarnation":3},"#,
+            r#""restarted":{"total":5,"in_a_row":2},"waits":false}"#,
+        );
+        let text = |value: Vec<u8>| String::from_utf8_lossy(&value).into_owned();
+        let written = encoded(creation(), &start()).unwrap();
+        assert_eq!(text(written), text(created.clone()));
+        assert_eq!(text(json(&start()).unwrap()), started);
+        let kept = decoded(&creation().name, &created, Some(started.as_bytes()));
         assert_eq!(kept, Ok(Kept { creation: creation(), start: start() }));
     }
 

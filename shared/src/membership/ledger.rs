@@ -10,7 +10,7 @@ use etcd_client::{Client, Compare, CompareOp, Error, PutOptions, Txn, TxnOp};
 use serde::{Deserialize, Serialize};
 
 use super::EtcdOptions;
-use super::connect::explained;
+use super::connect::{explained, is_denied};
 use super::view::LEADER_KEY;
 
 /// Longest wait for an answer.
@@ -26,6 +26,9 @@ pub enum LedgerError {
     /// etcd does not answer, or gives an unexpected answer.
     #[error("{0}")]
     Etcd(String),
+    /// The user may not read or write there.
+    #[error("{0}; `tutti doctor` says what etcd's user needs")]
+    Denied(String),
     /// Another process leads.
     #[error("this process does not lead any more")]
     Fenced,
@@ -42,7 +45,8 @@ pub enum LedgerError {
 
 impl From<Error> for LedgerError {
     fn from(error: Error) -> Self {
-        Self::Etcd(explained(&error))
+        let reason = explained(&error);
+        if is_denied(&reason) { Self::Denied(reason) } else { Self::Etcd(reason) }
     }
 }
 

@@ -188,9 +188,14 @@ impl Placement {
             // However long it took to be made, that is no life.
             actor.supervisor.began(now);
         }
+        // Until then it, or a later start of it, may still be reported from elsewhere.
+        let until = match actor.phase {
+            Phase::Lost { until } => until,
+            _ => now,
+        };
         match actor.supervisor.on_exit(now) {
             Decision::RestartAfter(wait) => {
-                actor.phase = Phase::Pending { not_before: now + wait };
+                actor.phase = Phase::Pending { not_before: until.max(now + wait) };
                 actor.reason = Some(reason.to_owned());
                 actor.avoid = at;
                 effects.push(Effect::Restarted);

@@ -176,8 +176,8 @@ impl Placement {
         self.keeping.enabled = true;
     }
 
-    /// Etcd may have lost what it had, and has something under these names, which may not be what
-    /// was written: all is written again. Called while nothing is being written.
+    /// Etcd may have lost what it had, and has actors of these names, which may not be what was
+    /// written: all is written again. Called while nothing is being written.
     pub fn keep_anew(&mut self, names: Vec<String>) {
         let kept = self.actors.iter().filter(|(_, actor)| actor.is_kept());
         self.keeping.due = kept.map(|(name, _)| name.clone()).chain(names.clone()).collect();

@@ -94,6 +94,7 @@ impl Placement {
         taken: bool,
         effects: &mut Vec<Effect>,
     ) {
+        let settled = self.after_settling();
         let Some(actor) = self.actors.get_mut(name) else {
             if taken {
                 return;
@@ -103,16 +104,24 @@ impl Placement {
             if let Some(actor) = self.adopted(name, instance, creation, restarted) {
                 actor.lived = true;
                 self.failed(now, name, Some(home), reason, effects);
-                let settled = self.after_settling();
-                if let Some(Actor { phase: Phase::Pending { not_before }, .. }) =
-                    self.actors.get_mut(name)
-                {
-                    *not_before = settled.max(*not_before);
-                }
                 self.keep(name);
             }
             return;
         };
+        if let Some((_, restarted)) = known
+            && actor.generation == instance.generation
+            && actor.incarnation < instance.incarnation
+            && actor.home().is_none()
+        {
+            // Another coordinator has started it since, and that start is over, too.
+            actor.supervisor = supervisor(&actor.creation, actor.generation, restarted);
+            actor.supervisor.began(now);
+            actor.incarnation = instance.incarnation;
+            actor.phase = Phase::Lost { until: settled };
+            self.failed(now, name, Some(home), reason, effects);
+            self.keep(name);
+            return;
+        }
         let is_there = actor.home().is_none_or(|at| at == home);
         if actor.instance() != instance || !is_there {
             return;
@@ -258,7 +267,7 @@ impl Placement {
         if !self.may_adopt(name, instance, &creation) {
             return None;
         }
-        let phase = Phase::Lost { until: Duration::MAX };
+        let phase = Phase::Lost { until: self.after_settling() };
         let mut actor = self.actor(creation, instance.generation, restarted, phase);
         actor.incarnation = instance.incarnation;
         self.actors.insert(name.to_owned(), actor);

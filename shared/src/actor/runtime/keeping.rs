@@ -51,7 +51,7 @@ impl ActorRuntime {
         self.decided(&mut state, effects);
     }
 
-    /// Etcd may have lost what it had, and has something under these names: all is written again.
+    /// Etcd may have lost what it had, and has actors of these names: all is written again.
     pub fn keep_anew(&self, names: Vec<String>) {
         self.state().placement.keep_anew(names);
     }

@@ -259,12 +259,14 @@ fn what_a_process_reports_goes_first() {
         let news = (incarnation == 5).then(|| put(None, "a", start(7, 5, 6, 0)));
         assert_eq!(stored(&mut placement), news.into_iter().collect::<Vec<_>>());
     }
-    // One that says that it is dead is started again as any other.
+    // One that says that it is dead is started again when no process can still say that it runs a
+    // later start.
     let kept = Kept { creation: with_argument("a"), start: start(7, 3, 6, 0) };
     let (mut placement, _) = next(kept, &[4]);
     let dead = report(Instance { generation: 7, incarnation: 3 }, ActorLife::Dead, restarted);
     placement.placed(ms(500), home(1), "n1", dead, false, &mut Vec::new());
-    assert_eq!(begun(&tick(&mut placement, ms(900)))[0].1.instance.incarnation, 4);
+    assert!(begun(&tick(&mut placement, GRACE - ms(1))).is_empty());
+    assert_eq!(begun(&tick(&mut placement, GRACE))[0].1.instance.incarnation, 4);
     // A start before the last that etcd knows is over, and so is another actor of that name.
     let kept = Kept { creation: with_argument("a"), start: start(7, 3, 6, 0) };
     let (mut placement, _) = next(kept, &[4]);
@@ -273,6 +275,79 @@ fn what_a_process_reports_goes_first() {
         let mut effects = Vec::new();
         placement.placed(ms(500), home(1), "n1", old, false, &mut effects);
         assert_eq!(ended(&effects).len(), 1, "{generation} {incarnation}");
+    }
+}
+
+#[test]
+fn a_start_that_etcd_does_not_have_is_taken_over_after_a_report_of_the_one_before() {
+    let instance = |incarnation| Instance { generation: 7, incarnation };
+    // The first was kept, or nothing is known of it.
+    for kept in [true, false] {
+        let mut placement = if kept {
+            let kept = Kept { creation: with_argument("a"), start: start(7, 3, 0, 0) };
+            next(kept, &[4, 4, 4]).0
+        } else {
+            keeping(&[4, 4, 4])
+        };
+        placement.settle(Duration::ZERO);
+        let dead = report(instance(3), ActorLife::Dead, Restarted::default());
+        placement.placed(ms(500), home(1), "n1", dead, false, &mut Vec::new());
+        assert!(begun(&tick(&mut placement, ms(900))).is_empty());
+        let restarted = Restarted { total: 1, in_a_row: 1 };
+        let lives = report(instance(4), ActorLife::Alive, restarted);
+        let mut effects = Vec::new();
+        placement.placed(ms(1000), home(2), "n2", lives, false, &mut effects);
+        assert!(ended(&effects).is_empty(), "{effects:?}");
+        let told = life(&effects).unwrap();
+        assert_eq!((told.life, told.restarts), (ActorLife::Alive, 1));
+        let effects = tick(&mut placement, GRACE + ms(400));
+        assert!(begun(&effects).is_empty() && ended(&effects).is_empty());
+        let creation = (!kept).then(|| with_argument("a"));
+        assert_eq!(stored(&mut placement), [put(creation, "a", start(7, 4, 1, 1))]);
+    }
+}
+
+#[test]
+fn one_that_is_to_be_started_again_before_it_is_back_waits_for_reports_of_it() {
+    let kept = Kept { creation: with_argument("a"), start: start(7, 3, 0, 0) };
+    let (mut placement, _) = next(kept, &[4]);
+    let mut effects = Vec::new();
+    placement.kill(ms(1), 1, "a", true, &mut effects).unwrap();
+    assert_eq!(answers(&effects).len(), 1);
+    assert!(begun(&tick(&mut placement, GRACE - ms(1))).is_empty());
+    let begin = begun(&tick(&mut placement, GRACE)).remove(0).1;
+    assert_eq!((begin.instance.incarnation, begin.restarted.total), (4, 1));
+}
+
+#[test]
+fn a_start_that_etcd_does_not_have_and_that_is_over_counts() {
+    let instance = Instance { generation: 7, incarnation: 4 };
+    // Its restarts are used up.
+    let kept = || Kept { creation: with_argument("a"), start: start(7, 3, 1, 1) };
+    let used_up = Restarted { total: 2, in_a_row: 2 };
+    let (mut placement, _) = next(kept(), &[4]);
+    let mut effects = Vec::new();
+    let dead = report(instance, ActorLife::Dead, used_up);
+    placement.placed(ms(500), home(1), "n1", dead, false, &mut effects);
+    assert_eq!(life(&effects).unwrap().life, ActorLife::Dead);
+    assert_eq!(stored(&mut placement), [delete("a")]);
+    assert!(begun(&tick(&mut placement, GRACE)).is_empty());
+    // They are not: whether the start before was reported first, or not.
+    for before in [false, true] {
+        let (mut placement, _) = next(Kept { start: start(7, 3, 0, 0), ..kept() }, &[4]);
+        if before {
+            let first = Instance { incarnation: 3, ..instance };
+            let dead = report(first, ActorLife::Dead, Restarted::default());
+            placement.placed(ms(400), home(1), "n1", dead, false, &mut Vec::new());
+        }
+        let dead = report(instance, ActorLife::Dead, Restarted { total: 1, in_a_row: 1 });
+        placement.placed(ms(500), home(1), "n1", dead, false, &mut Vec::new());
+        let waits = KeptStart { waits: true, ..start(7, 4, 2, 2) };
+        assert_eq!(stored(&mut placement), [put(None, "a", waits)]);
+        assert!(begun(&tick(&mut placement, GRACE - ms(1))).is_empty());
+        let begin = begun(&tick(&mut placement, GRACE)).remove(0).1;
+        assert_eq!(begin.instance.incarnation, 5, "no start is used twice");
+        assert_eq!(begin.restarted, Restarted { total: 2, in_a_row: 2 });
     }
 }
 
