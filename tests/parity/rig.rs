@@ -31,6 +31,9 @@ use worker::rank::StepSource;
 
 use crate::masks;
 
+/// How long a step may take: long enough for one that computes beside other work, at low priority.
+const PATIENCE: Duration = Duration::from_secs(300);
+
 const BLOCK_SIZE: u32 = 16;
 const NUM_BLOCKS: u32 = 2048;
 const SEQS_MAX: u32 = 64;
@@ -580,8 +583,7 @@ impl Rig {
         for sender in &self.plans {
             sender.send((plan.clone(), masks.clone())).unwrap();
         }
-        let (outputs, drafted) =
-            self.outputs.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+        let (outputs, drafted) = self.outputs.recv_timeout(PATIENCE).unwrap().unwrap();
         assert_eq!(drafted.len(), asked.len(), "told of each that was asked for");
         for (seq, drafted) in asked.iter().zip(&drafted) {
             let tokens = outputs.iter().filter(|output| output.seq == *seq).count() as u32;
@@ -627,7 +629,7 @@ impl Rig {
         for sender in &self.plans {
             sender.send((plan.clone(), Vec::new())).unwrap();
         }
-        self.outputs.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+        self.outputs.recv_timeout(PATIENCE).unwrap().unwrap();
         self.next_block = 0;
     }
 }
