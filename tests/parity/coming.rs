@@ -11,13 +11,13 @@ use shared::protocol::{
 use shared::sampling::SamplingParams;
 use testkit::adapters::AdapterSpec;
 use testkit::models::{goldens, variant};
-use worker::device::{CpuDevice, CudaDevice, Device};
+use worker::device::{CpuDevice, Device};
 use worker::engine_rank::EngineRank;
 use worker::model::lora::Piece;
 use worker::rank::{AbortSlot, AdapterSink, EmptyStepSource, FormObserver, Rank as _};
 
 use crate::adapters::Scratch;
-use crate::rig::fake_nccl_options;
+use crate::rig::fake_gpu;
 
 const TOKENS: u32 = 6;
 const BLOCK: u32 = 16;
@@ -255,11 +255,5 @@ fn adapters_come_and_go_on_cpus() {
 /// In graphs that were recorded before the adapters came.
 #[test]
 fn adapters_come_and_go_on_gpus() {
-    adapters_come_and_go(|| CudaDevice {
-        options: fake_nccl_options(0),
-        memory_utilization: 0.9,
-        memory_free: 1 << 32,
-        warmup: Duration::from_secs(5),
-        uuid: String::new(),
-    });
+    adapters_come_and_go(|| fake_gpu(0, Duration::from_secs(5)));
 }

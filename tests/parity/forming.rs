@@ -8,12 +8,12 @@ use shared::protocol::{
     CollectiveSpec, Dtype, EngineConfig, Form, KvCacheDtype, Lora, Quantization,
 };
 use testkit::models::variant;
-use worker::device::{CpuDevice, CudaDevice, Device};
+use worker::device::{CpuDevice, Device};
 use worker::engine_rank::EngineRank;
 use worker::rank::{AbortSlot, FormError, FormObserver, Rank as _};
 
 use crate::checkpoint::Folder;
-use crate::rig::fake_nccl_options;
+use crate::rig::fake_gpu;
 
 /// Relays rank 0's group id to rank 1 and, if requested, ends the epoch while the rank loads.
 struct FormReporter<'a> {
@@ -65,13 +65,7 @@ fn form(rank: u32, epoch: u64) -> Form {
 /// Forms a rank as its coordinator does; returns the load times, in seconds, of two epochs, of
 /// which the first ends while the rank loads.
 fn formed(rank: u32, slots: &[AbortSlot; 2]) -> [f64; 2] {
-    let device = CudaDevice {
-        options: fake_nccl_options(rank),
-        memory_utilization: 0.9,
-        memory_free: 1 << 32,
-        warmup: Duration::ZERO,
-        uuid: String::new(),
-    };
+    let device = fake_gpu(rank, Duration::ZERO);
     let mut engine = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
     let own = &slots[rank as usize];
     [1, 2].map(|epoch| {
@@ -177,13 +171,7 @@ fn a_draft_model_is_formed_with_its_rank_on_cpus() {
 
 #[test]
 fn a_draft_model_is_formed_with_its_rank_on_gpus() {
-    with_drafts(CudaDevice {
-        options: fake_nccl_options(0),
-        memory_utilization: 0.9,
-        memory_free: 1 << 32,
-        warmup: Duration::from_secs(5),
-        uuid: String::new(),
-    });
+    with_drafts(fake_gpu(0, Duration::from_secs(5)));
 }
 
 /// Whatever a coordinator sends, its worker goes on.
@@ -219,13 +207,7 @@ fn ranks_and_sizes_that_cannot_be_are_refused() {
 #[test]
 fn steps_beyond_a_gpus_memory_are_refused_and_the_weights_stay() {
     let slots = [AbortSlot::default(), AbortSlot::default()];
-    let device = CudaDevice {
-        options: fake_nccl_options(0),
-        memory_utilization: 0.9,
-        memory_free: 1 << 32,
-        warmup: Duration::ZERO,
-        uuid: String::new(),
-    };
+    let device = fake_gpu(0, Duration::ZERO);
     let mut rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
     let mut formed = |epoch, step_tokens| {
         let mut form = alone(epoch, None);
@@ -332,13 +314,7 @@ fn a_folder_that_was_replaced_is_loaded_anew() {
 /// GPU, and its worker goes on.
 #[test]
 fn gpus_refuse_what_they_do_not_take_before_they_load() {
-    let device = CudaDevice {
-        options: fake_nccl_options(0),
-        memory_utilization: 0.9,
-        memory_free: 1 << 32,
-        warmup: Duration::ZERO,
-        uuid: String::new(),
-    };
+    let device = fake_gpu(0, Duration::ZERO);
     let slots = [AbortSlot::default(), AbortSlot::default()];
     let mut rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
     let mut formed = |folder: &Folder, edit: fn(&mut Form)| {

@@ -18,6 +18,7 @@ use shared::protocol::{
 use shared::sampling::SamplingParams;
 use testkit::fake_cuda::{fake_cuda_of, fake_nccl};
 use testkit::relay::SharedRelay;
+use worker::device::CudaDevice;
 use worker::engine::Engine;
 use worker::model::ModelError;
 use worker::model::config::ModelConfig;
@@ -213,6 +214,17 @@ pub(crate) fn fake_nccl_options(rank: u32) -> CudaOptions {
         exchange: ExchangePolicy::Nccl,
         nccl_lib: Some(nccl),
         ..CudaOptions::default()
+    }
+}
+
+/// The stand-in's GPU number `rank`, for a rank that is formed as its coordinator does.
+pub(crate) fn fake_gpu(rank: u32, warmup: Duration) -> CudaDevice {
+    CudaDevice {
+        options: fake_nccl_options(rank),
+        memory_utilization: 0.9,
+        memory_free: 1 << 32,
+        warmup,
+        uuid: String::new(),
     }
 }
 
