@@ -13,8 +13,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 
-/// Seeds of the orders in which every launch runs; see `Settings::seed` in `emulate/block.h`.
-const SEEDS: std::ops::Range<u32> = 0..4;
+/// Seeds of the orders in which every launch runs, see `Settings::seed` in `emulate/block.h`: by
+/// index, reversed, shuffled.
+const SEEDS: [u32; 3] = [0, 1, 3];
 /// The order in which races are looked for. One is enough: what counts is what orders accesses.
 const RACING_SEED: u32 = 2;
 
@@ -105,12 +106,12 @@ impl Launch<'_> {
     /// Runs it in every order; returns the final contents of its buffers, in the order of the
     /// arguments.
     pub(crate) fn run(&self, args: &[Arg]) -> Vec<Vec<u8>> {
-        let mut running: Vec<Child> = SEEDS.map(|seed| self.start(program(), args, seed)).collect();
+        let mut running = Vec::from(SEEDS.map(|seed| self.start(program(), args, seed)));
         running.push(self.start(racing(), args, RACING_SEED));
         let mut results = running.into_iter().map(|child| self.finish(child, args));
         let first = results.next().unwrap();
-        for (seed, other) in results.enumerate() {
-            assert!(other == first, "{}: order {} gives other bits", self.kernel, seed + 1);
+        for (seed, other) in SEEDS[1..].iter().chain([&RACING_SEED]).zip(results) {
+            assert!(other == first, "{}: order {seed} gives other bits", self.kernel);
         }
         first
     }

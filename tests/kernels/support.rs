@@ -312,7 +312,7 @@ pub(crate) fn assert_gated(
 }
 
 /// Checks that the products of 67 rows with a matrix have the same bits for all `sizes` of batches,
-/// and for any number of threads.
+/// and, for a few sizes, with several threads.
 pub(crate) fn assert_same_in_batches(
     (isa, precision): (Isa, Precision),
     random: &mut Random,
@@ -326,7 +326,9 @@ pub(crate) fn assert_same_in_batches(
     for threads in [1, 2, 3] {
         let mut backend = backend_in(isa, precision, threads);
         let packed = load(&mut backend);
-        for &m in sizes {
+        // With several threads, what matters is where their shares begin.
+        let few = threads > 1;
+        for &m in sizes.iter().filter(|m| !few || [1, 12, 67].contains(*m)) {
             let (mut linear, mut gated) = (vec![], [vec![], vec![]]);
             for x in x.chunks(m * cols) {
                 let input = buffer(&mut backend, x, cols);

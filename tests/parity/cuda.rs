@@ -525,6 +525,7 @@ pub(crate) fn run_plans(
 /// sequences are in every step.
 #[test]
 fn masked_steps_are_begun_ahead_and_give_the_same_tokens() {
+    let unmasked = run_plans(&mut engine(true), &plans(), true);
     for masked in [&[2usize][..], &[0, 3], &[0, 1, 2, 3, 4, 5]] {
         let script = plans_with(masked);
         let allowed: Vec<_> = script
@@ -549,7 +550,7 @@ fn masked_steps_are_begun_ahead_and_give_the_same_tokens() {
         for ((_, token, _), mask) in known.iter().zip(&allowed) {
             assert!(mask.as_ref().is_none_or(|mask| mask.allows(*token)));
         }
-        assert_ne!(known, run_plans(&mut self::engine(true), &plans(), true), "masks matter");
+        assert_ne!(known, unmasked, "masks matter");
     }
 }
 

@@ -12,7 +12,7 @@ use crate::cuda::{BLOCK_SIZE, BLOCKS, engine_on};
 use crate::rig::fake_cuda_with;
 
 const PROMPT: u32 = 100;
-const OUTPUT: usize = 6;
+const OUTPUT: usize = 4;
 
 /// A running request, with `chunk` tokens per step.
 struct Request {
@@ -113,8 +113,7 @@ fn in_four_ways(model: &str, batch_invariant: bool, others: u32) -> [(Vec<u32>, 
 #[test]
 fn a_request_gets_the_same_bits_however_it_is_run() {
     // With experts, tiles contain different slots, and different numbers of slots.
-    for (model, others) in [("llama-gqa", 66), ("mixtral", 20), ("qwen3-moe", 40), ("gpt-oss", 20)]
-    {
+    for (model, others) in [("llama-gqa", 66), ("qwen3-moe", 40), ("gpt-oss", 20)] {
         let ways = in_four_ways(model, true, others);
         for (way, result) in ["in pieces", "among others", "again"].iter().zip(&ways[1..]) {
             assert_eq!(result, &ways[0], "{model}: {way}");

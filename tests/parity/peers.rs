@@ -16,11 +16,14 @@ use crate::cuda::check;
 use crate::nccl::transcript;
 use crate::rig::{On, fake_peers_alone};
 
-fn same_bits(folder: &str, degree: u32) {
+/// All fused and one-shot; depending on size; all two-shot.
+const EVERY_WAY: &[usize] = &[1 << 20, BY_SIZE, 0];
+const BY_SIZE: usize = 1024;
+
+fn same_bits(folder: &str, degree: u32, ways: &[usize]) {
     let model = variant(folder);
     let host = transcript(On::FakeCuda, &model, degree, 12);
-    // All fused and one-shot; depending on size; all two-shot.
-    for one_shot in [1 << 20, 1024, 0] {
+    for &one_shot in ways {
         let devices = transcript(On::FakePeers(one_shot), &model, degree, 12);
         assert_eq!(devices, host, "one-shot up to {one_shot} bytes");
     }
@@ -28,28 +31,28 @@ fn same_bits(folder: &str, degree: u32) {
 
 #[test]
 fn llama_gqa_tp2() {
-    same_bits("llama-gqa", 2);
+    same_bits("llama-gqa", 2, EVERY_WAY);
 }
 
 /// Two ranks share a KV head.
 #[test]
 fn llama_gqa_tp4() {
-    same_bits("llama-gqa", 4);
+    same_bits("llama-gqa", 4, EVERY_WAY);
 }
 
 #[test]
 fn qwen2_tp2() {
-    same_bits("qwen2", 2);
+    same_bits("qwen2", 2, &[BY_SIZE]);
 }
 
 #[test]
 fn gemma3_tp2() {
-    same_bits("gemma3", 2);
+    same_bits("gemma3", 2, &[BY_SIZE]);
 }
 
 #[test]
 fn llama_mha_bias_tp4() {
-    same_bits("llama-mha-bias", 4);
+    same_bits("llama-mha-bias", 4, &[BY_SIZE]);
 }
 
 #[test]

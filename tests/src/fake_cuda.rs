@@ -5,6 +5,8 @@ use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use tempfile::TempDir;
+
 /// Optimised, since a model runs on it; without fused multiply-add, so that sums are computed as
 /// written. Its threads switch often and look at thread-local variables each time, so these are
 /// reached without a call.
@@ -111,20 +113,48 @@ fn fake_cuda_with(folder: &Path, defines: &[String]) -> Result<FakeCuda, String>
     let scratch = tempfile::tempdir_in(folder).map_err(|error| error.to_string())?;
     std::fs::write(scratch.path().join("entries.inc"), entries(&cuda)?)
         .map_err(|error| error.to_string())?;
-    let is_unit = |path: &&PathBuf| {
-        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        let program = ["main.cpp", "ranks.cpp", "rules.cu"].contains(&name);
-        (name.ends_with(".cu") || name.ends_with(".cpp")) && !program
-    };
-    let units: Vec<&PathBuf> = sources.iter().filter(is_unit).collect();
-    compile(scratch.path(), &cuda, &units, defines)?;
+    let kernels = emulated_kernels(folder, &cuda, &sources)?;
+    let own = compile(scratch.path(), &cuda, &[&driver], defines)?;
+    link(scratch.path(), &[own, kernels].concat())?;
     let kernels = scratch.path().join("kernels");
     std::fs::create_dir(&kernels).map_err(|error| error.to_string())?;
     std::fs::write(kernels.join("all.fatbin"), "fake fatbin").map_err(|error| error.to_string())?;
-    // Atomic; another process may have been faster.
-    match std::fs::rename(scratch.keep(), &target) {
-        Ok(()) => Ok(made),
-        Err(_) if target.is_dir() => Ok(made),
+    publish(scratch, &target)?;
+    Ok(made)
+}
+
+/// The objects of the kernels and of their emulation, which all variants of the driver share: they
+/// take most of the compiler's time.
+fn emulated_kernels(
+    folder: &Path,
+    cuda: &Path,
+    sources: &[PathBuf],
+) -> Result<Vec<PathBuf>, String> {
+    let is_unit = |path: &&PathBuf| {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let other = ["main.cpp", "ranks.cpp", "rules.cu", "driver.cpp"].contains(&name);
+        (name.ends_with(".cu") || name.ends_with(".cpp")) && !other
+    };
+    let units: Vec<&PathBuf> = sources.iter().filter(is_unit).collect();
+    let mut hasher = DefaultHasher::new();
+    FLAGS.hash(&mut hasher);
+    for path in sources.iter().filter(|path| path.starts_with(cuda)) {
+        (path, std::fs::read(path).map_err(|error| error.to_string())?).hash(&mut hasher);
+    }
+    let target = folder.join(format!("fake-cuda-kernels-{:016x}", hasher.finish()));
+    if !target.is_dir() {
+        let scratch = tempfile::tempdir_in(folder).map_err(|error| error.to_string())?;
+        compile(scratch.path(), cuda, &units, &[])?;
+        publish(scratch, &target)?;
+    }
+    Ok((0..units.len()).map(|index| target.join(format!("{index}.o"))).collect())
+}
+
+/// Renames a complete folder, which is atomic. Another process may have been faster.
+fn publish(made: TempDir, target: &Path) -> Result<(), String> {
+    match std::fs::rename(made.keep(), target) {
+        Ok(()) => Ok(()),
+        Err(_) if target.is_dir() => Ok(()),
         Err(error) => Err(error.to_string()),
     }
 }
@@ -146,12 +176,13 @@ fn entries(cuda: &Path) -> Result<String, String> {
     names.map(|name| line(name).ok_or_else(|| missing(name))).collect()
 }
 
+/// Compiles each unit, all at once, to an object below `scratch` that is named for its index.
 fn compile(
     scratch: &Path,
     cuda: &Path,
     units: &[&PathBuf],
     defines: &[String],
-) -> Result<(), String> {
+) -> Result<Vec<PathBuf>, String> {
     let mut running = Vec::new();
     let mut objects = Vec::new();
     for (index, unit) in units.iter().enumerate() {
@@ -176,6 +207,11 @@ fn compile(
             return Err(String::from_utf8_lossy(&output.stderr).into_owned());
         }
     }
+    Ok(objects)
+}
+
+/// Links the library, below `scratch/lib`.
+fn link(scratch: &Path, objects: &[PathBuf]) -> Result<(), String> {
     let libraries = scratch.join("lib");
     std::fs::create_dir(&libraries).map_err(|error| error.to_string())?;
     let driver = libraries.join("libcuda.so");
@@ -184,7 +220,7 @@ fn compile(
         .args(FLAGS)
         .args(["-shared", "-Wl,-soname,libcuda.so", "-o"])
         .arg(&driver)
-        .args(&objects)
+        .args(objects)
         .output()
         .map_err(|error| error.to_string())?;
     if !linked.status.success() {
