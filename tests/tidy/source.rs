@@ -19,6 +19,7 @@ const TOP_LEVEL: &[&str] = &[
     "Cargo.toml",
     "LICENSE",
     "README.md",
+    "SECURITY.md",
     "cluster-configs",
     "clippy.toml",
     "coordinator",

@@ -116,12 +116,23 @@ fn help(option: &Arg) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
+/// What a command takes without a name, in brackets if it may be left out, with a space before it.
+fn arguments(command: &Command) -> String {
+    let names = command.get_positionals().flat_map(|it| it.get_value_names()).flatten();
+    let names: Vec<String> = names.map(ToString::to_string).collect();
+    let names = names.join(" ");
+    match command.get_positionals().any(Arg::is_required_set) {
+        true => format!(" {names}"),
+        false if names.is_empty() => String::new(),
+        false => format!(" [{names}]"),
+    }
+}
+
 fn page(command: &Command, rows: &[Row]) -> String {
     let mut page = String::from(HEAD);
     page.push_str("\n## Commands\n\n| command | description |\n| --- | --- |\n");
     for (name, subcommand) in commands(command) {
-        let arguments = subcommand.get_positionals().flat_map(|it| it.get_value_names());
-        let arguments = arguments.flatten().fold(String::new(), |text, it| format!("{text} {it}"));
+        let arguments = arguments(subcommand);
         let about = subcommand.get_about().map(ToString::to_string).unwrap_or_default();
         // Writing to a String cannot fail.
         let _ = writeln!(page, "| `tutti {name}{arguments}` | {} |", prose(&about));
@@ -182,7 +193,7 @@ mod tests {
             .subcommand(Command::new("up").about("Starts").arg(listen("a:1")).arg(flag()))
             .subcommand(Command::new("front").arg(listen("a:2")).arg(flag()))
             .subcommand(
-                Command::new("log").arg(Arg::new("node").value_name("NODE")).arg(
+                Command::new("log").arg(Arg::new("node").value_name("NODE").required(true)).arg(
                     Arg::new("level").long("level").value_name("L").value_parser(["low", "high"]),
                 ),
             )
@@ -224,7 +235,7 @@ mod tests {
         assert!(page.contains("| `--fast` | no | up, front | \\<b> \\| `a\\|<c>` |"), "{page}");
         assert!(page.contains("| `tutti log NODE` |"), "{page}");
         assert!(
-            page.contains("| `tutti set up NODE` |") && !page.contains("`tutti set`"),
+            page.contains("| `tutti set up [NODE]` |") && !page.contains("`tutti set`"),
             "{page}"
         );
         assert!(!page.contains("secret"), "{page}");

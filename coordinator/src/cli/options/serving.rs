@@ -58,7 +58,7 @@ fn parse_step_tokens(text: &str) -> Result<StepTokens, String> {
 /// Options of the roles that serve HTTP.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ServingArgs {
-    /// Model: a name on Hugging Face's hub (ORG/NAME), which every host downloads what it needs of,
+    /// Model: a name on Hugging Face's hub (ORG/NAME), of which every host downloads what it needs,
     /// or a folder in its format, at the same path on every worker's host [default: models/demo]
     #[arg(long, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
