@@ -163,6 +163,24 @@ async fn the_template_tells_how_calls_are_written() {
     let rig = Rig::with_template("{{ tools }} <tool_call>{\"name\": ..}</tool_call>");
     rig.script(|script| script.text = CALLS.to_owned());
     assert_eq!(ask(&rig, &json!({})).await["finish_reason"], "tool_calls");
+    for (template, text) in [
+        (
+            "<tool_call>NAME<arg_key>..</arg_key>",
+            "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>",
+        ),
+        (
+            "<｜tool▁calls▁begin｜>NAME",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{\"city\": \"Rome\"}\
+             <｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
+        ("[func_name1(params_name1=..)]", "[weather(city='Rome')]"),
+    ] {
+        let rig = Rig::with_template(&format!("{{{{ tools }}}} {template}"));
+        rig.script(|script| script.text = format!("{text}<|end|>"));
+        let expected = json!([{"name": "weather", "arguments": "{\"city\": \"Rome\"}"}]);
+        assert_eq!(functions(&ask(&rig, &json!({})).await["message"]), expected, "{text}");
+        assert_eq!(functions(&streamed(&rig, &json!({})).await.0), expected, "{text}");
+    }
     // The demo model's template does not reveal the call format.
     let unknown = Rig::saying(CALLS);
     let reply = unknown.client.post(CHAT, &request(&json!({}))).await.unwrap();
@@ -293,6 +311,31 @@ async fn special_tokens_are_text_where_that_is_asked_for() {
     assert_eq!(ask(&rig, &stop).await["message"]["content"], "a ");
 }
 
+/// What a `stop` string has cut is no call to make.
+#[tokio::test]
+async fn a_call_that_a_stop_string_cuts_is_not_a_reason_to_finish() {
+    let rig = rig(CALLS, Some(CallFormat::Hermes), false);
+    for (stop, reason) in [("Rome", "stop"), ("\"now", "tool_calls"), ("</tool", "tool_calls")] {
+        let choice = ask(&rig, &json!({"stop": [stop]})).await;
+        assert_eq!(
+            (&choice["finish_reason"], &choice["stop_reason"]),
+            (&json!(reason), &json!(stop))
+        );
+        let name = &choice["message"]["tool_calls"][0]["function"]["name"];
+        assert_eq!(name, "weather", "what there was of it is told: {choice}");
+        assert_eq!(streamed(&rig, &json!({"stop": [stop]})).await.1, reason);
+    }
+}
+
+/// Values of this model's own format have no types, so a grammar holds its calls to another one.
+#[tokio::test]
+async fn calls_beside_a_form_of_the_answer_are_read_in_the_format_of_their_grammar() {
+    let rig = rig(&CALLS[8..], Some(CallFormat::Qwen3Coder), false);
+    let choice = ask(&rig, &json!({"response_format": {"type": "json_object"}})).await;
+    assert_eq!(choice["finish_reason"], "tool_calls");
+    assert_eq!(functions(&choice["message"])[0]["name"], "weather");
+}
+
 /// Agents send both a format for the final answer and tools, in every turn.
 #[tokio::test]
 async fn an_answer_may_have_a_form_beside_tools() {
@@ -338,11 +381,31 @@ async fn schemas_of_tools_have_bounds_too() {
     let rig = Rig::saying(&CALLS[8..]);
     let patterns: serde_json::Map<String, Value> =
         (0..65).map(|number| (format!("^{number}"), json!({}))).collect();
-    let parameters = json!({"type": "object", "patternProperties": patterns});
-    let tools = json!([{"type": "function", "function": {"name": "f", "parameters": parameters}}]);
-    let more = json!({"tools": tools, "tool_choice": "required"});
-    let reply = rig.client.post(CHAT, &request(&more)).await.unwrap();
-    assert_eq!((reply.status, &reply.body["error"]["param"]), (400, &json!("tool_choice")));
-    let message = reply.body["error"]["message"].as_str().unwrap();
-    assert!(message.contains("the limit is 64"), "{message}");
+    let many = json!({"type": "object", "patternProperties": patterns});
+    let function = |name: &str, parameters: &Value| {
+        json!({"type": "function", "function": {"name": name, "parameters": parameters,
+            "strict": true}})
+    };
+    let refused = async |parameters: &Value| {
+        let good = function("good", &json!({"type": "object"}));
+        let tools = json!([good, function("bad", parameters)]);
+        let more = json!({"tools": tools, "tool_choice": "required"});
+        let reply = rig.client.post(CHAT, &request(&more)).await.unwrap();
+        assert_eq!((reply.status, &reply.body["error"]["param"]), (400, &json!("tools")));
+        reply.body["error"]["message"].as_str().unwrap().to_owned()
+    };
+    let none = json!({"type": "object", "required": ["a"], "properties": {"a": false}});
+    let unknown = json!({"type": "object", "properties": {"a": {"type": "nothing"}}});
+    for (parameters, why) in [(many, "the limit is 64"), (none, ""), (unknown, "nothing")] {
+        let message = refused(&parameters).await;
+        assert!(message.contains("function \"bad\"") && message.contains(why), "{message}");
+        assert!(!message.contains("NoExtensionBias"), "{message}");
+    }
+    for kind in [json!("string"), json!(["array", "null"]), json!(7)] {
+        let message = refused(&json!({"type": kind})).await;
+        let field = format!("`tools[1].function.parameters.type` must be \"object\", not {kind}");
+        assert_eq!(message, field);
+    }
+    let message = refused(&json!("x")).await;
+    assert!(message.contains("`tools[1].function.parameters` must be a JSON schema"), "{message}");
 }

@@ -69,8 +69,9 @@ pub(crate) struct ApiArgs {
     /// all [default: none]
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
     pub(crate) allowed_origins: Vec<String>,
-    /// How the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder or openai
-    /// (gpt-oss) [default: detected from its chat template]
+    /// How the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder, seed_oss, glm45,
+    /// minimax_m2, deepseek_v3, deepseek_v31, granite, phi4_mini_json, internlm, pythonic, openai
+    /// (gpt-oss), or another of vLLM's names for these [default: detected from its chat template]
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     pub(crate) tool_call_parser: Option<CallFormat>,
     /// Separate a model's reasoning from its answer: think for models that write it between <think>
@@ -183,7 +184,7 @@ fn parse_body_bytes(text: &str) -> Result<u64, String> {
 }
 
 fn parse_format(name: &str) -> Result<CallFormat, String> {
-    let found = CallFormat::ALL.into_iter().find(|format| format.name() == name);
+    let found = CallFormat::of_name(name);
     found.ok_or_else(|| {
         let names: Vec<&str> = CallFormat::ALL.iter().map(|format| format.name()).collect();
         format!("one of {}", names.join(", "))

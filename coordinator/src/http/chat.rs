@@ -13,7 +13,7 @@ use super::generation::{Next, Piece, RunningPrompt, StopReason, usage};
 use super::logprobs::{ChatLogprob, ChatLogprobs};
 use super::message::{CallIds, Delta, Lines, Message};
 use super::params::{Common, Fields, StreamUsage};
-use super::reading::Reading;
+use super::reading::{Reading, Said};
 use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
@@ -55,7 +55,7 @@ struct Choice {
     reading: Reading,
     /// What stands between the messages of the reply.
     lines: Lines,
-    /// Whether tools were called.
+    /// Whether tools were called, and none of the calls was cut by a `stop` string.
     called: bool,
 }
 
@@ -74,10 +74,11 @@ impl Choice {
 
     /// Reads a piece; returns the parts that the client is told of.
     fn read(&mut self, piece: &Piece) -> Vec<Part> {
-        let mut parts = self.reading.take(piece).parts;
+        let Said { mut parts, cuts_call, .. } = self.reading.take(piece);
         parts.iter_mut().for_each(|part| self.lines.join(part));
         parts.retain(|part| self.reading.shows(part));
         self.called |= parts.iter().any(|part| matches!(part, Part::Call { .. }));
+        self.called &= !cuts_call;
         parts
     }
 }

@@ -2,6 +2,8 @@
 //! `/v1/responses` and `/v1/messages` have in common.
 use std::sync::Arc;
 
+use shared::metrics::labels::RejectReason;
+
 use super::classes;
 use super::conversation;
 use super::error::ApiError;
@@ -10,6 +12,7 @@ use super::message::CallIds;
 use super::params::{Common, Fields};
 use super::state::AppState;
 use super::tools::{Begins, Tools, Wanted};
+use crate::guide::GrammarError;
 use crate::text::model::TextModel;
 use crate::text::reply::{Harmony, Reasoning, ReplyRules};
 
@@ -78,9 +81,11 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     let tools = Tools::read(&fields, limits)?;
     let mut rules = tools.rules(state.tool_calls)?;
     let wanted = tools.wanted(&fields, common.asked.take(), state.tool_calls)?;
-    if wanted.as_ref().is_some_and(|wanted| !wanted.has_calls()) {
-        rules.calls = None;
+    // A grammar may hold calls to another format than the model's own.
+    if let Some(wanted) = &wanted {
+        rules.calls = wanted.calls();
     }
+    let is_called = wanted.as_ref().is_some_and(|wanted| wanted.calls().is_some());
     let conversation = conversation::read(&fields, limits, template, tools.told())?;
     common.goes_on = conversation.continue_final_message;
     let shows_reasoning = fields.boolean("include_reasoning", true)?;
@@ -117,7 +122,8 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
         harmony.fenced = common.fences;
     }
     common.asked = asked;
-    state.in_time(deadline, state.make_guide(&mut common)).await?;
+    let tools_of_calls = is_called.then_some(&tools);
+    state.in_time(deadline, make_guide(state, &mut common, tools_of_calls)).await?;
     // A mark that is a special token must not be left out of the text.
     common.keep_special |= marks(&rules);
     let mut tokens = rendered.tokens;
@@ -134,4 +140,24 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     let ids = CallIds { drawn: state.draw_seed(state.next_request()) };
     let told = tools.finish_with_calls();
     Ok(Started { common, running, rules, shows_reasoning, told, ids, id })
+}
+
+/// Compiles the constraint; an error in a function's schema names the function.
+async fn make_guide(
+    state: &AppState,
+    common: &mut Common,
+    tools: Option<&Tools>,
+) -> Result<(), ApiError> {
+    let made = state.make_guide(common).await;
+    if !made.as_ref().is_err_and(|error| error.reason() == Some(RejectReason::Invalid)) {
+        return made;
+    }
+    for (name, spec) in tools.map(Tools::arguments).unwrap_or_default() {
+        let alone = state.text.grammars.compile(&state.text, &spec).await;
+        if let Err(GrammarError::Refused(why)) = alone {
+            let message = format!("`tools`: the parameters of the function {name:?}: {why}");
+            return Err(ApiError::field("tools", message));
+        }
+    }
+    made
 }

@@ -66,6 +66,13 @@ impl ApiError {
         Self { param: Some(param.to_owned()), ..Self::new(StatusCode::BAD_REQUEST, message) }
     }
 
+    /// Names this field, of which the one with the bad value is a part.
+    #[must_use]
+    pub fn of(mut self, field: &str) -> Self {
+        self.param = Some(field.to_owned());
+        self
+    }
+
     /// The body as a whole is bad: 400.
     #[must_use]
     pub fn body(message: impl Into<String>) -> Self {

@@ -1,7 +1,7 @@
 //! A reply as it is read: its pieces of text as parts, and how much of it is reasoning.
 use std::sync::Arc;
 
-use super::generation::Piece;
+use super::generation::{Piece, StopReason};
 use crate::text::reply::{Part, ReplyReader, ReplyRules};
 
 /// Reads one reply.
@@ -21,6 +21,8 @@ pub struct Said {
     pub parts: Vec<Part>,
     /// Some of it was reasoning, or reasoning goes on behind it.
     pub reasons: bool,
+    /// The reply ends within a call, which a `stop` string has cut.
+    pub cuts_call: bool,
 }
 
 impl Reading {
@@ -41,6 +43,8 @@ impl Reading {
                 let reasoned = reader.reasons();
                 reader.push(&piece.text, &mut said.parts);
                 if piece.finish_reason.is_some() {
+                    let is_cut = matches!(piece.stop_reason, Some(StopReason::Text(_)));
+                    said.cuts_call = is_cut && reader.is_within_call();
                     reader.finish(&mut said.parts);
                 }
                 let found = said.parts.iter().any(|part| matches!(part, Part::Reasoning(_)));

@@ -180,7 +180,7 @@ impl Answering {
     }
 
     fn take(&mut self, piece: &Piece, sink: &mut Sink<'_>) -> Result<(), ApiError> {
-        let Said { parts, reasons } = self.reading.take(piece);
+        let Said { parts, reasons, .. } = self.reading.take(piece);
         self.is_cut |= piece.finish_reason == Some("length");
         self.pending.extend(ChatLogprob::of(&self.text, piece.logprobs.as_ref()));
         let answers = parts.iter().any(|part| matches!(part, Part::Content(_)));

@@ -93,6 +93,20 @@ impl Tools {
         Ok(Some(Wanted::Calls(calls, answer)))
     }
 
+    /// Returns the functions that may be called, with the rule `arguments` for each one's: to tell
+    /// which of them has a schema that no grammar can be made of.
+    #[must_use]
+    pub fn arguments(&self) -> Vec<(String, GuideSpec)> {
+        let functions = self.functions(|name| match &self.choice {
+            ToolChoice::Function(wanted) => name == wanted,
+            _ => true,
+        });
+        let grammar = |function: &Function| {
+            GuideSpec::Made(grammar::whole("arguments", &function.rule("arguments")))
+        };
+        functions.iter().map(|function| (function.name.clone(), grammar(function))).collect()
+    }
+
     fn functions(&self, which: impl Fn(&str) -> bool) -> Vec<Function> {
         let tools = self.list.iter().filter_map(Value::as_array).flatten();
         let function = |tool: &Value| {
@@ -126,7 +140,7 @@ impl Tools {
                 rules.only_calls = true;
             }
         }
-        if rules.calls == Some(CallFormat::Qwen3Coder) {
+        if rules.calls.is_some_and(CallFormat::is_untyped) {
             rules.parameters = self.list.as_ref().map(Parameters::of).unwrap_or_default();
         }
         Ok(rules)
@@ -165,10 +179,13 @@ pub struct Calls {
 }
 
 impl Wanted {
-    /// Whether calls can be part of the reply.
+    /// The format of the calls that can be part of the reply, if any can.
     #[must_use]
-    pub fn has_calls(&self) -> bool {
-        matches!(self, Self::Calls(..))
+    pub fn calls(&self) -> Option<CallFormat> {
+        match self {
+            Self::Calls(calls, _) => Some(calls.format),
+            Self::Answer(_) => None,
+        }
     }
 
     /// Whether reasoning may precede it.
@@ -223,12 +240,9 @@ impl Calls {
     }
 }
 
-/// The format of calls that must be made: one that contains JSON, which any model can be held to.
+/// The format of calls that a grammar holds the model to.
 fn forced(format: Option<CallFormat>) -> CallFormat {
-    match format {
-        None | Some(CallFormat::Qwen3Coder) => CallFormat::Hermes,
-        Some(format) => format,
-    }
+    format.unwrap_or(CallFormat::Hermes).forced()
 }
 
 /// Returns the tools given to a template; `None` if there are none.
@@ -252,12 +266,25 @@ pub fn told(fields: &Fields, limits: &Limits) -> Result<Option<Value>, ApiError>
             return Err(ApiError::field("tools", message));
         }
         let parameters = tool.get("function").and_then(|it| it.get("parameters"));
-        if parameters.is_some_and(|it| !it.is_object() && !it.is_null()) {
-            let message = format!("`tools[{index}].function.parameters` must be a JSON schema");
-            return Err(ApiError::field("tools", message));
+        if let Some(parameters) = parameters.filter(|it| !it.is_null()) {
+            check_parameters(index, parameters)?;
         }
     }
     Ok(tools)
+}
+
+/// Rejects a schema whose values are no objects: arguments are.
+fn check_parameters(index: usize, parameters: &Value) -> Result<(), ApiError> {
+    let field = format!("tools[{index}].function.parameters");
+    let wrong = |field: &str, value, expected| Fields::wrong(field, value, expected).of("tools");
+    let schema = parameters.as_object();
+    let schema = schema.ok_or_else(|| wrong(&field, parameters, "a JSON schema"))?;
+    match schema.get("type") {
+        None | Some(Value::Null) => Ok(()),
+        Some(Value::String(kind)) if kind == "object" => Ok(()),
+        Some(Value::Array(kinds)) if kinds.contains(&"object".into()) => Ok(()),
+        Some(kind) => Err(wrong(&format!("{field}.type"), kind, "\"object\"")),
+    }
 }
 
 fn name(tool: &Value) -> Option<&str> {

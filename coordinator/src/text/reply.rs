@@ -5,16 +5,26 @@
 //! that looks like a call at first and turns out not to be one is passed on as text; nothing is
 //! lost.
 //!
+//! - `call`: a call that is read character by character
 //! - `format`: the formats of tool calls
 //! - [`grammar`]: grammars for replies that must call tools or match a schema
+//! - `headed`: calls as a name and its arguments with marks between
 //! - [`harmony`]: the replies of gpt-oss
 //! - `json`: a call's JSON object
+//! - `opening`: what precedes a call
+//! - `prefix`: the result of matching the beginning of a text
+//! - `python`: calls written as in Python
 //! - `rules`: what is looked for in a reply, and what is found
 //! - `xml`: calls written as elements
+mod call;
 mod format;
 pub mod grammar;
 pub mod harmony;
+mod headed;
 mod json;
+mod opening;
+mod prefix;
+mod python;
 mod rules;
 #[cfg(test)]
 mod tests;
@@ -22,10 +32,14 @@ mod xml;
 
 use std::sync::Arc;
 
+use self::call::Call;
 pub use self::format::CallFormat;
+use self::format::Syntax;
 pub use self::harmony::Harmony;
 use self::json::{CallObject, Progress};
+use self::prefix::Prefix;
 pub use self::rules::{Part, Reasoning, ReplyRules};
+use self::xml::Notation;
 pub use self::xml::Parameters;
 
 const THINK: &str = "<think>";
@@ -59,16 +73,16 @@ enum State {
     Reasoning { begun: bool },
     /// White space after reasoning and calls is skipped until the answer has begun.
     Content { begun: bool },
-    /// After the mark that opens calls of [`CallFormat::Mistral`].
+    /// After the mark that opens calls, where it does not tell what follows.
     Opened { opening: String },
-    /// Within a call's JSON object; `opening` is the text that opened it.
-    Call { opening: String, call: CallObject, listed: bool },
-    /// After a tag that may open a call of [`CallFormat::Qwen3Coder`].
+    /// Within a call's JSON object or its like; `opening` is the text that opened it.
+    Call { opening: String, call: Call, listed: bool },
+    /// After a tag that may open a call written as an element.
     Tagged { opening: String },
     /// Within a call's element, after `count` parameters.
     Element { function: String, count: u32 },
-    /// After a call's object.
-    Closing { listed: bool },
+    /// After a call, and `passed` of the marks that may follow it.
+    Closing { listed: bool, passed: usize },
 }
 
 impl ReplyReader {
@@ -100,6 +114,16 @@ impl ReplyReader {
         match &self.messages {
             Some(messages) => messages.reasons(),
             None => matches!(self.state, State::Reasoning { .. }),
+        }
+    }
+
+    /// Whether text that followed would be part of a call that has begun.
+    #[must_use]
+    pub fn is_within_call(&self) -> bool {
+        match (&self.messages, &self.state) {
+            (Some(messages), _) => messages.is_within_call(),
+            (None, State::Call { call, .. }) => call.is_begun(),
+            (None, state) => matches!(state, State::Element { .. }),
         }
     }
 
@@ -141,7 +165,7 @@ impl ReplyReader {
             State::Call { .. } => self.call(parts),
             State::Tagged { .. } => self.tagged(parts),
             State::Element { .. } => self.element(parts),
-            State::Closing { listed } => self.close(listed),
+            State::Closing { listed, passed } => self.close(listed, passed),
         }
     }
 
@@ -163,10 +187,16 @@ impl ReplyReader {
                 return false;
             }
         }
-        if self.rules.calls == Some(CallFormat::Llama3Json) {
-            return self.bare_call(thought);
+        match self.rules.calls {
+            Some(CallFormat::Llama3Json) => return self.bare_call(thought),
+            Some(CallFormat::Pythonic) if text.starts_with('[') => {
+                let space = self.held.len() - text.len();
+                let opening: String = self.held.drain(..space).collect();
+                let opening = if thought { String::new() } else { opening };
+                self.state = State::Opened { opening };
+            }
+            _ => self.state = State::Content { begun: !thought },
         }
-        self.state = State::Content { begun: !thought };
         true
     }
 
@@ -183,7 +213,7 @@ impl ReplyReader {
         self.state = if text.starts_with('{') {
             let opening = self.held[..self.held.len() - text.len()].to_owned();
             self.held = text.to_owned();
-            let call = CallObject::with_arguments();
+            let call = Call::Object(CallObject::with_arguments());
             State::Call { opening, call, listed: false }
         } else {
             State::Content { begun: !thought }
@@ -237,44 +267,33 @@ impl ReplyReader {
         // call.
         let before = self.held[..at].trim_end().len();
         content(&self.held[..before], parts);
-        // Models sometimes forget the tag around a function; the function then opens the call
-        // itself.
-        let end = if opening == xml::FUNCTION { at } else { at + opening.len() };
+        // Models sometimes forget the tag around a function, which then opens the call itself.
+        let end = at + opening.len() - CallFormat::own(opening);
         let opening = self.held[before..end].to_owned();
         self.held.drain(..end);
-        self.state = match self.rules.calls {
-            Some(CallFormat::Qwen3Coder) => State::Tagged { opening },
-            Some(CallFormat::Mistral) => State::Opened { opening },
-            _ => State::Call { opening, call: CallObject::new(), listed: false },
+        self.state = match self.rules.calls.map(CallFormat::syntax) {
+            Some(Syntax::Elements(_)) => State::Tagged { opening },
+            Some(Syntax::Object) | None => {
+                State::Call { opening, call: Call::Object(CallObject::new()), listed: false }
+            }
+            Some(_) => State::Opened { opening },
         };
         true
     }
 
-    /// `[{..}, {..}]`, or `name{..}` with marks between.
+    /// Behind a mark: `[{..}, {..}]`, `{..}`, `name{..}` with marks between, or `[f(..), g(..)]`.
     fn opened(&mut self, parts: &mut Vec<Part>) -> bool {
-        let text = self.held.trim_start();
-        if text.is_empty() || format::may_become_mark(text) {
-            return false;
-        }
-        let (call, at, listed) = if text.starts_with('[') && !format::is_mark(text) {
-            (CallObject::new(), self.held.len() - text.len() + 1, true)
-        } else {
-            let head = &self.held[..self.held.floor_char_boundary(format::HEAD_MAX)];
-            let Some(at) = head.find('{') else {
-                if head.len() < self.held.len() {
-                    self.is_no_call(parts);
-                    return true;
-                }
-                return false;
-            };
-            let name = format::without_marks(&self.held[..at]);
-            let call = if name.is_empty() { CallObject::new() } else { CallObject::of(name) };
-            (call, at, false)
-        };
         let State::Opened { opening } = &self.state else { return false };
-        let opening = format!("{opening}{}", &self.held[..at]);
-        self.held.drain(..at);
-        self.state = State::Call { opening, call, listed };
+        let syntax = self.rules.calls.map_or(Syntax::Object, CallFormat::syntax);
+        match opening::opened(syntax, opening, &self.held) {
+            Prefix::Match((call, listed), taken) => {
+                let opening = format!("{opening}{}", &self.held[..taken]);
+                self.held.drain(..taken);
+                self.state = State::Call { opening, call, listed };
+            }
+            Prefix::Unknown => return false,
+            Prefix::NoMatch => self.is_no_call(parts),
+        }
         true
     }
 
@@ -297,22 +316,30 @@ impl ReplyReader {
         if taken == Progress::All {
             return false;
         }
-        self.state = State::Closing { listed };
+        self.state = State::Closing { listed, passed: 0 };
         true
+    }
+
+    /// How this format writes elements.
+    fn notation(&self) -> &'static Notation {
+        match self.rules.calls.map(CallFormat::syntax) {
+            Some(Syntax::Elements(notation)) => notation,
+            _ => &xml::QWEN,
+        }
     }
 
     /// `<function=f>`, or text that begins like it.
     fn tagged(&mut self, parts: &mut Vec<Part>) -> bool {
         let space = self.held.len() - self.held.trim_start().len();
-        match xml::function(&self.held[space..]) {
-            xml::Prefix::Unknown if space <= SPACE_MAX => return false,
-            xml::Prefix::Match(function, taken) => {
+        match self.notation().function(&self.held[space..]) {
+            Prefix::Unknown if space <= SPACE_MAX => return false,
+            Prefix::Match(function, taken) => {
                 self.held.drain(..space + taken);
                 self.begin(function.clone(), parts);
                 self.add("{".to_owned(), parts);
                 self.state = State::Element { function, count: 0 };
             }
-            xml::Prefix::Unknown | xml::Prefix::NoMatch => self.is_no_call(parts),
+            Prefix::Unknown | Prefix::NoMatch => self.is_no_call(parts),
         }
         true
     }
@@ -323,7 +350,7 @@ impl ReplyReader {
         let (State::Opened { opening } | State::Tagged { opening }) = state else { return };
         content(&opening, parts);
         if opening.trim().is_empty() {
-            // It was the beginning of a function, which must not be tried again.
+            // It was the beginning of a call, which must not be tried again.
             let first = self.held.chars().next().map_or(0, char::len_utf8);
             content(&self.held[..first], parts);
             self.held.drain(..first);
@@ -332,18 +359,19 @@ impl ReplyReader {
 
     /// Parses the next parameter of a call's element.
     fn element(&mut self, parts: &mut Vec<Part>) -> bool {
+        let notation = self.notation();
         let State::Element { function, count } = &mut self.state else { return false };
         let space = self.held.len() - self.held.trim_start().len();
         self.held.drain(..space);
         self.looked = self.looked.saturating_sub(space);
-        if self.held.starts_with(xml::FUNCTION_END) {
-            self.held.drain(..xml::FUNCTION_END.len());
-            self.state = State::Closing { listed: false };
+        if self.held.starts_with(notation.function_end) {
+            self.held.drain(..notation.function_end.len());
+            self.state = State::Closing { listed: false, passed: 0 };
             self.add("}".to_owned(), parts);
             return true;
         }
-        match xml::parameter(&self.held, self.looked, function, &self.rules.parameters) {
-            xml::Prefix::Match(member, taken) => {
+        match notation.parameter(&self.held, self.looked, function, &self.rules.parameters) {
+            Prefix::Match(member, taken) => {
                 self.held.drain(..taken);
                 self.looked = 0;
                 let between = if *count == 0 { "" } else { ", " };
@@ -352,13 +380,13 @@ impl ReplyReader {
                     self.add(format!("{between}{member}"), parts);
                 }
             }
-            xml::Prefix::Unknown => {
+            Prefix::Unknown => {
                 self.looked = self.held.len();
                 return false;
             }
-            xml::Prefix::NoMatch if xml::FUNCTION_END.starts_with(&self.held) => return false,
+            Prefix::NoMatch if notation.function_end.starts_with(&self.held) => return false,
             // Skips a character that has no place here.
-            xml::Prefix::NoMatch => {
+            Prefix::NoMatch => {
                 let first = self.held.chars().next().map_or(0, char::len_utf8);
                 self.held.drain(..first);
             }
@@ -366,51 +394,42 @@ impl ReplyReader {
         true
     }
 
-    /// Skips what is between a call's object and what follows.
-    fn close(&mut self, listed: bool) -> bool {
-        match self.rules.calls {
-            Some(CallFormat::Hermes | CallFormat::Qwen3Coder) => {
-                // Models miscount the braces that close an object.
-                self.skip(|it| it.is_whitespace() || it == '}');
-                let end = format::TOOL_CALL_END;
-                if self.held.starts_with(end) {
-                    self.held.drain(..end.len());
-                } else if end.starts_with(&self.held) {
-                    return false;
-                }
-                self.state = State::Content { begun: false };
-            }
-            Some(CallFormat::Llama3Json) => {
-                self.skip(|it| it.is_whitespace() || it == ';');
-                if self.held.is_empty() {
-                    return false;
-                }
-                self.next_or_content('{', CallObject::with_arguments(), false);
-            }
-            _ if listed => {
-                self.skip(|it| it.is_whitespace() || it == ',');
-                if self.held.is_empty() {
-                    return false;
-                }
-                if self.held.starts_with(']') {
-                    self.held.drain(..1);
-                    self.state = State::Content { begun: false };
-                } else {
-                    self.next_or_content('{', CallObject::new(), true);
-                }
-            }
-            _ => self.state = State::Content { begun: false },
+    /// Skips what is between a call and what follows.
+    fn close(&mut self, listed: bool, passed: usize) -> bool {
+        let Some(format) = self.rules.calls else { return false };
+        // Models miscount the braces that close an object.
+        let miscounts = matches!(format.syntax(), Syntax::Object) && !format.closings().is_empty();
+        let is_listed = |it| listed && it == ',';
+        self.skip(|it| it.is_whitespace() || is_listed(it) || (miscounts && it == '}'));
+        let is_llama = format == CallFormat::Llama3Json;
+        if is_llama {
+            self.skip(|it| it.is_whitespace() || it == ';');
         }
+        if listed || is_llama {
+            let Some(first) = self.held.chars().next() else { return false };
+            if let Some(call) = opening::next_call(format, first) {
+                self.state = State::Call { opening: String::new(), call, listed };
+                return true;
+            }
+            if listed && first == ']' {
+                self.held.drain(..1);
+                self.state = State::Closing { listed: false, passed };
+                return true;
+            }
+        }
+        let marks = format.closings().get(passed..).unwrap_or_default();
+        for (mark, passed) in marks.iter().zip(passed + 1..) {
+            if self.held.starts_with(mark) {
+                self.held.drain(..mark.len());
+                self.state = State::Closing { listed: false, passed };
+                return true;
+            }
+        }
+        if marks.iter().any(|mark| mark.starts_with(&self.held)) {
+            return false;
+        }
+        self.state = State::Content { begun: false };
         true
-    }
-
-    /// The held text begins the next call, or is plain text.
-    fn next_or_content(&mut self, begins: char, call: CallObject, listed: bool) {
-        self.state = if self.held.starts_with(begins) {
-            State::Call { opening: String::new(), call, listed }
-        } else {
-            State::Content { begun: false }
-        };
     }
 
     fn begin(&mut self, name: String, parts: &mut Vec<Part>) {

@@ -28,8 +28,9 @@ fn calls_that_must_be_made_are_read_as_such() {
     ];
     let model = model("models/demo");
     let guides = Guides::new(&model).unwrap();
-    // Harmony, the last format, has grammars of whole messages.
-    for (format, several, begins) in CallFormat::ALL.into_iter().take(4).flat_map(|format| {
+    // Harmony has grammars of whole messages; others are written in the form of another format.
+    let is_own = |it: &CallFormat| *it != CallFormat::Harmony && it.forced() == *it;
+    for (format, several, begins) in CallFormat::ALL.into_iter().filter(is_own).flat_map(|format| {
         [(format, true, None), (format, false, Some(true)), (format, true, Some(false))]
     }) {
         let rules = grammar::calls("calls", format, &functions, several, &|_| None);
@@ -38,10 +39,8 @@ fn calls_that_must_be_made_are_read_as_such() {
             Some(is_open) => grammar::reasoned("calls", &rules, is_open, &|_| None),
         };
         let made = guides.compile(&GuideSpec::Made(text)).unwrap();
-        // Forced calls of Qwen3-Coder are written in the form of Hermes.
-        let read = if format == CallFormat::Qwen3Coder { CallFormat::Hermes } else { format };
         let rules = Arc::new(ReplyRules {
-            calls: Some(read),
+            calls: Some(format),
             reasoning: begins.is_some(),
             begins_reasoning: begins == Some(true),
             ..ReplyRules::default()

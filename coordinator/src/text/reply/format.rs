@@ -1,4 +1,6 @@
 //! The formats in which models write tool calls.
+use super::headed;
+use super::xml::{self, Notation};
 
 /// A tool call format, by the name of vLLM's parser for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,22 +14,80 @@ pub enum CallFormat {
     Mistral,
     /// `<tool_call><function=..><parameter=..>..</parameter></function></tool_call>`: Qwen3-Coder.
     Qwen3Coder,
+    /// As Qwen3-Coder, between `<seed:tool_call>` and its end: Seed-OSS.
+    SeedOss,
+    /// `<tool_call>f<arg_key>..</arg_key><arg_value>..</arg_value></tool_call>`: GLM-4.5 to 4.7.
+    Glm45,
+    /// `<minimax:tool_call><invoke name=".."><parameter name="..">..</parameter></invoke>`:
+    /// MiniMax-M2.
+    MinimaxM2,
+    /// `name<｜tool▁sep｜>` and its arguments in a Markdown fence: DeepSeek V3 and R1.
+    DeepseekV3,
+    /// `name<｜tool▁sep｜>{..}`: DeepSeek V3.1.
+    DeepseekV31,
+    /// `<|tool_call|>` and a list of `{"name": .., "arguments": {..}}`: Granite 3.
+    Granite,
+    /// `functools` and a list of `{"name": .., "arguments": {..}}`: Phi-4-mini.
+    Phi4MiniJson,
+    /// `<|action_start|><|plugin|>{"name": .., "parameters": {..}}<|action_end|>`: InternLM.
+    Internlm,
+    /// `[f(a=1), g(b="x")]` as the whole reply or between marks: Llama 3.2 and 4, OLMo 3.
+    Pythonic,
     /// A message to `functions.NAME`: gpt-oss ([`super::harmony`]).
     Harmony,
+}
+
+/// What follows the mark that opens calls.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Syntax {
+    /// A JSON object.
+    Object,
+    /// A list of JSON objects, or one.
+    List,
+    /// Such a list, or names that are followed by their arguments.
+    Mistral,
+    /// Names between marks, followed by their arguments.
+    Headed,
+    /// Elements.
+    Elements(&'static Notation),
+    /// Calls as Python writes them.
+    Python,
 }
 
 pub(super) const TOOL_CALL: &str = "<tool_call>";
 pub(super) const TOOL_CALL_END: &str = "</tool_call>";
 pub(super) const MISTRAL: &str = "[TOOL_CALLS]";
-/// Longest name of a call with all marks around it, in bytes.
-pub(super) const HEAD_MAX: usize = 256;
 pub(super) const ARGUMENTS: &str = "[ARGS]";
-const CALL_ID: &str = "[CALL_ID]";
+pub(super) const CALL_ID: &str = "[CALL_ID]";
+pub(super) const GRANITE: &str = "<|tool_call|>";
+/// The list that follows is part of the mark, since the word alone is a word.
+pub(super) const FUNCTOOLS: &str = "functools[";
+const PHI_END: &str = "<|/tool_call|>";
+pub(super) const ACTION: &str = "<|action_start|><|plugin|>";
+pub(super) const ACTION_END: &str = "<|action_end|>";
+const PYTHON: &str = "<|python_start|>";
+const PYTHON_END: &str = "<|python_end|>";
+const FUNCTION_CALLS: &str = "<function_calls>";
+const FUNCTION_CALLS_END: &str = "</function_calls>";
 
 impl CallFormat {
     /// All formats.
-    pub const ALL: [Self; 5] =
-        [Self::Hermes, Self::Llama3Json, Self::Mistral, Self::Qwen3Coder, Self::Harmony];
+    pub const ALL: [Self; 14] = [
+        Self::Hermes,
+        Self::Llama3Json,
+        Self::Mistral,
+        Self::Qwen3Coder,
+        Self::SeedOss,
+        Self::Glm45,
+        Self::MinimaxM2,
+        Self::DeepseekV3,
+        Self::DeepseekV31,
+        Self::Granite,
+        Self::Phi4MiniJson,
+        Self::Internlm,
+        Self::Pythonic,
+        Self::Harmony,
+    ];
 
     /// The name of vLLM's parser.
     #[must_use]
@@ -37,8 +97,31 @@ impl CallFormat {
             Self::Llama3Json => "llama3_json",
             Self::Mistral => "mistral",
             Self::Qwen3Coder => "qwen3_coder",
+            Self::SeedOss => "seed_oss",
+            Self::Glm45 => "glm45",
+            Self::MinimaxM2 => "minimax_m2",
+            Self::DeepseekV3 => "deepseek_v3",
+            Self::DeepseekV31 => "deepseek_v31",
+            Self::Granite => "granite",
+            Self::Phi4MiniJson => "phi4_mini_json",
+            Self::Internlm => "internlm",
+            Self::Pythonic => "pythonic",
             Self::Harmony => "openai",
         }
+    }
+
+    /// The format that a name of one of vLLM's parsers stands for.
+    #[must_use]
+    pub fn of_name(name: &str) -> Option<Self> {
+        // Parsers of the same text, or of texts that one parser reads here.
+        let name = match name {
+            "llama4_json" => "llama3_json",
+            "qwen3_xml" => "qwen3_coder",
+            "glm47" => "glm45",
+            "llama4_pythonic" | "olmo3" => "pythonic",
+            name => name,
+        };
+        Self::ALL.into_iter().find(|format| format.name() == name)
     }
 
     /// The format that a chat template teaches, as far as its text reveals.
@@ -47,12 +130,60 @@ impl CallFormat {
         // What each template tells its model to write, the more specific first.
         let marks = [
             ("<|channel|>final<|message|>", Self::Harmony),
+            ("<seed:tool_call>", Self::SeedOss),
+            ("<minimax:tool_call>", Self::MinimaxM2),
+            ("<arg_key>", Self::Glm45),
+            (headed::CALLS, Self::DeepseekV31),
+            (ACTION, Self::Internlm),
             ("<function=", Self::Qwen3Coder),
+            (GRANITE, Self::Granite),
+            ("<|tool|>", Self::Phi4MiniJson),
+            (FUNCTION_CALLS, Self::Pythonic),
+            ("[func_name1(", Self::Pythonic),
             (TOOL_CALL, Self::Hermes),
             (MISTRAL, Self::Mistral),
             ("\"parameters\": dictionary of argument name and its value", Self::Llama3Json),
         ];
-        marks.iter().find(|(mark, _)| source.contains(mark)).map(|(_, format)| *format)
+        let found = marks.iter().find(|(mark, _)| source.contains(mark)).map(|(_, format)| *format);
+        match found {
+            Some(Self::DeepseekV31) if source.contains(headed::FENCE) => Some(Self::DeepseekV3),
+            // Granite 3.1 shows this mark, but has its model write a list.
+            Some(Self::Hermes) if source.contains("followed by a JSON list of tools") => {
+                Some(Self::Granite)
+            }
+            found => found,
+        }
+    }
+
+    pub(super) fn syntax(self) -> Syntax {
+        match self {
+            Self::Hermes | Self::Llama3Json | Self::Internlm | Self::Harmony => Syntax::Object,
+            Self::Granite | Self::Phi4MiniJson => Syntax::List,
+            Self::Mistral => Syntax::Mistral,
+            Self::DeepseekV3 | Self::DeepseekV31 => Syntax::Headed,
+            Self::Qwen3Coder => Syntax::Elements(&xml::QWEN),
+            Self::SeedOss => Syntax::Elements(&xml::SEED),
+            Self::Glm45 => Syntax::Elements(&xml::GLM),
+            Self::MinimaxM2 => Syntax::Elements(&xml::MINIMAX),
+            Self::Pythonic => Syntax::Python,
+        }
+    }
+
+    /// Whether the values of a call's parameters are text, whose type the function's schema tells.
+    #[must_use]
+    pub fn is_untyped(self) -> bool {
+        matches!(self.syntax(), Syntax::Elements(_))
+    }
+
+    /// The format of calls that must be made: one that a grammar can hold the model to.
+    #[must_use]
+    pub fn forced(self) -> Self {
+        match self {
+            format if format.is_untyped() => Self::Hermes,
+            // The models that write it were taught this one too.
+            Self::Pythonic => Self::Llama3Json,
+            format => format,
+        }
     }
 
     /// The marks that open a call; none where a call is the whole reply.
@@ -61,34 +192,55 @@ impl CallFormat {
             Self::Hermes => &[TOOL_CALL],
             Self::Llama3Json | Self::Harmony => &[],
             Self::Mistral => &[MISTRAL],
-            // The model sometimes forgets the first.
-            Self::Qwen3Coder => &[TOOL_CALL, super::xml::FUNCTION],
+            // Models sometimes forget the first.
+            Self::Qwen3Coder => &[TOOL_CALL, xml::FUNCTION],
+            Self::SeedOss => &[xml::SEED_CALL, xml::FUNCTION],
+            Self::MinimaxM2 => &[xml::MINIMAX_CALL, xml::INVOKE],
+            Self::DeepseekV3 | Self::DeepseekV31 => &[headed::CALLS, headed::CALL],
+            Self::Glm45 => &[TOOL_CALL],
+            Self::Granite => &[GRANITE, TOOL_CALL],
+            Self::Phi4MiniJson => &[FUNCTOOLS, GRANITE],
+            Self::Internlm => &[ACTION],
+            Self::Pythonic => &[PYTHON, FUNCTION_CALLS],
+        }
+    }
+
+    /// Bytes at the end of an opening mark that are part of the call itself.
+    pub(super) fn own(opening: &str) -> usize {
+        match opening {
+            xml::FUNCTION | xml::INVOKE => opening.len(),
+            FUNCTOOLS => 1,
+            _ => 0,
+        }
+    }
+
+    /// The marks that may follow a call, in this order, each at most once.
+    pub(super) fn closings(self) -> &'static [&'static str] {
+        match self {
+            Self::Hermes | Self::Qwen3Coder | Self::Granite => &[TOOL_CALL_END],
+            // The end of a call of GLM is the end of its element.
+            Self::Llama3Json | Self::Mistral | Self::Glm45 | Self::Harmony => &[],
+            Self::SeedOss => &[xml::SEED_CALL_END],
+            Self::MinimaxM2 => &[xml::MINIMAX_CALL_END],
+            Self::DeepseekV3 | Self::DeepseekV31 => {
+                &[headed::FENCE_END, headed::CALL_END, headed::CALLS_END]
+            }
+            Self::Phi4MiniJson => &[PHI_END],
+            Self::Internlm => &[ACTION_END],
+            Self::Pythonic => &[PYTHON_END, FUNCTION_CALLS_END],
         }
     }
 
     /// The marks of the format, for which some vocabularies have special tokens.
-    pub(super) fn marks(self) -> &'static [&'static str] {
-        match self {
-            Self::Hermes => &[TOOL_CALL, TOOL_CALL_END],
-            Self::Llama3Json | Self::Harmony => &[],
-            Self::Mistral => &[MISTRAL, ARGUMENTS],
-            Self::Qwen3Coder => &[TOOL_CALL, TOOL_CALL_END, super::xml::FUNCTION],
-        }
+    pub(super) fn marks(self) -> impl Iterator<Item = &'static str> {
+        // Special tokens that are only part of a mark, or stand between others.
+        let more: &[&str] = match self {
+            Self::Mistral => &[ARGUMENTS],
+            Self::Glm45 => &xml::GLM_MARKS,
+            Self::DeepseekV3 | Self::DeepseekV31 => &[headed::SEPARATOR],
+            Self::Internlm => &["<|action_start|>", "<|plugin|>"],
+            _ => &[],
+        };
+        self.openings().iter().chain(self.closings()).chain(more).copied()
     }
-}
-
-/// Whether the text begins with a mark rather than with a list.
-pub(super) fn is_mark(text: &str) -> bool {
-    [ARGUMENTS, CALL_ID].iter().any(|mark| text.starts_with(mark))
-}
-
-/// Whether the text may become a mark.
-pub(super) fn may_become_mark(text: &str) -> bool {
-    [ARGUMENTS, CALL_ID].iter().any(|mark| mark.starts_with(text) && *mark != text)
-}
-
-/// A call's name, without the marks between it and its arguments.
-pub(super) fn without_marks(text: &str) -> String {
-    let end = [ARGUMENTS, CALL_ID].iter().filter_map(|mark| text.find(mark)).min();
-    text[..end.unwrap_or(text.len())].trim().to_owned()
 }

@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::format::{self, CallFormat};
-use super::{THINK, THINK_END};
+use super::{THINK, THINK_END, headed};
 use crate::guide;
 
 /// White space allowed between the parts of arguments: as in the calls that models were trained on.
@@ -33,22 +33,39 @@ pub fn calls(
     special: Special<'_>,
 ) -> String {
     let mark = |text: &str| mark(text, special);
+    let format = format.forced();
     // Models trained with the mark before arguments have a token for it.
     let named = format == CallFormat::Mistral && special(format::ARGUMENTS).is_some();
     let mut rules = String::new();
     for (index, function) in functions.iter().enumerate() {
         let name = Value::from(function.name.as_str());
-        let arguments = function.schema();
-        let call = match format {
+        let (open, close) = match format {
             CallFormat::Mistral if named => {
-                format!("{} {}", quoted(&function.name), mark(format::ARGUMENTS))
+                (format!("{} {}", quoted(&function.name), mark(format::ARGUMENTS)), String::new())
             }
-            CallFormat::Llama3Json => quoted(&format!("{{\"name\": {name}, \"parameters\": ")),
-            _ => quoted(&format!("{{\"name\": {name}, \"arguments\": ")),
+            CallFormat::DeepseekV3 => {
+                let (call, separator) = (mark(headed::CALL), mark(headed::SEPARATOR));
+                let name = quoted(&format!("{}\n{}\n", function.name, headed::FENCE));
+                let end = quoted(&format!("\n{}", headed::FENCE_END));
+                let open = format!("{call} \"function\" {separator} {name}");
+                (open, format!(" {end} {}", mark(headed::CALL_END)))
+            }
+            CallFormat::DeepseekV31 => {
+                let (call, separator) = (mark(headed::CALL), mark(headed::SEPARATOR));
+                let open = format!("{call} {} {separator}", quoted(&function.name));
+                (open, format!(" {}", mark(headed::CALL_END)))
+            }
+            CallFormat::Llama3Json | CallFormat::Internlm => {
+                let open = format!("{{\"name\": {name}, \"parameters\": ");
+                (quoted(&open), " \"}\"".to_owned())
+            }
+            _ => {
+                let open = format!("{{\"name\": {name}, \"arguments\": ");
+                (quoted(&open), " \"}\"".to_owned())
+            }
         };
-        let close = if named { "" } else { " \"}\"" };
-        rules += &format!("call{index}: {call} arguments{index}{close}\n");
-        rules += &format!("arguments{index}: %json {arguments}\n");
+        rules += &format!("call{index}: {open} arguments{index}{close}\n");
+        rules += &function.rule(&format!("arguments{index}"));
     }
     let any: Vec<String> = (0..functions.len()).map(|index| format!("call{index}")).collect();
     rules += &format!("call: {}\n", any.join(" | "));
@@ -56,13 +73,25 @@ pub fn calls(
         true => format!("{first} ({between}{first})*"),
         false => first.to_owned(),
     };
-    let opening = mark(format::MISTRAL);
+    let in_brackets = |opening: &str| format!("{opening} \"[\" {} \"]\"", list("call", "\", \" "));
     let body = match format {
         CallFormat::Llama3Json => list("call", "\"; \" "),
-        CallFormat::Mistral if named => list(&format!("{opening} call"), ""),
-        CallFormat::Mistral => format!("{opening} \"[\" {} \"]\"", list("call", "\", \" ")),
+        CallFormat::Mistral if named => list(&format!("{} call", mark(format::MISTRAL)), ""),
+        CallFormat::Mistral => in_brackets(&mark(format::MISTRAL)),
+        CallFormat::Granite => in_brackets(&mark(format::GRANITE)),
+        CallFormat::Phi4MiniJson => in_brackets(&quoted(format::FUNCTOOLS.trim_end_matches('['))),
+        CallFormat::Internlm => {
+            let [open, plugin, close] =
+                ["<|action_start|>", "<|plugin|>", format::ACTION_END].map(mark);
+            list(&format!("{open} {plugin} \"\\n\" call {close}"), "")
+        }
+        CallFormat::DeepseekV3 | CallFormat::DeepseekV31 => {
+            let (open, close) = (mark(headed::CALLS), mark(headed::CALLS_END));
+            let between = if format == CallFormat::DeepseekV3 { "\"\\n\" " } else { "" };
+            format!("{open} {} {close}", list("call", between))
+        }
         // Harmony replies have a grammar of their own.
-        CallFormat::Hermes | CallFormat::Qwen3Coder | CallFormat::Harmony => {
+        _ => {
             let (open, close) = (mark(format::TOOL_CALL), mark(format::TOOL_CALL_END));
             list(&format!("{open} \"\\n\" call \"\\n\" {close}"), "\"\\n\" ")
         }
@@ -71,6 +100,12 @@ pub fn calls(
 }
 
 impl Function {
+    /// The rule `head`: its arguments.
+    #[must_use]
+    pub fn rule(&self, head: &str) -> String {
+        json(head, &self.schema())
+    }
+
     pub(super) fn schema(&self) -> Value {
         let mut schema = self.parameters.clone().unwrap_or_default();
         if !self.strict {

@@ -143,6 +143,11 @@ impl Reader {
         matches!(self.state, State::Body(MessageBody { of: MessageKind::Reasoning, .. }))
     }
 
+    /// Whether text that followed would be part of a call that has begun.
+    pub(super) fn is_within_call(&self) -> bool {
+        matches!(self.state, State::Body(MessageBody { of: MessageKind::Call, .. }))
+    }
+
     /// Takes more text; appends the parts that are certain.
     pub(super) fn push(&mut self, text: &str, parts: &mut Vec<Part>) {
         self.held.push_str(text);

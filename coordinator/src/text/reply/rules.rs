@@ -59,8 +59,8 @@ impl ReplyRules {
     pub fn marks(&self) -> impl Iterator<Item = &'static str> {
         let harmony: &[&str] = if self.harmony.is_some() { &harmony::MARKS } else { &[] };
         let thought: &[&str] = if self.reasoning { &[THINK, THINK_END] } else { &[] };
-        let calls = self.calls.map_or(&[][..], CallFormat::marks);
-        thought.iter().chain(calls).chain(harmony).copied()
+        let calls = self.calls.into_iter().flat_map(CallFormat::marks);
+        thought.iter().chain(harmony).copied().chain(calls)
     }
 }
 

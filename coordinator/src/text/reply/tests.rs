@@ -1,4 +1,10 @@
 //! Replies in every format, whole and in pieces.
+//!
+//! - `formats`: what models that write other formats than the first ones write
+//! - `python`: calls as Python writes them
+mod formats;
+mod python;
+
 use proptest::prelude::*;
 use serde_json::json;
 
@@ -340,10 +346,27 @@ fn templates_tell_their_form() {
     let llama = "\"parameters\": dictionary of argument name and its value}.";
     assert_eq!(of(llama), Some(CallFormat::Llama3Json));
     assert_eq!(of("{{ messages }}"), None);
+    for (mark, format) in [
+        ("<seed:tool_call>\n<function=f>", CallFormat::SeedOss),
+        ("<tool_call>f\n<arg_key>k</arg_key>", CallFormat::Glm45),
+        ("<minimax:tool_call>\n<invoke name=\"f\">", CallFormat::MinimaxM2),
+        ("'<｜tool▁calls▁begin｜>' + name + '\\n' + '```json'", CallFormat::DeepseekV3),
+        ("'<｜tool▁calls▁begin｜>' + name + '<｜tool▁sep｜>'", CallFormat::DeepseekV31),
+        ("respond with <|tool_call|> followed by a JSON list of tools used", CallFormat::Granite),
+        ("respond with <tool_call> followed by a JSON list of tools used", CallFormat::Granite),
+        ("'<|tool|>' + message['tools'] + '<|/tool|>'", CallFormat::Phi4MiniJson),
+        ("<|action_start|><|plugin|>", CallFormat::Internlm),
+        ("[func_name1(params_name1=params_value1), func_name2(params)]", CallFormat::Pythonic),
+        ("within <function_calls></function_calls> XML tags", CallFormat::Pythonic),
+    ] {
+        assert_eq!(of(mark), Some(format), "{mark}");
+    }
 }
 
 fn any_rules() -> impl Strategy<Value = ReplyRules> {
-    let calls = prop::option::of(prop::sample::select(CallFormat::ALL[..4].to_vec()));
+    let mut formats = CallFormat::ALL.to_vec();
+    formats.retain(|format| *format != CallFormat::Harmony);
+    let calls = prop::option::of(prop::sample::select(formats));
     (calls, any::<bool>(), any::<bool>(), any::<bool>()).prop_map(
         |(calls, reasoning, begins_reasoning, single_call)| ReplyRules {
             calls,
@@ -387,6 +410,35 @@ fn any_text() -> impl Strategy<Value = String> {
         "x",
         "\"name\"",
         "1",
+        "f",
+        "f(a=",
+        "'",
+        ")",
+        "functools",
+        "<|tool_call|>",
+        "<|/tool_call|>",
+        "<|action_start|><|plugin|>",
+        "<|action_end|>",
+        "<seed:tool_call>",
+        "</seed:tool_call>",
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        "<invoke name=\"f\">",
+        "</invoke>",
+        "<parameter name=\"p\">",
+        "<arg_key>k</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "function<｜tool▁sep｜>",
+        "```",
+        "<|python_start|>",
+        "<|python_end|>",
+        "<function_calls>",
+        "</function_calls>",
     ];
     prop::collection::vec(prop::sample::select(pieces.to_vec()), 0..14)
         .prop_map(|pieces| pieces.concat())
@@ -401,6 +453,14 @@ fn long_calls_are_read_in_one_go() {
         (CallFormat::Llama3Json, "{\"text\": \"", "\"}"),
         (CallFormat::Hermes, "<tool_call>{\"text\": \"", "\"}</tool_call>"),
         (CallFormat::Mistral, "[TOOL_CALLS]", "{}"),
+        (
+            CallFormat::Glm45,
+            "<tool_call>f<arg_key>p</arg_key><arg_value>",
+            "</arg_value></tool_call>",
+        ),
+        (CallFormat::DeepseekV31, "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"a\": \"", "\"}"),
+        (CallFormat::Pythonic, "[f(a='", "')]"),
+        (CallFormat::Pythonic, "[f(a=", ")]"),
     ] {
         let mut reader = ReplyReader::new(Arc::new(rules(Some(format))));
         let (mut parts, pieces) = (Vec::new(), 200_000);
@@ -413,6 +473,13 @@ fn long_calls_are_read_in_one_go() {
         assert!(began.elapsed().as_secs() < 10, "{format:?}: {:?}", began.elapsed());
         assert!(!parts.is_empty());
     }
+}
+
+fn deepseek(arguments: &str) -> String {
+    format!(
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{arguments}\n```\
+         <｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    )
 }
 
 proptest! {
@@ -467,6 +534,8 @@ proptest! {
             (CallFormat::Hermes, format!("<tool_call>{{\"name\": \"f\", \"arguments\": {written}}}</tool_call>")),
             (CallFormat::Llama3Json, format!("{{\"name\": \"f\", \"parameters\": {written}}}")),
             (CallFormat::Mistral, format!("[TOOL_CALLS]f[ARGS]{written}")),
+            (CallFormat::Granite, format!("<|tool_call|>[{{\"name\": \"f\", \"arguments\": {written}}}]")),
+            (CallFormat::DeepseekV3, deepseek(&written)),
         ];
         for (format, reply) in objects {
             prop_assert_eq!(read_cut(&rules(Some(format)), &reply, &cuts), call(0, "f", &written));

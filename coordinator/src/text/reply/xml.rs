@@ -1,15 +1,70 @@
-//! Calls as elements: `<function=f>`, `<parameter=p>`. Values are text; the function's schema tells
-//! their type.
+//! Calls as elements: `<function=f>`, `<parameter=p>`, in the notations of several models. Values are
+//! text; the function's schema tells their type.
 use std::collections::{BTreeSet, HashMap};
 
 use serde_json::Value;
 
+use super::format::TOOL_CALL_END;
+use super::prefix::Prefix;
+
+/// How a model writes elements.
+#[derive(Debug)]
+pub(super) struct Notation {
+    /// Before a function's name.
+    function: &'static str,
+    /// What ends the name; `None` if the first parameter or the end of the function does.
+    name_end: Option<char>,
+    pub(super) function_end: &'static str,
+    /// Before a parameter's name.
+    parameter: &'static str,
+    parameter_name_end: &'static str,
+    /// Before a parameter's value, after its name and white space.
+    value: &'static str,
+    value_end: &'static str,
+    /// A line break at either end of a value is not part of it.
+    is_padded: bool,
+}
+
 pub(super) const FUNCTION: &str = "<function=";
-pub(super) const FUNCTION_END: &str = "</function>";
-const PARAMETER: &str = "<parameter=";
-const PARAMETER_END: &str = "</parameter>";
+pub(super) const INVOKE: &str = "<invoke name=";
+pub(super) const SEED_CALL: &str = "<seed:tool_call>";
+pub(super) const SEED_CALL_END: &str = "</seed:tool_call>";
+pub(super) const MINIMAX_CALL: &str = "<minimax:tool_call>";
+pub(super) const MINIMAX_CALL_END: &str = "</minimax:tool_call>";
+/// The marks within a call of GLM.
+pub(super) const GLM_MARKS: [&str; 5] =
+    ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", TOOL_CALL_END];
 /// Longest function name, in bytes.
 const NAME_MAX: usize = 256;
+
+pub(super) const QWEN: Notation = Notation {
+    function: FUNCTION,
+    name_end: Some('>'),
+    function_end: "</function>",
+    parameter: "<parameter=",
+    parameter_name_end: ">",
+    value: "",
+    value_end: "</parameter>",
+    is_padded: true,
+};
+pub(super) const SEED: Notation = Notation { is_padded: false, ..QWEN };
+pub(super) const MINIMAX: Notation = Notation {
+    function: INVOKE,
+    function_end: "</invoke>",
+    parameter: "<parameter name=",
+    is_padded: false,
+    ..QWEN
+};
+pub(super) const GLM: Notation = Notation {
+    function: "",
+    name_end: None,
+    function_end: TOOL_CALL_END,
+    parameter: "<arg_key>",
+    parameter_name_end: "</arg_key>",
+    value: "<arg_value>",
+    value_end: "</arg_value>",
+    is_padded: false,
+};
 
 /// The types of functions' parameters, from their schemas.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -101,56 +156,83 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// The result of matching the beginning of a text.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Prefix<T> {
-    /// A match, and its length in bytes.
-    Match(T, usize),
-    /// More text is needed.
-    Unknown,
-    /// No match.
-    NoMatch,
-}
-
-/// Matches `<function=NAME>`; returns the name.
-pub(super) fn function(text: &str) -> Prefix<String> {
-    let Some(rest) = text.strip_prefix(FUNCTION) else {
-        return if FUNCTION.starts_with(text) { Prefix::Unknown } else { Prefix::NoMatch };
-    };
-    match rest.find(['>', '<', '\n']) {
-        Some(at) if rest[at..].starts_with('>') && !rest[..at].trim().is_empty() => {
-            Prefix::Match(rest[..at].trim().to_owned(), FUNCTION.len() + at + 1)
+impl Notation {
+    /// Matches `<function=NAME>`; returns the name.
+    pub(super) fn function(&self, text: &str) -> Prefix<String> {
+        let Some(rest) = text.strip_prefix(self.function) else {
+            let is_begun = self.function.starts_with(text);
+            return if is_begun { Prefix::Unknown } else { Prefix::NoMatch };
+        };
+        let Some(at) = rest.find(['>', '<', '\n']) else {
+            return if rest.len() < NAME_MAX { Prefix::Unknown } else { Prefix::NoMatch };
+        };
+        let name = unquoted(&rest[..at]);
+        let taken = self.function.len() + at;
+        match self.name_end {
+            _ if name.is_empty() => Prefix::NoMatch,
+            Some(end) if rest[at..].starts_with(end) => {
+                Prefix::Match(name.to_owned(), taken + end.len_utf8())
+            }
+            Some(_) => Prefix::NoMatch,
+            None => {
+                // Nothing but what follows tells that text behind the mark is a name.
+                let next = rest[at..].trim_start();
+                if rest.len() - at - next.len() > NAME_MAX {
+                    return Prefix::NoMatch;
+                }
+                let follows = [self.parameter, self.function_end];
+                if follows.iter().any(|mark| next.starts_with(mark)) {
+                    Prefix::Match(name.to_owned(), taken)
+                } else if follows.iter().any(|mark| mark.starts_with(next)) {
+                    Prefix::Unknown
+                } else {
+                    Prefix::NoMatch
+                }
+            }
         }
-        None if rest.len() < NAME_MAX => Prefix::Unknown,
-        _ => Prefix::NoMatch,
+    }
+
+    /// Matches `<parameter=NAME>VALUE</parameter>`; returns both as a member of a JSON object. An
+    /// earlier call has searched the first `looked` bytes for its end.
+    pub(super) fn parameter(
+        &self,
+        text: &str,
+        looked: usize,
+        function: &str,
+        parameters: &Parameters,
+    ) -> Prefix<String> {
+        let Some(rest) = text.strip_prefix(self.parameter) else {
+            let is_begun = self.parameter.starts_with(text);
+            return if is_begun { Prefix::Unknown } else { Prefix::NoMatch };
+        };
+        // A parameter without an end extends to the next element.
+        let ends = [self.value_end, self.parameter, self.function_end];
+        // The end may have begun within those bytes.
+        let longest = ends.iter().map(|end| end.len()).max().unwrap_or(0);
+        let from = rest.floor_char_boundary(looked.saturating_sub(self.parameter.len() + longest));
+        let found = ends.iter().filter_map(|end| Some((from + rest[from..].find(end)?, *end)));
+        let Some((at, end)) = found.min() else { return Prefix::Unknown };
+        let taken = self.parameter.len() + at + if end == self.value_end { end.len() } else { 0 };
+        let Some((name, value)) = rest[..at].split_once(self.parameter_name_end) else {
+            return Prefix::Match(String::new(), taken);
+        };
+        let value = match value.trim_start().strip_prefix(self.value) {
+            Some(after) if !self.value.is_empty() => after,
+            _ => value,
+        };
+        let value = if self.is_padded { without_padding(value) } else { value };
+        let name = unquoted(name);
+        let value = parameters.value(function, name, value);
+        Prefix::Match(format!("{}: {value}", Value::from(name)), taken)
     }
 }
 
-/// Matches `<parameter=NAME>VALUE</parameter>`; returns both as a member of a JSON object. An
-/// earlier call has searched the first `looked` bytes for its end.
-pub(super) fn parameter(
-    text: &str,
-    looked: usize,
-    function: &str,
-    parameters: &Parameters,
-) -> Prefix<String> {
-    let Some(rest) = text.strip_prefix(PARAMETER) else {
-        return if PARAMETER.starts_with(text) { Prefix::Unknown } else { Prefix::NoMatch };
-    };
-    // The end may have begun within those bytes.
-    let from = looked.saturating_sub(PARAMETER.len() + PARAMETER_END.len());
-    let from = rest.floor_char_boundary(from);
-    // A parameter without an end extends to the next element.
-    let ends = [PARAMETER_END, PARAMETER, FUNCTION_END];
-    let found = ends.iter().filter_map(|end| Some((from + rest[from..].find(end)?, *end))).min();
-    let Some((at, end)) = found else { return Prefix::Unknown };
-    let taken = PARAMETER.len() + at + if end == PARAMETER_END { end.len() } else { 0 };
-    let Some((name, value)) = rest[..at].split_once('>') else {
-        return Prefix::Match(String::new(), taken);
-    };
+/// A name without white space and quotes around it.
+fn unquoted(name: &str) -> &str {
+    name.trim().trim_matches(['"', '\'']).trim()
+}
+
+fn without_padding(value: &str) -> &str {
     let value = value.strip_prefix('\n').unwrap_or(value);
-    let value = value.strip_suffix('\n').unwrap_or(value);
-    let name = name.trim();
-    let value = parameters.value(function, name, value);
-    Prefix::Match(format!("{}: {value}", Value::from(name)), taken)
+    value.strip_suffix('\n').unwrap_or(value)
 }
