@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use coordinator::http::options::ApiOptions;
-use coordinator::text::reply::{CallFormat, Reasoning};
+use coordinator::text::reply::{CallFormat, Reasoning, ThinkMarks};
 use reqwest::Method;
 use serde_json::{Value, json};
 
@@ -14,7 +14,7 @@ use crate::rig::Rig;
 fn rig() -> Rig {
     let rig = Rig::with_api(&ApiOptions {
         tool_calls: Some(CallFormat::Hermes),
-        reasoning: Some(Reasoning::Marked),
+        reasoning: Some(Reasoning::Marked(ThinkMarks::THINK)),
         ..ApiOptions::default()
     });
     rig.script(|script| script.text = "x".to_owned());

@@ -18,7 +18,7 @@ use coordinator::http::state::{AppState, Readiness};
 use coordinator::metrics::Hub;
 use coordinator::metrics::exposition::PageOptions;
 use coordinator::text::model::TextModel;
-use coordinator::text::reply::{CallFormat, Reasoning};
+use coordinator::text::reply::{CallFormat, Reasoning, ThinkMarks};
 use coordinator::text::template::ChatTemplate;
 use serde_json::Value;
 use shared::clock::SystemClock;
@@ -92,7 +92,7 @@ impl Rig {
     pub(crate) fn thinking(text: &str) -> Self {
         let options = ApiOptions {
             tool_calls: Some(CallFormat::Hermes),
-            reasoning: Some(Reasoning::Marked),
+            reasoning: Some(Reasoning::Marked(ThinkMarks::THINK)),
             ..ApiOptions::default()
         };
         let rig = Self::with_api(&options);

@@ -1,6 +1,6 @@
 //! Tool calls and reasoning, parsed from the model's text.
 use coordinator::http::options::ApiOptions;
-use coordinator::text::reply::{CallFormat, Reasoning};
+use coordinator::text::reply::{CallFormat, Reasoning, ThinkMarks};
 use serde_json::{Value, json};
 use shared::protocol::GuideSpec;
 use testkit::client::Reply;
@@ -12,7 +12,7 @@ const CALLS: &str = "I look.\n<tool_call>\n{\"name\": \"weather\", \"arguments\"
     \"days\": 2}}\n</tool_call>\n<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call><|end|>";
 
 fn rig(text: &str, calls: Option<CallFormat>, reasoning: bool) -> Rig {
-    let reasoning = reasoning.then_some(Reasoning::Marked);
+    let reasoning = reasoning.then_some(Reasoning::Marked(ThinkMarks::THINK));
     let rig = Rig::with_api(&ApiOptions { tool_calls: calls, reasoning, ..ApiOptions::default() });
     rig.script(|script| script.text = text.to_owned());
     rig

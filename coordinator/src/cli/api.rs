@@ -75,9 +75,9 @@ pub(crate) struct ApiArgs {
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     pub(crate) tool_call_parser: Option<CallFormat>,
     /// Separate a model's reasoning from its answer: think for models that write it between <think>
-    /// and </think>, or vLLM's parser names for such models (qwen3, deepseek_r1); gpt-oss's parser
-    /// (openai_gptoss) is detected from the chat template
-    #[arg(long, value_name = "PARSER", value_parser = ["think", "qwen3", "deepseek_r1", "openai_gptoss"])]
+    /// and </think>, or the name of vLLM's parser for the model; gpt-oss's parser (openai_gptoss) is
+    /// detected from the chat template
+    #[arg(long, value_name = "PARSER", value_parser = REASONING)]
     pub(crate) reasoning_parser: Option<String>,
     /// Serve HTTPS: PEM file with the server's certificate, followed by any intermediate ones.
     /// Reloaded when it changes
@@ -135,11 +135,7 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
              (--api-key-file), and no client certificates are required (--tls-client-ca)"
         );
     }
-    let reasoning = args.reasoning_parser.as_deref().map(|parser| match parser {
-        "deepseek_r1" => Reasoning::First,
-        "openai_gptoss" => Reasoning::Harmony,
-        _ => Reasoning::Marked,
-    });
+    let reasoning = args.reasoning_parser.as_deref().and_then(Reasoning::of_name);
     if let (Some(calls), Some(reasoning)) = (args.tool_call_parser, reasoning)
         && (calls == CallFormat::Harmony) != (reasoning == Reasoning::Harmony)
     {
@@ -182,6 +178,23 @@ fn parse_body_bytes(text: &str) -> Result<u64, String> {
         bytes => Ok(bytes),
     }
 }
+
+/// The names of parsers that [`Reasoning::of_name`] knows.
+const REASONING: [&str; 13] = [
+    "think",
+    "qwen3",
+    "deepseek_r1",
+    "deepseek_v3",
+    "ernie45",
+    "glm45",
+    "kimi_k2",
+    "minimax_m2",
+    "mistral",
+    "olmo3",
+    "openai_gptoss",
+    "seed_oss",
+    "step3",
+];
 
 fn parse_format(name: &str) -> Result<CallFormat, String> {
     let found = CallFormat::of_name(name);
@@ -290,6 +303,10 @@ mod tests {
         assert_eq!(options.reasoning, Some(Reasoning::Harmony));
         assert_eq!(parse(&both[2..]).unwrap().tool_calls, None);
         assert_eq!(parse(&[]).unwrap().reasoning, None);
+        for name in REASONING {
+            let known = parse(&["--reasoning-parser", name]).unwrap().reasoning;
+            assert!(known.is_some(), "{name}");
+        }
         for wrong in [["openai", "qwen3"], ["hermes", "openai_gptoss"]] {
             let words = ["--tool-call-parser", wrong[0], "--reasoning-parser", wrong[1]];
             let error = parse(&words).unwrap_err();

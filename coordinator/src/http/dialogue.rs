@@ -97,15 +97,15 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     let lets_reason = wanted.as_ref().is_none_or(Wanted::lets_reason);
     let is_harmony = state.reasoning == Reasoning::Harmony;
     let reasoning = if lets_reason || is_harmony { state.reasoning } else { Reasoning::Untold };
-    rules.reasoning = matches!(reasoning, Reasoning::Marked | Reasoning::First);
+    rules.reasoning = reasoning.marks();
     let encode = move |text: &TextModel| {
         let _share = share;
         let rendered =
             conversation::encode(text, &conversation, special, fit, reasoning, !lets_reason)?;
-        let begins = match (&rendered.opening, reasoning) {
+        let begins = match (&rendered.opening, reasoning.marks()) {
             (Some(opening), _) if lets_reason => Begins::Message(opening.clone()),
-            (Some(_), _) | (None, Reasoning::Untold) => Begins::Plain,
-            _ => Begins::Reasoned(rendered.begins_reasoning),
+            (Some(_), _) | (None, None) => Begins::Plain,
+            (None, Some(marks)) => Begins::Reasoned(marks, rendered.begins_reasoning),
         };
         let token = |mark: &str| text.special_token(mark);
         let asked = wanted.map(|wanted| wanted.made(&begins, &token)).transpose()?;

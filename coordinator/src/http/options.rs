@@ -87,18 +87,20 @@ pub fn forms(options: &ApiOptions, told: Option<CallFormat>) -> (Option<CallForm
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::text::reply::ThinkMarks;
 
     #[test]
     fn harmony_is_both_or_neither() {
         use CallFormat::{Harmony, Hermes};
+        let marked = Reasoning::Marked(ThinkMarks::THINK);
         for (chosen, reasoning, told, expected) in [
             (None, None, None, (None, Reasoning::Untold)),
             (None, None, Some(Hermes), (Some(Hermes), Reasoning::Untold)),
-            (None, Some(Reasoning::Marked), Some(Hermes), (Some(Hermes), Reasoning::Marked)),
+            (None, Some(marked), Some(Hermes), (Some(Hermes), marked)),
             (None, None, Some(Harmony), (Some(Harmony), Reasoning::Harmony)),
             (Some(Harmony), None, None, (Some(Harmony), Reasoning::Harmony)),
             (None, Some(Reasoning::Harmony), Some(Hermes), (Some(Harmony), Reasoning::Harmony)),
-            (None, Some(Reasoning::First), Some(Harmony), (None, Reasoning::First)),
+            (None, Some(marked), Some(Harmony), (None, marked)),
             (Some(Hermes), None, Some(Harmony), (Some(Hermes), Reasoning::Untold)),
         ] {
             let options = ApiOptions { tool_calls: chosen, reasoning, ..ApiOptions::default() };

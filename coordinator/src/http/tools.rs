@@ -10,7 +10,7 @@ use super::params::Limits;
 use super::structured::{self, Asked};
 use crate::text::reply::grammar::{self, Function, Special};
 use crate::text::reply::harmony::{self, Opening};
-use crate::text::reply::{CallFormat, Parameters, ReplyRules};
+use crate::text::reply::{CallFormat, Parameters, ReplyRules, ThinkMarks};
 
 /// Whether tools are called.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -161,8 +161,8 @@ pub enum Wanted {
 pub enum Begins {
     /// With the constrained text.
     Plain,
-    /// With reasoning, which the prompt has opened or the model may.
-    Reasoned(bool),
+    /// With reasoning between these marks, which the prompt has opened or the model may.
+    Reasoned(ThinkMarks, bool),
     /// With, or within, a message in harmony format.
     Message(Opening),
 }
@@ -214,7 +214,9 @@ impl Wanted {
         };
         let grammar = match begins {
             Begins::Plain => grammar::whole(body, &rules),
-            Begins::Reasoned(is_open) => grammar::reasoned(body, &rules, *is_open, special),
+            Begins::Reasoned(marks, is_open) => {
+                grammar::reasoned(body, &rules, *marks, *is_open, special)
+            }
             Begins::Message(opening) => {
                 let message = harmony::grammar::answer("message", "answer", special);
                 let (last, rules, rest) = match body {

@@ -38,12 +38,10 @@ use self::format::Syntax;
 pub use self::harmony::Harmony;
 use self::json::{CallObject, Progress};
 use self::prefix::Prefix;
-pub use self::rules::{Part, Reasoning, ReplyRules};
+pub use self::rules::{Part, Reasoning, ReplyRules, ThinkMarks};
 use self::xml::Notation;
 pub use self::xml::Parameters;
 
-const THINK: &str = "<think>";
-const THINK_END: &str = "</think>";
 /// White space up to this many bytes is held back, since it may not belong to the answer; more of
 /// it does.
 const SPACE_MAX: usize = 4096;
@@ -89,7 +87,7 @@ impl ReplyReader {
     /// A parser at the start of a reply.
     #[must_use]
     pub fn new(rules: Arc<ReplyRules>) -> Self {
-        let begins = rules.reasoning && rules.begins_reasoning;
+        let begins = rules.reasoning.is_some() && rules.begins_reasoning;
         let state = if begins {
             State::Reasoning { begun: false }
         } else {
@@ -177,13 +175,13 @@ impl ReplyReader {
             }
             return self.held.len() > SPACE_MAX;
         }
-        if self.rules.reasoning && !thought {
-            if let Some(rest) = text.strip_prefix(THINK) {
+        if let Some(marks) = self.rules.reasoning.filter(|_| !thought) {
+            if let Some(rest) = text.strip_prefix(marks.open) {
                 self.held = rest.to_owned();
                 self.state = State::Reasoning { begun: false };
                 return true;
             }
-            if THINK.starts_with(text) {
+            if marks.open.starts_with(text) {
                 return false;
             }
         }
@@ -222,24 +220,25 @@ impl ReplyReader {
     }
 
     fn reason(&mut self, begun: bool, parts: &mut Vec<Part>) -> bool {
+        let marks = self.rules.reasoning.unwrap_or_default();
         if !begun {
             self.skip_space();
             // The model opens reasoning that the prompt has already opened.
-            if let Some(rest) = self.held.strip_prefix(THINK) {
+            if let Some(rest) = self.held.strip_prefix(marks.open) {
                 self.held = rest.to_owned();
                 return true;
             }
-            if THINK.starts_with(&self.held) {
+            if marks.open.starts_with(&self.held) {
                 return false;
             }
         }
-        if let Some(at) = self.held.find(THINK_END) {
+        if let Some(at) = self.held.find(marks.close) {
             reasoning(self.held[..at].trim_end(), parts);
-            self.held.drain(..at + THINK_END.len());
+            self.held.drain(..at + marks.close.len());
             self.state = State::Start { thought: true };
             return true;
         }
-        let certain = self.held.len() - undecided(&self.held, &[THINK_END]);
+        let certain = self.held.len() - undecided(&self.held, &[marks.close]);
         if certain > 0 {
             reasoning(&self.held[..certain], parts);
             self.held.drain(..certain);

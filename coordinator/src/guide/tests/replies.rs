@@ -1,5 +1,6 @@
 //! Tool calls, marks and reasoning around the constrained text.
 use super::*;
+use crate::text::reply::ThinkMarks;
 
 /// Forced tool calls, in every format: the reader finds calls whose arguments match the schemas.
 #[test]
@@ -36,12 +37,14 @@ fn calls_that_must_be_made_are_read_as_such() {
         let rules = grammar::calls("calls", format, &functions, several, &|_| None);
         let text = match begins {
             None => grammar::whole("calls", &rules),
-            Some(is_open) => grammar::reasoned("calls", &rules, is_open, &|_| None),
+            Some(is_open) => {
+                grammar::reasoned("calls", &rules, ThinkMarks::THINK, is_open, &|_| None)
+            }
         };
         let made = guides.compile(&GuideSpec::Made(text)).unwrap();
         let rules = Arc::new(ReplyRules {
             calls: Some(format),
-            reasoning: begins.is_some(),
+            reasoning: begins.map(|_| ThinkMarks::THINK),
             begins_reasoning: begins == Some(true),
             ..ReplyRules::default()
         });
@@ -116,7 +119,7 @@ fn marks_are_tokens_where_there_are_some() {
     // Also for the end of reasoning: any text may precede that token.
     let special = |text: &str| (text == "</think>").then_some(token);
     let rules = grammar::choice("answer", &["yes".to_owned()]);
-    let text = grammar::reasoned("answer", &rules, true, &special);
+    let text = grammar::reasoned("answer", &rules, ThinkMarks::THINK, true, &special);
     let made = guides.compile(&GuideSpec::Made(text)).unwrap();
     let mut guide = made.guide(false).unwrap();
     for token in model.encode("Well </think> ", false).unwrap() {
@@ -144,7 +147,7 @@ fn what_is_asked_for_may_come_behind_reasoning_or_beside_calls() {
         ),
     ] {
         let oracle = Regex::new(&oracle).unwrap();
-        let text = grammar::reasoned("answer", &rules, true, &|_| None);
+        let text = grammar::reasoned("answer", &rules, ThinkMarks::THINK, true, &|_| None);
         let made = guides.compile(&GuideSpec::Made(text)).unwrap();
         let said = "No.</think>";
         let texts: Vec<String> = (0..20)

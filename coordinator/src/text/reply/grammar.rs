@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::format::{self, CallFormat};
-use super::{THINK, THINK_END, headed};
+use super::{ThinkMarks, headed};
 use crate::guide;
 
 /// White space allowed between the parts of arguments: as in the calls that models were trained on.
@@ -171,18 +171,24 @@ pub fn whole(body: &str, rules: &str) -> String {
     format!("start: {body}\n{rules}")
 }
 
-/// Like [`whole`], after the reply's reasoning, which the prompt has opened (`is_open`) or the
-/// model may open.
+/// Like [`whole`], after the reply's reasoning between `marks`, which the prompt has opened
+/// (`is_open`) or the model may open.
 #[must_use]
-pub fn reasoned(body: &str, rules: &str, is_open: bool, special: Special<'_>) -> String {
+pub fn reasoned(
+    body: &str,
+    rules: &str,
+    marks: ThinkMarks,
+    is_open: bool,
+    special: Special<'_>,
+) -> String {
     let start = if is_open {
         format!("thought ({body})")
     } else {
-        format!("({} thought)? ({body})", mark(THINK, special))
+        format!("({} thought)? ({body})", mark(marks.open, special))
     };
-    let end = mark(THINK_END, special);
+    let end = mark(marks.close, special);
     // A token that is not text ends any text; otherwise the match must be lazy.
-    let lazy = if special(THINK_END).is_some() { "" } else { "[lazy]" };
+    let lazy = if special(marks.close).is_some() { "" } else { "[lazy]" };
     format!(
         "start: {start}\nthought: until_end /\\n{{0,2}}/\nuntil_end{lazy}: /(?s:.*)/ {end}\n{rules}"
     )

@@ -2,7 +2,6 @@
 use super::format::CallFormat;
 use super::harmony::{self, Harmony};
 use super::xml::Parameters;
-use super::{THINK, THINK_END};
 
 /// The next part of a reply.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,8 +31,8 @@ pub enum Part {
 /// What is looked for in a reply.
 #[derive(Clone, Debug, Default)]
 pub struct ReplyRules {
-    /// Text between `<think>` and `</think>` is reasoning.
-    pub reasoning: bool,
+    /// Text between these marks is reasoning.
+    pub reasoning: Option<ThinkMarks>,
     /// The prompt ends within reasoning, which its template has opened.
     pub begins_reasoning: bool,
     /// The format of tool calls; with `None`, none are looked for.
@@ -52,15 +51,39 @@ impl ReplyRules {
     /// Whether anything is looked for.
     #[must_use]
     pub fn reads(&self) -> bool {
-        self.reasoning || self.calls.is_some() || self.harmony.is_some()
+        self.reasoning.is_some() || self.calls.is_some() || self.harmony.is_some()
     }
 
     /// The marks to look for in the text.
     pub fn marks(&self) -> impl Iterator<Item = &'static str> {
         let harmony: &[&str] = if self.harmony.is_some() { &harmony::MARKS } else { &[] };
-        let thought: &[&str] = if self.reasoning { &[THINK, THINK_END] } else { &[] };
+        let thought = self.reasoning.into_iter().flat_map(|marks| [marks.open, marks.close]);
         let calls = self.calls.into_iter().flat_map(CallFormat::marks);
-        thought.iter().chain(harmony).copied().chain(calls)
+        thought.chain(harmony.iter().copied()).chain(calls)
+    }
+}
+
+/// The marks around a model's reasoning.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ThinkMarks {
+    /// Before it.
+    pub open: &'static str,
+    /// Behind it.
+    pub close: &'static str,
+}
+
+impl ThinkMarks {
+    /// Those of most models.
+    pub const THINK: Self = Self { open: "<think>", close: "</think>" };
+    /// Those of Magistral.
+    pub const MISTRAL: Self = Self { open: "[THINK]", close: "[/THINK]" };
+    /// Those of Seed-OSS.
+    pub const SEED: Self = Self { open: "<seed:think>", close: "</seed:think>" };
+}
+
+impl Default for ThinkMarks {
+    fn default() -> Self {
+        Self::THINK
     }
 }
 
@@ -70,21 +93,45 @@ pub enum Reasoning {
     /// Not at all.
     #[default]
     Untold,
-    /// Reasoning is between `<think>` and `</think>`; the prompt may have opened it.
-    Marked,
-    /// Reasoning is everything before `</think>`, opened or not, unless the prompt ends with that
-    /// mark: DeepSeek R1 models are trained to reason first.
-    First,
+    /// Reasoning is between these marks; the prompt may have opened it.
+    Marked(ThinkMarks),
+    /// Reasoning is everything before the second mark, opened or not, unless the prompt ends with
+    /// that: DeepSeek R1 models are trained to reason first.
+    First(ThinkMarks),
     /// The reply is in harmony format, whose messages have channels.
     Harmony,
 }
 
 impl Reasoning {
+    /// What one of vLLM's parsers does, by its name, or `think`.
+    #[must_use]
+    pub fn of_name(name: &str) -> Option<Self> {
+        Some(match name {
+            "think" | "qwen3" | "deepseek_v3" | "ernie45" | "glm45" | "kimi_k2" | "minimax_m2"
+            | "olmo3" => Self::Marked(ThinkMarks::THINK),
+            "mistral" => Self::Marked(ThinkMarks::MISTRAL),
+            "seed_oss" => Self::Marked(ThinkMarks::SEED),
+            "deepseek_r1" | "step3" => Self::First(ThinkMarks::THINK),
+            "openai_gptoss" => Self::Harmony,
+            _ => return None,
+        })
+    }
+
+    /// The marks around reasoning, if there are any.
+    #[must_use]
+    pub fn marks(self) -> Option<ThinkMarks> {
+        match self {
+            Self::Untold | Self::Harmony => None,
+            Self::Marked(marks) | Self::First(marks) => Some(marks),
+        }
+    }
+
     /// Whether text that continues this prompt's last message continues its reasoning.
     #[must_use]
     pub fn goes_on_in(self, prompt: &str) -> bool {
-        matches!(self, Self::Marked | Self::First)
-            && prompt.rfind(THINK).is_some_and(|at| !prompt[at..].contains(THINK_END))
+        self.marks().is_some_and(|marks| {
+            prompt.rfind(marks.open).is_some_and(|at| !prompt[at..].contains(marks.close))
+        })
     }
 
     /// Whether a reply to this prompt begins with reasoning.
@@ -93,8 +140,8 @@ impl Reasoning {
         let prompt = prompt.trim_end();
         match self {
             Self::Untold | Self::Harmony => false,
-            Self::Marked => prompt.ends_with(THINK),
-            Self::First => !prompt.ends_with(THINK_END),
+            Self::Marked(marks) => prompt.ends_with(marks.open),
+            Self::First(marks) => !prompt.ends_with(marks.close),
         }
     }
 }

@@ -286,7 +286,7 @@ fn values_have_one_of_the_types_that_their_schema_allows() {
 
 #[test]
 fn reasoning_is_told_from_the_answer() {
-    let think = ReplyRules { reasoning: true, ..ReplyRules::default() };
+    let think = ReplyRules { reasoning: Some(ThinkMarks::THINK), ..ReplyRules::default() };
     let both = [thought("First a\n\nthen b"), said("The answer")];
     assert_eq!(read(&think, "\n<think>\nFirst a\n\nthen b\n</think>\n\nThe answer"), both);
     let inside = ReplyRules { begins_reasoning: true, ..think.clone() };
@@ -306,6 +306,13 @@ fn reasoning_is_told_from_the_answer() {
     assert_eq!(read(&bare, text), expected);
     let plain = [thought("Maybe"), said("No.")];
     assert_eq!(read(&bare, "Maybe</think>\n\nNo."), plain);
+    for (marks, text) in [
+        (ThinkMarks::MISTRAL, "[THINK]Maybe <think>[/THINK]No."),
+        (ThinkMarks::SEED, "<seed:think>Maybe <think></seed:think>\nNo."),
+    ] {
+        let rules = ReplyRules { reasoning: Some(marks), ..ReplyRules::default() };
+        assert_eq!(read(&rules, text), [thought("Maybe <think>"), said("No.")]);
+    }
 }
 
 #[test]
@@ -316,8 +323,8 @@ fn some_models_reason_first_whether_or_not_they_say_so() {
         ("<|Assistant|><think>\n\n</think>\n\n", false, false),
     ] {
         assert!(!Reasoning::Untold.begins_after(prompt));
-        assert_eq!(Reasoning::Marked.begins_after(prompt), marked, "{prompt}");
-        assert_eq!(Reasoning::First.begins_after(prompt), first, "{prompt}");
+        assert_eq!(Reasoning::Marked(ThinkMarks::THINK).begins_after(prompt), marked, "{prompt}");
+        assert_eq!(Reasoning::First(ThinkMarks::THINK).begins_after(prompt), first, "{prompt}");
     }
     for (prompt, inside) in [
         ("a <think>b</think> The answer is", false),
@@ -326,10 +333,15 @@ fn some_models_reason_first_whether_or_not_they_say_so() {
     ] {
         assert!(!Reasoning::Untold.goes_on_in(prompt));
         for told in [Reasoning::Marked, Reasoning::First] {
+            let told = told(ThinkMarks::THINK);
             assert_eq!(told.goes_on_in(prompt), inside, "{prompt}");
         }
     }
-    let inside = ReplyRules { reasoning: true, begins_reasoning: true, ..ReplyRules::default() };
+    let inside = ReplyRules {
+        reasoning: Some(ThinkMarks::THINK),
+        begins_reasoning: true,
+        ..ReplyRules::default()
+    };
     let both = [thought("First"), said("Then")];
     assert_eq!(read(&inside, "First</think>Then"), both);
     assert_eq!(read(&inside, "\n<think>\nFirst</think>\nThen"), both, "opened once more");
@@ -367,7 +379,9 @@ fn any_rules() -> impl Strategy<Value = ReplyRules> {
     let mut formats = CallFormat::ALL.to_vec();
     formats.retain(|format| *format != CallFormat::Harmony);
     let calls = prop::option::of(prop::sample::select(formats));
-    (calls, any::<bool>(), any::<bool>(), any::<bool>()).prop_map(
+    let marks = [ThinkMarks::THINK, ThinkMarks::MISTRAL, ThinkMarks::SEED];
+    let reasoning = prop::option::of(prop::sample::select(marks.to_vec()));
+    (calls, reasoning, any::<bool>(), any::<bool>()).prop_map(
         |(calls, reasoning, begins_reasoning, single_call)| ReplyRules {
             calls,
             reasoning,
@@ -384,6 +398,10 @@ fn any_text() -> impl Strategy<Value = String> {
     let pieces = [
         "<think>",
         "</think>",
+        "[THINK]",
+        "[/THINK]",
+        "<seed:think>",
+        "</seed:think>",
         "<tool_call>",
         "</tool_call>",
         "[TOOL_CALLS]",
@@ -500,7 +518,7 @@ proptest! {
     /// Text that is not a call is passed on completely.
     #[test]
     fn nothing_is_lost(rules in any_rules(), text in any_text()) {
-        let rules = ReplyRules { reasoning: false, ..rules };
+        let rules = ReplyRules { reasoning: None, ..rules };
         let parts = read(&rules, &text);
         if !parts.iter().any(|part| matches!(part, Part::Call { .. })) {
             let expected = if text.is_empty() { Vec::new() } else { vec![said(&text)] };
