@@ -397,9 +397,10 @@ impl ReplyReader {
     fn close(&mut self, listed: bool, passed: usize) -> bool {
         let Some(format) = self.rules.calls else { return false };
         // Models miscount the braces that close an object.
-        let miscounts = matches!(format.syntax(), Syntax::Object) && !format.closings().is_empty();
-        let is_listed = |it| listed && it == ',';
-        self.skip(|it| it.is_whitespace() || is_listed(it) || (miscounts && it == '}'));
+        let is_tagged = matches!(format.syntax(), Syntax::Object) && !format.closings().is_empty();
+        let miscounts = is_tagged && passed == 0;
+        let is_between = |it| (listed && it == ',') || (miscounts && it == '}');
+        self.skip(|it| it.is_whitespace() || is_between(it));
         let is_llama = format == CallFormat::Llama3Json;
         if is_llama {
             self.skip(|it| it.is_whitespace() || it == ';');
