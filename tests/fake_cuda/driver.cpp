@@ -141,6 +141,7 @@ struct Event {
 };
 struct Graph {
     std::vector<Work> work;
+    bool uploaded = false;  // Its memory on the GPU is there.
 };
 
 std::map<Stream*, size_t> done;  // Number of finished work items, per stream.
@@ -709,7 +710,7 @@ int cuStreamEndCapture(Stream* stream, Graph** graph) {
     if (told != SUCCESS || stream->invalid) {
         return told != SUCCESS ? told : CAPTURE_INVALIDATED;
     }
-    *graph = new Graph{std::move(stream->captured)};
+    *graph = new Graph{std::move(stream->captured), false};
     stream->captured.clear();
     log_line("capture %zu", (*graph)->work.size());
     return SUCCESS;
@@ -729,9 +730,21 @@ int cuGraphExecDestroy(Graph* graph) {
     delete graph;
     return SUCCESS;
 }
+int cuGraphUpload(Graph* graph, Stream* stream) {
+    ENTER("cuGraphUpload");
+    NEEDS_CONTEXT_OF(stream);
+    // It allocates, which a capture forbids.
+    NO_CAPTURE;
+    graph->uploaded = true;
+    return SUCCESS;
+}
 int cuGraphLaunch(Graph* graph, Stream* stream) {
     ENTER("cuGraphLaunch");
     NEEDS_CONTEXT_OF(stream);
+    // The real one makes room for the graph now, if there is any.
+    if (!graph->uploaded) {
+        return OUT_OF_MEMORY;
+    }
     log_line("graph %zu", graph->work.size());
     for (const Work& work : graph->work) {
         enqueue_work(stream, work);
