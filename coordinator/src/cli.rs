@@ -56,8 +56,10 @@ mod work;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
+use worker::device::is_gpu_held;
+
 pub(crate) use self::options::{Command, CoordinatorArgs, FrontendArgs, UpArgs, WorkerArgs};
-use self::output::{error_line, print_line};
+use self::output::{error_line, leave_at_once, print_line};
 
 /// What went wrong, mapped to the exit code.
 #[derive(Debug, thiserror::Error)]
@@ -149,13 +151,18 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
         }),
     };
     logging::flush();
-    match result {
-        Ok(()) | Err(CliError::Ended) => ExitCode::SUCCESS,
+    let code = match result {
+        Ok(()) | Err(CliError::Ended) => 0,
         Err(error) => {
             error_line(&error.to_string());
-            ExitCode::from(error.code())
+            error.code()
         }
+    };
+    // Something on a GPU outlasted all that was to end it.
+    if is_gpu_held() {
+        leave_at_once(code);
     }
+    ExitCode::from(code)
 }
 
 /// Returns the metrics catalogue, as a page or with one name per line.

@@ -6,6 +6,7 @@
 //!   API
 //! - [`devices`]: survey of this host's GPUs, for people; `failure`: error messages of one line
 //! - [`device`]: a GPU ready for launches
+//! - [`held`]: which GPUs this process holds, and which hang
 //! - `group`: ranks that exchange data in GPU memory; [`choice`]: PURE: how they exchange it;
 //!   [`connect`]: how they join; [`nccl`]: NCCL; [`peer`]: GPUs that access each other's memory
 //! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
@@ -38,6 +39,7 @@ mod experts;
 mod failure;
 mod fatbin;
 mod group;
+pub mod held;
 mod late;
 mod latent;
 pub mod launch;

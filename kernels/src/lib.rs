@@ -11,6 +11,7 @@
 //! - [`fp8`]: the 8-bit floats of KV caches
 //! - [`philox`]: the random numbers of sampling
 //! - `pool`: thread pool of the CPU backend
+//! - [`process`]: the end of a process that must not wait for anything
 //! - [`mod@reference`]: the float32 backend that all other backends are tested against
 //! - [`sampling`]: the parameters and results of token sampling
 //! - [`weights`]: weights as stored in files, and how they are quantised
@@ -27,6 +28,7 @@ pub mod fp8;
 pub mod mapped;
 pub mod philox;
 mod pool;
+pub mod process;
 pub mod reference;
 pub mod sampling;
 pub mod weights;

@@ -1,7 +1,14 @@
 //! One clear message for each error of the driver while a model is loaded and run.
 use std::collections::HashMap;
+use std::io::Read as _;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
-use crate::{described, fake, tutti, with_fake};
+use testkit::local_cluster::tutti_binary;
+use testkit::models::repository;
+use testkit::wait::PATIENCE;
+
+use crate::{described, fake, options, tutti, with_fake};
 
 const BENCH: [&str; 9] = [
     "bench",
@@ -73,7 +80,7 @@ fn without_graphs_every_step_is_called() {
 #[test]
 fn int8_weights_are_widened_once_a_layer() {
     let model = tempfile::tempdir().unwrap();
-    let folder = testkit::models::repository().join("tests/models/llama-gqa");
+    let folder = repository().join("tests/models/llama-gqa");
     for entry in std::fs::read_dir(folder).unwrap() {
         let entry = entry.unwrap();
         std::fs::copy(entry.path(), model.path().join(entry.file_name())).unwrap();
@@ -193,6 +200,47 @@ fn a_gpu_that_fails_while_it_computes_is_one_line() {
     }
 }
 
+/// The driver's exit handler waits for a GPU that has failed; else it runs as ever.
+#[test]
+fn a_program_whose_gpu_failed_ends_without_exit_handlers() {
+    for (fault, code) in [("none:1=0", 0), ("cuGraphLaunch:2=719", 1)] {
+        let log = tempfile::NamedTempFile::new().unwrap();
+        let environment = [
+            ("FAKE_CUDA_FAIL", fault),
+            ("FAKE_CUDA_EXIT_WAITS", "1"),
+            ("FAKE_CUDA_LOG", log.path().to_str().unwrap()),
+        ];
+        let mut child = Command::new(tutti_binary())
+            .args(BENCH)
+            .args(["--batches", "1"])
+            .args(options(fake()))
+            .envs(environment)
+            .current_dir(repository())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let began = Instant::now();
+        let status = loop {
+            if let Some(status) = child.try_wait().unwrap() {
+                break status;
+            }
+            if began.elapsed() > PATIENCE {
+                child.kill().unwrap();
+                panic!("{fault}: it has not ended after {PATIENCE:?}");
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        };
+        let mut stderr = String::new();
+        child.stderr.unwrap().read_to_string(&mut stderr).unwrap();
+        assert_eq!(status.code(), Some(code), "{fault}: {stderr}");
+        let log = std::fs::read_to_string(log.path()).unwrap();
+        assert_eq!(log.lines().any(|line| line == "exit handler"), code == 0, "{fault}");
+        // What is said last is written before.
+        assert_eq!(stderr.contains("error: ") && stderr.contains("(719)"), code == 1, "{stderr}");
+    }
+}
+
 /// A step that cannot be captured is launched without a graph.
 #[test]
 fn steps_that_cannot_be_captured_are_called() {
@@ -200,6 +248,8 @@ fn steps_that_cannot_be_captured_are_called() {
         "cuStreamEndCapture:1=901",
         "cuStreamBeginCapture_v2:1=900",
         "cuGraphInstantiateWithFlags:1=801",
+        // No room for it on the GPU.
+        "cuGraphUpload:1=2",
         "captured_cuLaunchKernel:7=1",
     ] {
         let mut args = BENCH.to_vec();

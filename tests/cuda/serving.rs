@@ -3,6 +3,7 @@ use std::collections::BTreeSet;
 
 use serde_json::json;
 use testkit::local_cluster::LocalCluster;
+use testkit::wait::until;
 
 use crate::{fake, options, with_fake};
 
@@ -47,11 +48,12 @@ async fn two_gpus_make_one_replica() {
     assert_eq!(reply.body["choices"][0]["text"], expected["choices"][0]["text"]);
 }
 
-/// Its process exits with code 71, another one replaces it, and the request continues.
+/// Its process exits with code 71, although the driver's exit handler would wait for the GPU;
+/// another one replaces it, and the request continues.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_fails_ends_its_worker_and_no_request() {
     // In every process, a few steps after the profiling passes and the first captures.
-    let environment = [("FAKE_CUDA_FAIL", "cuGraphLaunch:16=719")];
+    let environment = [("FAKE_CUDA_FAIL", "cuGraphLaunch:16=719"), ("FAKE_CUDA_EXIT_WAITS", "1")];
     let cluster = up(&["--workers", "1", "--tensor-parallel", "1"], &environment).await;
     let client = cluster.client().unwrap();
     let reply = client.post("/v1/completions", &request(20)).await.unwrap();
@@ -60,6 +62,30 @@ async fn a_gpu_that_fails_ends_its_worker_and_no_request() {
     let log = cluster.log();
     assert!(log.contains("CUDA_ERROR_LAUNCH_FAILED"), "{log}");
     assert!(log.contains("exit status: 71"), "{log}");
+}
+
+/// Its executor is within a call of the driver that does not return, and the driver's exit handler
+/// would not either. Another one replaces it, and the request continues.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_its_gpu_holds_ends_when_it_is_told_to() {
+    let folder = tempfile::tempdir().unwrap();
+    let stuck = folder.path().join("stuck");
+    let environment = [
+        ("FAKE_CUDA_FAIL", "cuGraphLaunch:16=-1"),
+        ("FAKE_CUDA_ONCE", stuck.to_str().unwrap()),
+        ("FAKE_CUDA_EXIT_WAITS", "1"),
+    ];
+    let cluster = up(&["--workers", "1", "--tensor-parallel", "1"], &environment).await;
+    let client = cluster.client().unwrap();
+    let reply = tokio::spawn(async move { client.post("/v1/completions", &request(20)).await });
+    until("the call that does not return", async || stuck.exists().then_some(())).await;
+    let pid = cluster.worker_pids()[0];
+    LocalCluster::signal(pid, "TERM").unwrap();
+    let gone = async || (!cluster.worker_pids().contains(&pid)).then_some(());
+    until("the end of the worker", gone).await;
+    let reply = reply.await.unwrap().unwrap();
+    assert_eq!(reply.status, 200, "{}\n{}", reply.body, cluster.log());
+    assert_eq!(reply.body["usage"]["completion_tokens"], 20);
 }
 
 /// Nothing is captured after startup, whatever the load. The text stays the same if a GPU runs so

@@ -45,6 +45,7 @@ SIGNATURE(cuGraphInstantiateWithFlags, CUgraphExec*, CUgraph, unsigned long long
 SIGNATURE(cuGraphDestroy, CUgraph);
 SIGNATURE(cuGraphExecDestroy, CUgraphExec);
 SIGNATURE(cuGraphLaunch, CUgraphExec, CUstream);
+SIGNATURE(cuGraphUpload, CUgraphExec, CUstream);
 SIGNATURE(cuEventCreate, CUevent*, unsigned);
 SIGNATURE(cuEventDestroy_v2, CUevent);
 SIGNATURE(cuEventRecord, CUevent, CUstream);

@@ -21,18 +21,22 @@
 // - FAKE_CUDA_CAPTURED_OVERLAP: 0 when kernels that may begin early cannot be captured; default 1
 // - FAKE_CUDA_HASTY: 1 when kernels that may begin early do not wait for `tutti_late`
 // - FAKE_CUDA_ALGORITHMS: how many algorithms cuBLASLt offers for a product; default 1
+// - FAKE_CUDA_EXIT_WAITS: 1 when the process's exit handlers wait, for ever, for a GPU that failed or
+//   whose context was not given back
 // - FAKE_CUDA_ONCE: a file that marks that FAKE_CUDA_FAIL took effect: only once in all processes
 // - FAKE_CUDA_LOG: a file to which launches, graphs, copies and allocations are appended.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -141,6 +145,7 @@ struct Event {
 };
 struct Graph {
     std::vector<Work> work;
+    bool uploaded = false;  // Its memory on the GPU is there.
 };
 
 std::map<Stream*, size_t> done;  // Number of finished work items, per stream.
@@ -365,9 +370,19 @@ int cuDriverGetVersion(int* version) {
     *version = static_cast<int>(setting("FAKE_CUDA_VERSION", 13000));
     return SUCCESS;
 }
+// Without the lock: a call that never returns may have it.
+void wait_for_gpus() {
+    log_line("exit handler");
+    const auto is_held = [](const Gpu& gpu) { return gpu.retained > 0; };
+    while (broken != SUCCESS || std::any_of(std::begin(gpus), std::end(gpus), is_held)) {
+        pause();
+    }
+}
 int cuInit(unsigned) {
     ENTER("cuInit");
-    initialised = true;
+    if (!std::exchange(initialised, true) && setting("FAKE_CUDA_EXIT_WAITS", 0) != 0) {
+        atexit(wait_for_gpus);
+    }
     return setting("FAKE_CUDA_DEVICES", DEFAULT_DEVICES) == 0 ? NO_DEVICE : SUCCESS;
 }
 int cuDeviceGetCount(int* count) {
@@ -709,7 +724,7 @@ int cuStreamEndCapture(Stream* stream, Graph** graph) {
     if (told != SUCCESS || stream->invalid) {
         return told != SUCCESS ? told : CAPTURE_INVALIDATED;
     }
-    *graph = new Graph{std::move(stream->captured)};
+    *graph = new Graph{std::move(stream->captured), false};
     stream->captured.clear();
     log_line("capture %zu", (*graph)->work.size());
     return SUCCESS;
@@ -729,9 +744,21 @@ int cuGraphExecDestroy(Graph* graph) {
     delete graph;
     return SUCCESS;
 }
+int cuGraphUpload(Graph* graph, Stream* stream) {
+    ENTER("cuGraphUpload");
+    NEEDS_CONTEXT_OF(stream);
+    // It allocates, which a capture forbids.
+    NO_CAPTURE;
+    graph->uploaded = true;
+    return SUCCESS;
+}
 int cuGraphLaunch(Graph* graph, Stream* stream) {
     ENTER("cuGraphLaunch");
     NEEDS_CONTEXT_OF(stream);
+    // The real one makes room for the graph now, if there is any.
+    if (!graph->uploaded) {
+        return OUT_OF_MEMORY;
+    }
     log_line("graph %zu", graph->work.size());
     for (const Work& work : graph->work) {
         enqueue_work(stream, work);

@@ -14,6 +14,7 @@ use kernels::backend::Buffer as _;
 use kernels::backend::prelude::*;
 use kernels::collective::single_rank;
 use kernels::cuda::bucket::decode_buckets;
+use kernels::cuda::held::is_gpu_held;
 use kernels::cuda::{CudaBackend, CudaOptions};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{
@@ -25,7 +26,7 @@ use worker::rank::{EmptyStepSource, StepSource};
 use crate::checkpoint::Folder;
 use crate::goldens::follow;
 use crate::masks;
-use crate::rig::{On, Rig, engine_of, fake_cuda_backend, fake_cuda_with};
+use crate::rig::{HANGING, On, Rig, engine_of, fake_cuda_backend, fake_cuda_with};
 
 /// Largest error of a log-probability.
 const TOLERANCE: f64 = 0.1;
@@ -570,8 +571,39 @@ fn steps_begun_ahead_give_the_same_tokens() {
 /// A computation that has not finished may never finish.
 #[test]
 fn a_gpu_alone_is_not_waited_for_longer_than_it_may_take() {
-    let options = CudaOptions { patience: Duration::ZERO, ..CudaOptions::default() };
-    let mut backend = fake_cuda_with(options, single_rank());
+    hang(&mut on_gpu(HANGING[0], Duration::ZERO));
+}
+
+/// The driver frees nothing before all that the GPU computes is done, whoever asked for it.
+#[test]
+fn a_gpu_that_hangs_is_asked_for_nothing_by_others_that_use_it() {
+    let [mut backend, mut draft] =
+        [Duration::ZERO, Duration::from_secs(60)].map(|patience| on_gpu(HANGING[1], patience));
+    let [before, after] =
+        [draft.new_buffer(1, 8), draft.new_buffer(1, 8)].map(|buffer| buffer.unwrap());
+    let free = |backend: &CudaBackend| backend.memory().unwrap().0;
+    let used = free(&draft);
+    drop(before);
+    assert!(free(&draft) > used, "memory is freed");
+    let used = free(&draft);
+    hang(&mut backend);
+    let left = free(&draft);
+    assert!(left <= used, "{left} {used}");
+    drop(after);
+    drop(backend);
+    assert_eq!(free(&draft), left, "nothing is freed any more");
+    drop(draft);
+    // A new one takes some more, but far less than both had.
+    assert!(free(&on_gpu(HANGING[1], Duration::ZERO)) <= left, "not even with the last");
+    assert!(is_gpu_held());
+}
+
+fn on_gpu(ordinal: u32, patience: Duration) -> CudaBackend {
+    fake_cuda_with(CudaOptions { ordinal, patience, ..CudaOptions::default() }, single_rank())
+}
+
+/// Reads a buffer from a GPU that may take no time at all.
+fn hang(backend: &mut CudaBackend) {
     let mut buffer = backend.new_buffer(1, 8).unwrap();
     buffer.set_rows(1).unwrap();
     let error = backend.read_buffer(&buffer).unwrap_err();

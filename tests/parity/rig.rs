@@ -157,7 +157,9 @@ impl On {
 }
 
 /// Number of GPUs of the stand-in for NVIDIA's driver.
-const GPUS: u32 = 4;
+const GPUS: u32 = 6;
+/// Those that hang in a test, and then for the rest of the process; ranks have the first four.
+pub(crate) const HANGING: [u32; 2] = [4, 5];
 
 /// A backend on the stand-in for NVIDIA's driver.
 pub(crate) fn fake_cuda_backend(graphs: bool, collective: Box<dyn Collective>) -> CudaBackend {

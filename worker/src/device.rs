@@ -9,7 +9,9 @@ pub use kernels::cuda::ExchangePolicy;
 use kernels::cuda::GroupSetup;
 pub use kernels::cuda::capacity::bytes_text;
 pub use kernels::cuda::devices::{Survey, survey_for};
+pub use kernels::cuda::held::is_gpu_held;
 pub use kernels::cuda::nccl::environment::prepare as prepare_nccl;
+pub use kernels::process::exit_without_handlers;
 use kernels::{Backend, Collective, CpuBackend, KernelError};
 use shared::protocol::{Dtype, EngineConfig, Quantization};
 

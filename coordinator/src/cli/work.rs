@@ -17,7 +17,7 @@ use worker::run::WorkerOptions;
 
 use super::heartbeat::{beat_to_systemd, farewell, parent_gone};
 use super::options::Workers;
-use super::output::error_line;
+use super::output::{error_line, leave_at_once};
 use super::signals::Signals;
 use super::{CliError, WorkerArgs, devices, etcd, host, logging, secret};
 
@@ -108,11 +108,8 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
         if let Ok(WorkerEnd::DeviceLost { reason }) = end {
             let error = CliError::Device(reason);
             error_line(&error.to_string());
-            #[allow(
-                clippy::disallowed_methods,
-                reason = "destructors give a broken GPU's memory back, which may take for ever"
-            )]
-            std::process::exit(error.code().into());
+            // Destructors give a broken GPU's memory back, which may take for ever.
+            leave_at_once(error.code());
         }
         Ok::<_, CliError>((end?, told))
     })?;

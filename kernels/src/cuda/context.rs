@@ -1,14 +1,15 @@
 //! GPUs as the driver knows them: which ones exist, their properties, and this thread's context on
 //! one of them.
-use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int};
 use std::path::PathBuf;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use cudarc::driver::sys;
 
 use super::failure;
 use super::group::GroupSlot;
+use super::held::HeldGpu;
 use super::libraries::{self, CudaLibrary, LibraryError};
 use crate::error::KernelError;
 
@@ -200,8 +201,9 @@ pub struct Context {
     /// Group of ranks that exchange data on their devices; everything that waits for the device
     /// polls it, too.
     pub(super) group: GroupSlot,
-    /// The GPU's work never ends, so anything that waits for it would not return either.
-    hangs: Cell<bool>,
+    /// What all contexts on this GPU share: if its work never ends, anything that waits for it
+    /// would not return either.
+    held: Arc<HeldGpu>,
     raw: ContextHandle,
 }
 
@@ -246,7 +248,7 @@ impl Context {
             info,
             driver,
             group: GroupSlot::default(),
-            hangs: Cell::new(false),
+            held: HeldGpu::retained(device),
             raw: ContextHandle(context),
         });
         // SAFETY: the context was just retained.
@@ -271,16 +273,17 @@ impl Context {
         self.raw
     }
 
-    /// Records that the GPU's work does not end, for this reason. From now on nothing is returned
-    /// to the driver, which would wait for that work first: the process has to end.
+    /// Records that the GPU's work does not end, for this reason. From now on nothing of any
+    /// context on it is returned to the driver, which would wait for that work first: the process
+    /// has to end.
     pub(super) fn hangs(&self, reason: String) -> KernelError {
-        self.hangs.set(true);
+        self.held.hangs();
         KernelError::Device(reason)
     }
 
     /// Whether resources may be returned to the driver.
     pub(super) fn is_usable(&self) -> bool {
-        !self.hangs.get()
+        self.held.is_usable()
     }
 
     /// Free and total memory in bytes.
@@ -302,7 +305,11 @@ impl Drop for Context {
             return;
         }
         // SAFETY: retained in `new`, and everything made in it held this value alive.
-        let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+        let status = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+        // A GPU that has failed keeps its context, and nobody knows what it still does.
+        if check(status, "give the GPU's context back").is_ok() {
+            self.held.released();
+        }
     }
 }
 

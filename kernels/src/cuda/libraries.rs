@@ -79,6 +79,7 @@ const DRIVER_SYMBOLS: &[&str] = &[
     "cuGraphExecDestroy",
     "cuGraphInstantiateWithFlags",
     "cuGraphLaunch",
+    "cuGraphUpload",
     "cuInit",
     "cuIpcCloseMemHandle",
     "cuIpcGetMemHandle",

@@ -178,7 +178,13 @@ impl Stream {
         // SAFETY: as above; the instance does not need the graph.
         let _ = unsafe { sys::cuGraphDestroy(graph) };
         check(status, "make a graph runnable")?;
-        Ok(Graph { raw: exec, context: self.context.clone() })
+        let made = Graph { raw: exec, context: self.context.clone() };
+        // Otherwise its memory is allocated when it is first run: a step that cannot be run for
+        // lack of it would cost the device, and a graph that cannot be made costs only the graph.
+        // SAFETY: both are alive, and the stream no longer captures.
+        let status = unsafe { sys::cuGraphUpload(exec, self.raw) };
+        check(status, "make room for a graph on the GPU")?;
+        Ok(made)
     }
 
     /// Ends recording and discards the recorded calls, if any.
