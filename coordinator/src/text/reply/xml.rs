@@ -174,6 +174,9 @@ impl Notation {
                 Prefix::Match(name.to_owned(), taken + end.len_utf8())
             }
             Some(_) => Prefix::NoMatch,
+            None if !name.chars().all(|c| c.is_alphanumeric() || "_-.:/".contains(c)) => {
+                Prefix::NoMatch
+            }
             None => {
                 // Nothing but what follows tells that text behind the mark is a name.
                 let next = rest[at..].trim_start();
