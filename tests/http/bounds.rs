@@ -282,6 +282,16 @@ fn bodies_that_are_no_json_object_of_bounded_size() {
         assert_eq!(status, expected, "{shown}: {answer}");
         assert!(answer.contains("\"error\""), "{shown}: {answer}");
     }
+    for (headers, words) in [
+        ("connection: close", "Content-Type is missing; it must be `application/json`"),
+        ("connection: close\r\ncontent-type: ", "Content-Type is empty; it must be"),
+        ("connection: close\r\ncontent-type: text/plain", "Content-Type is `text/plain`, but must"),
+    ] {
+        let (status, answer) = raw(&rig, &post_with(COMPLETIONS, "1.1", headers, b"{}"));
+        assert!(status == 415 && answer.contains(words), "{headers}: {answer}");
+    }
+    let (_, answer) = raw(&rig, &post(COMPLETIONS, "application/json", b"{\"a\": 1,\n\"b\"}"));
+    assert!(answer.contains("not valid JSON: expected `:` at line 2 column 4"), "{answer}");
     // Many prompts, none too long; together they have more bytes than a single prompt may have.
     let many = json!({"prompt": vec![vec![300; 600]; 500], "max_tokens": 1}).to_string();
     assert!(many.len() > 1 << 20);
