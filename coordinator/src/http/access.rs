@@ -72,6 +72,13 @@ impl Tally {
         }
     }
 
+    /// The whole request was refused: its client is not charged for the prompts that ran.
+    pub fn refused(&self) {
+        if let Some(meter) = &self.meter {
+            meter.put_back_all();
+        }
+    }
+
     /// So many more tokens were generated.
     pub fn output(&self, tokens: u64) {
         if let Some(counts) = &self.counts {

@@ -42,7 +42,16 @@ async fn admit(
     let turn = keys::enter(state, request)?;
     let answer = match terms(state, request) {
         Ok(terms) => match state.in_time(terms.deadline, read(state, request, body)).await {
-            Ok(fields) => respond(state, fields.on_terms(terms)).await,
+            Ok(fields) => {
+                let tally = fields.tally().clone();
+                let answer = respond(state, fields.on_terms(terms)).await;
+                // One prompt of several may be refused while others run.
+                answer.inspect_err(|error| {
+                    if error.is_queue_full() {
+                        tally.refused();
+                    }
+                })
+            }
             Err(error) => Err(error),
         },
         Err(error) => Err(error),
