@@ -42,7 +42,8 @@
 //! - `connections`: how many connections each address may have
 //! - `kept`: ends connections on which nothing is asked
 //! - `watch`: rereads files when they change
-//! - `body`: attaches values to the lifetime of an answer's body
+//! - `body`: attaches values to the lifetime of an answer's body, and says how it ends
+//! - `not_json`: what is wrong with a body that is not JSON
 //! - [`gate`]: lets requests in, and is closed when the server is told to end
 //! - [`error`]: every error a client can see, in one mapping
 pub mod access;
@@ -72,6 +73,7 @@ pub mod message;
 pub mod messages;
 pub mod metrics;
 pub mod models;
+mod not_json;
 pub mod openapi;
 pub mod options;
 mod pairs;

@@ -206,12 +206,60 @@ fn raw(rig: &Rig, request: &[u8]) -> (u16, String) {
 }
 
 fn post(path: &str, content_type: &str, body: &[u8]) -> Vec<u8> {
+    let headers = format!("connection: close\r\ncontent-type: {content_type}");
+    post_with(path, "1.1", &headers, body)
+}
+
+fn post_with(path: &str, version: &str, headers: &str, body: &[u8]) -> Vec<u8> {
     let head = format!(
-        "POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: {content_type}\r\n\
-         content-length: {}\r\n\r\n",
+        "POST {path} HTTP/{version}\r\nhost: x\r\n{headers}\r\ncontent-length: {}\r\n\r\n",
         body.len()
     );
     [head.as_bytes(), body].concat()
+}
+
+/// They know no chunks, whose lengths they would take for a part of the answer.
+#[test]
+fn clients_of_http_1_0_get_streams_without_chunks_that_end_with_the_connection() {
+    let rig = Rig::saying("a b c d");
+    let prompt = json!({"prompt": "x", "max_tokens": 3, "stream": true}).to_string();
+    let input = json!({"input": ["a", "b"]}).to_string();
+    for (path, body, begin, end) in [
+        (COMPLETIONS, prompt, "data: {", "data: [DONE]\n\n"),
+        ("/v1/embeddings", input, "{\"id\"", "}"),
+    ] {
+        for (version, connection) in [("1.0", "close"), ("1.0", "keep-alive"), ("1.1", "close")] {
+            let headers = format!("connection: {connection}\r\ncontent-type: application/json");
+            let began = Instant::now();
+            let request = post_with(path, version, &headers, body.as_bytes());
+            let (status, answer) = raw(&rig, &request);
+            let (head, text) = answer.split_once("\r\n\r\n").unwrap();
+            let head = head.to_lowercase();
+            assert_eq!(status, 200, "{answer}");
+            let has_chunks = head.contains("transfer-encoding: chunked");
+            assert_eq!(has_chunks, version == "1.1", "{connection}: {answer}");
+            let is_whole = text.starts_with(begin) && text.ends_with(end);
+            assert_eq!(is_whole, version == "1.0", "{connection}: {answer}");
+            assert!(!head.contains("keep-alive"), "{answer}");
+            assert!(began.elapsed() < Duration::from_secs(10), "the connection stays open");
+        }
+    }
+    // What has a length needs no end of the connection.
+    let headers = "connection: keep-alive\r\ncontent-type: application/json";
+    let mut stream = TcpStream::connect(rig.address).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(15))).unwrap();
+    for _ in 0..2 {
+        stream.write_all(&post_with("/tokenize", "1.0", headers, b"{\"prompt\": \"x\"}")).unwrap();
+        let mut answer = [0; 15];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!(&answer, b"HTTP/1.0 200 OK");
+        let mut rest = Vec::new();
+        while !rest.ends_with(b"}") {
+            let mut byte = [0];
+            stream.read_exact(&mut byte).unwrap();
+            rest.extend(byte);
+        }
+    }
 }
 
 #[test]
@@ -234,6 +282,16 @@ fn bodies_that_are_no_json_object_of_bounded_size() {
         assert_eq!(status, expected, "{shown}: {answer}");
         assert!(answer.contains("\"error\""), "{shown}: {answer}");
     }
+    for (headers, words) in [
+        ("connection: close", "Content-Type is missing; it must be `application/json`"),
+        ("connection: close\r\ncontent-type: ", "Content-Type is empty; it must be"),
+        ("connection: close\r\ncontent-type: text/plain", "Content-Type is `text/plain`, but must"),
+    ] {
+        let (status, answer) = raw(&rig, &post_with(COMPLETIONS, "1.1", headers, b"{}"));
+        assert!(status == 415 && answer.contains(words), "{headers}: {answer}");
+    }
+    let (_, answer) = raw(&rig, &post(COMPLETIONS, "application/json", b"{\"a\": 1,\n\"b\"}"));
+    assert!(answer.contains("not valid JSON: expected `:` at line 2 column 4"), "{answer}");
     // Many prompts, none too long; together they have more bytes than a single prompt may have.
     let many = json!({"prompt": vec![vec![300; 600]; 500], "max_tokens": 1}).to_string();
     assert!(many.len() > 1 << 20);

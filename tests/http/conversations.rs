@@ -77,6 +77,21 @@ async fn a_final_message_can_be_gone_on_with() {
     assert!(!rig.seen.lock().unwrap().requests[1].goes_on, "an answer begins a text");
 }
 
+#[tokio::test]
+async fn strings_in_a_list_are_parts_of_a_content() {
+    let rig = Rig::with_template(SHOWS);
+    let content = json!(["a", {"type": "text", "text": "b"}, ""]);
+    let request = json!({"messages": [{"role": "user", "content": content}]});
+    // The client holds what is accepted against the document, too.
+    let given = prompt(&rig, &request).await;
+    assert!(given.contains("\"content\": \"a\\nb\\n\""), "{given}");
+    for content in [json!([1]), json!(["a", null]), json!([["a"]])] {
+        let request = json!({"messages": [{"role": "user", "content": content}]});
+        let reply = rig.client.post(CHAT, &request).await.unwrap();
+        assert_eq!(reply.status, 400, "{request}: {}", reply.body);
+    }
+}
+
 /// Agents send back what models wrote: imperfect histories must not end a conversation.
 #[tokio::test]
 async fn histories_may_be_imperfect() {

@@ -165,6 +165,34 @@ async fn a_key_uses_so_many_tokens_in_a_minute() {
 }
 
 #[tokio::test]
+async fn a_request_of_several_texts_that_is_refused_costs_nothing() {
+    let limits = KeyLimits { tokens_per_minute: Some(100), ..KeyLimits::default() };
+    let keys = ApiKeys::of([ApiKey::new("tight", limits).unwrap()]);
+    let rig = Rig::with_api(&ApiOptions { keys, ..ApiOptions::default() });
+    let left = |response: &Response| rate(response, "remaining-tokens").unwrap();
+    // The third finds the queue full, while the others are under way.
+    rig.script(|script| script.full_behind = Some(0));
+    let prompts = json!({"prompt": vec![[300; 20]; 3], "max_tokens": 4});
+    let refused = complete(&rig, &[TIGHT], prompts.clone()).await;
+    assert_eq!((refused.status().as_u16(), left(&refused).as_str()), (429, "100"));
+    let url = format!("http://{}/v1/embeddings", rig.address);
+    let request = reqwest::Client::new().post(url).header(TIGHT.0, TIGHT.1);
+    let sent = request.json(&json!({"input": vec![[300; 20]; 3]})).send();
+    let refused = sent.await.unwrap();
+    assert_eq!((refused.status().as_u16(), left(&refused).as_str()), (429, "100"));
+    // A stream that has begun is charged for what it brought.
+    let mut stream = prompts;
+    stream["stream"] = json!(true);
+    let begun = complete(&rig, &[TIGHT], stream).await;
+    assert_eq!(begun.status(), 200);
+    assert!(begun.text().await.unwrap().contains("queue_full"));
+    rig.script(|script| script.full_behind = None);
+    let next = complete(&rig, &[TIGHT], json!({"prompt": [300], "max_tokens": 1})).await;
+    let remaining: u32 = left(&next).parse().unwrap();
+    assert!((50..75).contains(&remaining), "{remaining}");
+}
+
+#[tokio::test]
 async fn a_request_ends_when_the_time_that_its_client_gives_is_over() {
     let rig = Rig::new(Script { text: "a b c".to_owned(), hang: true, ..Script::default() });
     let brief = [("x-request-timeout", "0.4")];

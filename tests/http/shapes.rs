@@ -2,7 +2,7 @@
 use coordinator::text::model::TextModel;
 use coordinator::text::template::ChatTemplate;
 use serde_json::{Map, Value, json};
-use shared::protocol::Lora;
+use shared::protocol::{Lora, PROTOCOL_VERSION};
 
 use crate::rig::{Rig, Script};
 
@@ -223,6 +223,8 @@ async fn models_health_version_and_metrics() {
     for path in ["/health", "/live", "/ready", "/version"] {
         assert_eq!(rig.client.get(path).await.unwrap().status, 200, "{path}");
     }
+    let version = rig.client.get("/version").await.unwrap().body;
+    assert_eq!(version["protocol"], json!(PROTOCOL_VERSION), "{version}");
     let scrape = rig.client.scrape().await.unwrap();
     let labels = [("route", "/v1/models/{id}"), ("method", "GET"), ("status", "404")];
     assert_eq!(scrape.sum("tutti_http_requests_total", &labels), 2.0);

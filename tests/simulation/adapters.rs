@@ -92,6 +92,7 @@ impl World {
             }
             None => AdapterCommand::Unload { name },
         };
+        self.free_adapters();
         self.coordinator.core.change_adapters(now, ticket, command, &mut effects);
         self.carry_out(effects);
     }

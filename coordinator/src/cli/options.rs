@@ -9,8 +9,10 @@ mod serving;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+use shared::protocol::PROTOCOL_VERSION;
 
 pub(crate) use self::compute::{ComputeArgs, CudaArgs, Device, Workers, parse_workers};
 pub(crate) use self::operator::{
@@ -28,9 +30,13 @@ use super::hub::CacheArgs;
 use super::reference::OptionsArgs;
 use super::resources::ResourceArgs;
 
+/// What `--version` prints: processes of one protocol form a cluster.
+static VERSION: LazyLock<String> =
+    LazyLock::new(|| format!("{} (protocol {PROTOCOL_VERSION})", env!("CARGO_PKG_VERSION")));
+
 /// Serve language models on your own nodes: one binary, one scheduler, one /metrics.
 #[derive(Debug, Parser)]
-#[command(name = "tutti", version, propagate_version = true)]
+#[command(name = "tutti", version = VERSION.as_str(), propagate_version = true)]
 #[command(after_help = "Start here:\n  tutti up                      \
     a coordinator and two tensor-parallel CPU workers on this host\n  \
     curl localhost:8000/v1/completions -H 'content-type: application/json' \\\n    \

@@ -39,6 +39,17 @@ fn a_file_supplies_what_the_command_line_does_not_say() {
 }
 
 #[test]
+fn the_version_names_the_protocol() {
+    let version = env!("CARGO_PKG_VERSION");
+    let expected = format!(" {version} (protocol {})\n", shared::protocol::PROTOCOL_VERSION);
+    for (words, name) in
+        [(&["tutti", "--version"][..], "tutti"), (&["tutti", "up", "-V"], "tutti-up")]
+    {
+        assert_eq!(parse_words(words).unwrap_err(), format!("{name}{expected}"));
+    }
+}
+
+#[test]
 fn a_model_may_have_several_names() {
     let names = |words: &[&str], file: &str| up(words, file).unwrap().serving.served_model_name;
     let words = ["--served-model-name", "a", "org/b", "--workers", "1"];

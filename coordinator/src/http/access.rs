@@ -14,7 +14,7 @@ use actix_web::middleware::Next;
 use actix_web::web::Data;
 use actix_web::{Error, HttpMessage as _, HttpRequest};
 
-use super::body::{Companion, accompanied};
+use super::body::{Companion, accompanied, end_as_client_knows};
 use super::error::ApiError;
 use super::fields::is_request_id;
 use super::keys::Meter;
@@ -69,6 +69,13 @@ impl Tally {
     pub fn failed(&self, tokens: u64) {
         if let Some(meter) = &self.meter {
             meter.put_back(tokens);
+        }
+    }
+
+    /// The whole request was refused: its client is not charged for the prompts that ran.
+    pub fn refused(&self) {
+        if let Some(meter) = &self.meter {
+            meter.put_back_all();
         }
     }
 
@@ -162,6 +169,7 @@ pub async fn identify<B: MessageBody + 'static>(
         line.sent = response.is_err();
     }
     let mut response = response?;
+    end_as_client_knows(&mut response);
     if let Ok(header) = header {
         if is_anthropic {
             response.headers_mut().insert(messages::REQUEST_ID, header.clone());

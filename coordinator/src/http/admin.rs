@@ -27,7 +27,7 @@ use shared::wire::keyring::Keyring;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::error::ApiError;
-use super::intake::BODY_DEADLINE_S;
+use super::intake::{self, BODY_DEADLINE_S};
 use super::routes::{get, resource};
 use super::state::AppState;
 use crate::adapters::AdapterUse;
@@ -154,8 +154,10 @@ pub struct LogsQuery {
 
 /// Declares the routes.
 pub(super) fn routes(config: &mut ServiceConfig) {
-    let wrong = |error: JsonPayloadError, _: &HttpRequest| match error {
-        JsonPayloadError::ContentType => ApiError::content_type("another").into(),
+    let wrong = |error: JsonPayloadError, request: &HttpRequest| match error {
+        JsonPayloadError::ContentType => {
+            ApiError::content_type(intake::content_type(request).as_deref()).into()
+        }
         error => ApiError::body(format!("The body cannot be read: {error}")).into(),
     };
     config.app_data(JsonConfig::default().limit(BODY_MAX).error_handler(wrong));

@@ -1,9 +1,11 @@
 //! Attaches a value to an answer's body, which is dropped with it and learns whether the body was
-//! sent whole.
+//! sent whole; says how a body of unknown length ends.
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use actix_web::body::{BodySize, BoxBody, MessageBody};
+use actix_web::dev::ServiceResponse;
+use actix_web::http::{ConnectionType, Version};
 use actix_web::web::Bytes;
 
 /// Lives as long as a body and is dropped with it.
@@ -27,6 +29,17 @@ pub(super) fn accompanied<C: Companion>(
         companion.sent();
     }
     BoxBody::new(Accompanied { body: body.boxed(), companion })
+}
+
+/// Lets an answer of unknown length to a client of HTTP/1.0, which knows no chunks, end with the
+/// connection.
+pub(super) fn end_as_client_knows<B: MessageBody>(answer: &mut ServiceResponse<B>) {
+    let is_old = answer.request().version() < Version::HTTP_11;
+    if is_old && answer.response().body().size() == BodySize::Stream {
+        let head = answer.response_mut().head_mut();
+        head.no_chunking(true);
+        head.set_connection_type(ConnectionType::Close);
+    }
 }
 
 impl<C: Companion> MessageBody for Accompanied<C> {

@@ -226,6 +226,9 @@ fn message(index: usize, value: &Value, values: &mut usize) -> Result<Value, Api
         return Err(wrong(".role", "one of system, developer, user, assistant and tool"));
     }
     fn part(part: &Value) -> Option<&str> {
+        if let Value::String(text) = part {
+            return Some(text);
+        }
         let text = match part.get("type").and_then(Value::as_str)? {
             "text" | "input_text" | "output_text" => "text",
             "refusal" => "refusal",

@@ -158,10 +158,14 @@ impl ApiError {
         Self { allow: Some(allow), ..Self::new(StatusCode::METHOD_NOT_ALLOWED, message) }
     }
 
-    /// The body's header does not say JSON: 415.
+    /// The body's header does not say JSON, or is missing: 415.
     #[must_use]
-    pub fn content_type(found: &str) -> Self {
-        let message = format!("Content-Type is `{found}`, but must be `application/json`");
+    pub fn content_type(found: Option<&str>) -> Self {
+        let message = match found {
+            None => "Content-Type is missing; it must be `application/json`".to_owned(),
+            Some("") => "Content-Type is empty; it must be `application/json`".to_owned(),
+            Some(found) => format!("Content-Type is `{found}`, but must be `application/json`"),
+        };
         Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message)
     }
 

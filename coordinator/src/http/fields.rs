@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 
 use super::access::Tally;
 use super::error::ApiError;
+use super::not_json;
 use super::params::Limits;
 use super::room::Share;
 use super::terms::Terms;
@@ -78,8 +79,16 @@ impl Fields {
                 terms: Terms::default(),
                 share: Share::default(),
             }),
-            Ok(_) => Err(ApiError::body("The body must be a JSON object")),
-            Err(error) => Err(ApiError::body(format!("The body is not valid JSON: {error}"))),
+            Ok(other) => {
+                let found = match other {
+                    Value::Array(_) => "a list",
+                    Value::String(_) => "a string",
+                    Value::Number(_) => "a number",
+                    _ => "a single word",
+                };
+                Err(ApiError::body(format!("The body must be a JSON object, not {found}")))
+            }
+            Err(error) => Err(ApiError::body(not_json::describe(body, &error))),
         }
     }
 

@@ -1,5 +1,6 @@
 //! The way of every request with a body, from the gate to its answer: its key's limits, its
 //! headers, its body within bounds, and the count of what is refused.
+use std::borrow::Cow;
 use std::time::Duration;
 
 use actix_web::http::header::{CONTENT_ENCODING, CONTENT_TYPE, ContentType};
@@ -41,7 +42,16 @@ async fn admit(
     let turn = keys::enter(state, request)?;
     let answer = match terms(state, request) {
         Ok(terms) => match state.in_time(terms.deadline, read(state, request, body)).await {
-            Ok(fields) => respond(state, fields.on_terms(terms)).await,
+            Ok(fields) => {
+                let tally = fields.tally().clone();
+                let answer = respond(state, fields.on_terms(terms)).await;
+                // One prompt of several may be refused while others run.
+                answer.inspect_err(|error| {
+                    if error.is_queue_full() {
+                        tally.refused();
+                    }
+                })
+            }
             Err(error) => Err(error),
         },
         Err(error) => Err(error),
@@ -93,6 +103,12 @@ pub(super) fn count(state: &AppState, error: &ApiError) {
     }
 }
 
+/// What a request says that its body is.
+pub(super) fn content_type(request: &HttpRequest) -> Option<Cow<'_, str>> {
+    let value = request.headers().get(CONTENT_TYPE)?;
+    Some(String::from_utf8_lossy(value.as_bytes()))
+}
+
 /// Reads a body as JSON, and what counts the request's tokens.
 ///
 /// # Errors
@@ -102,11 +118,10 @@ pub(super) async fn read(
     request: &HttpRequest,
     body: Payload,
 ) -> Result<Fields, ApiError> {
-    let found = request.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
-    let found = found.unwrap_or("");
-    let essence = found.split(';').next().unwrap_or("").trim();
+    let kind = content_type(request);
+    let essence = kind.as_deref().and_then(|kind| kind.split(';').next()).unwrap_or("").trim();
     if !essence.eq_ignore_ascii_case("application/json") {
-        return Err(ApiError::content_type(found));
+        return Err(ApiError::content_type(kind.as_deref()));
     }
     let encoding = request.headers().get(CONTENT_ENCODING);
     if let Some(encoding) = encoding.filter(|it| !it.as_bytes().eq_ignore_ascii_case(b"identity")) {

@@ -3,6 +3,7 @@ use actix_web::middleware::Compress;
 use actix_web::web::{self, Data, Payload, ServiceConfig};
 use actix_web::{HttpRequest, HttpResponse, Resource, Route, guard, http};
 use serde_json::json;
+use shared::protocol::PROTOCOL_VERSION;
 
 use super::error::ApiError;
 use super::fields::Fields;
@@ -194,7 +195,8 @@ pub(super) fn ready(readiness: Readiness) -> HttpResponse {
 
 /// `GET /version`.
 pub(crate) async fn get_version() -> HttpResponse {
-    HttpResponse::Ok().json(json!({"name": "tutti", "version": env!("CARGO_PKG_VERSION")}))
+    let (version, protocol) = (env!("CARGO_PKG_VERSION"), PROTOCOL_VERSION);
+    HttpResponse::Ok().json(json!({"name": "tutti", "version": version, "protocol": protocol}))
 }
 
 /// `GET /openapi.json`.

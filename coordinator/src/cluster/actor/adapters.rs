@@ -98,8 +98,10 @@ impl Handler<ChangeAdapters> for ClusterActor {
         let ticket = Ticket(self.adapters.tickets);
         let (sender, outcome) = oneshot::channel();
         self.adapters.waiting.insert(ticket, sender);
-        let mut effects = Vec::new();
-        self.core.change_adapters(self.clock.now(), ticket, command, &mut effects);
+        let (now, mut effects) = (self.clock.now(), Vec::new());
+        // What was unloaded since the last tick may have left room for this one.
+        self.free_adapters(now, &mut effects);
+        self.core.change_adapters(now, ticket, command, &mut effects);
         self.carry_out(ctx, effects);
         Box::pin(async move {
             let stopped = || AdapterError::NotNow("the coordinator is stopping".to_owned());

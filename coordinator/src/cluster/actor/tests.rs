@@ -1,9 +1,11 @@
-//! Actors that panic are noticed.
+//! Actors that panic are noticed; places of adapters are free as soon as nobody uses them.
 use std::net::SocketAddr;
 
 use shared::clock::SystemClock;
 use shared::metrics::Limits;
-use shared::protocol::{Dtype, Formed, KvCacheDtype, Lora, NodeResources, Quantization, Started};
+use shared::protocol::{
+    AdapterCommand, Dtype, Formed, KvCacheDtype, Lora, NodeResources, Quantization, Started,
+};
 use shared::wire::auth::Secret;
 
 use shared::model_identity::ModelIdentity;
@@ -40,6 +42,10 @@ impl Handler<Within<Self>> for ReplicaActor {
 }
 
 fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
+    cluster_with(Lora::default())
+}
+
+fn cluster_with(lora: Lora) -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
     let engine = EngineConfig {
         block_size: 16,
         max_model_len: 64,
@@ -62,7 +68,7 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
         cpu_step_tokens: 64,
         collective_timeout: Duration::from_secs(5),
         form_timeout: Duration::from_secs(60),
-        lora: Lora::default(),
+        lora,
         model_names: vec!["m".to_owned()],
         draft_model: None,
         worker_stats: true,
@@ -118,6 +124,36 @@ where
     answered.await.unwrap()
 }
 
+/// Makes a worker join the cluster's core, and a replica of it serve.
+fn serve(actor: &mut ClusterActor) -> (WorkerId, Epoch) {
+    let (now, worker, mut effects) = (actor.clock.now(), WorkerId(0), Vec::new());
+    let member = Member {
+        worker,
+        incarnation: Incarnation(1),
+        node: "node".into(),
+        host: "host".into(),
+        collective_addr: SocketAddr::from(([127, 0, 0, 1], 9000)),
+        draining: false,
+        offer: NodeResources::default(),
+        gpu: String::new(),
+        build: "b".into(),
+    };
+    actor.core.worker_joined(now, member, &mut effects);
+    let epoch = Epoch(1);
+    let formed = Formed {
+        epoch,
+        kv_blocks: 9,
+        host_blocks: 0,
+        weight_bytes: 1,
+        load_seconds: 0.0,
+        identity: ModelIdentity(1),
+        adapters: 0,
+    };
+    actor.core.worker_formed(Duration::ZERO, worker, formed, &mut effects);
+    actor.core.worker_started(now, worker, Started { epoch }, &mut effects);
+    (worker, epoch)
+}
+
 #[test]
 fn the_end_of_the_cluster_is_noticed() {
     actix::System::new().block_on(async {
@@ -158,31 +194,7 @@ fn a_replica_whose_actor_is_gone_forms_anew_under_another() {
         let (cluster, _view) = cluster();
         let id = ReplicaId(0);
         let addr = within(&cluster, move |actor, ctx| {
-            let (now, worker, mut effects) = (actor.clock.now(), WorkerId(0), Vec::new());
-            let member = Member {
-                worker,
-                incarnation: Incarnation(1),
-                node: "node".into(),
-                host: "host".into(),
-                collective_addr: SocketAddr::from(([127, 0, 0, 1], 9000)),
-                draining: false,
-                offer: NodeResources::default(),
-                gpu: String::new(),
-                build: "b".into(),
-            };
-            actor.core.worker_joined(now, member, &mut effects);
-            let epoch = Epoch(1);
-            let formed = Formed {
-                epoch,
-                kv_blocks: 9,
-                host_blocks: 0,
-                weight_bytes: 1,
-                load_seconds: 0.0,
-                identity: ModelIdentity(1),
-                adapters: 0,
-            };
-            actor.core.worker_formed(Duration::ZERO, worker, formed, &mut effects);
-            actor.core.worker_started(now, worker, Started { epoch }, &mut effects);
+            let (worker, epoch) = serve(actor);
             actor.start_replica(ctx, id);
             let running = actor.replicas.get_mut(&id).unwrap();
             running.serving = Some((epoch, vec![worker]));
@@ -204,5 +216,43 @@ fn a_replica_whose_actor_is_gone_forms_anew_under_another() {
             }
         };
         tokio::time::timeout(PATIENCE, anew).await.expect("it forms anew");
+    });
+}
+
+fn load(name: &str) -> AdapterCommand {
+    AdapterCommand::Load { name: name.to_owned(), path: format!("/{name}"), replace: false }
+}
+
+/// The adapters and their states after a command.
+fn after(
+    command: AdapterCommand,
+    actor: &mut ClusterActor,
+    ctx: &mut Context<ClusterActor>,
+) -> Vec<(String, String)> {
+    drop(actor.handle(ChangeAdapters(command), ctx));
+    actor.core.adapter_statuses().into_iter().map(|it| (it.name, it.state)).collect()
+}
+
+#[test]
+fn an_adapter_takes_the_place_of_one_unloaded_just_before_that_nobody_uses() {
+    actix::System::new().block_on(async {
+        let lora = Lora { places: 1, ..Lora::fixed([("a".to_owned(), "/a".to_owned())], 16) };
+        let (cluster, _view) = cluster_with(lora);
+        // One pass of the actor: no time passes for its core.
+        let (used, free) = within(&cluster, move |actor, ctx| {
+            serve(actor);
+            let served = ServedAdapters::default();
+            actor.adapters.serve(served.clone());
+            actor.adapters_changed();
+            let in_use = served.find("a").unwrap();
+            after(AdapterCommand::Unload { name: "a".to_owned() }, actor, ctx);
+            let used = after(load("b"), actor, ctx);
+            drop(in_use);
+            (used, after(load("c"), actor, ctx))
+        })
+        .await;
+        let of = |name: &str, state: &str| vec![(name.to_owned(), state.to_owned())];
+        assert_eq!(used, of("a", "leaving"), "a request still uses it");
+        assert_eq!(free, of("c", "loading"));
     });
 }

@@ -1,6 +1,6 @@
 //! What the owner of an API key has under way, and may start.
 use std::fmt;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -138,10 +138,12 @@ impl Account {
     }
 }
 
-/// Counts the tokens of a request against its key's limit.
+/// Counts the tokens of a request against its key's limit. Clones count together.
 #[derive(Clone)]
 pub struct Meter {
     used: Arc<Used>,
+    /// What this request took and did not put back.
+    taken: Arc<AtomicU64>,
     clock: Arc<dyn Clock>,
 }
 
@@ -152,20 +154,28 @@ impl fmt::Debug for Meter {
 }
 
 impl Meter {
-    /// For requests of an account; `None` if their tokens have no limit.
+    /// For a request of an account; `None` if its tokens have no limit.
     pub(super) fn of(account: &Account, clock: &Arc<dyn Clock>) -> Option<Self> {
         account.limits.tokens_per_minute?;
-        Some(Self { used: account.used.clone(), clock: clock.clone() })
+        Some(Self { used: account.used.clone(), taken: Arc::default(), clock: clock.clone() })
     }
 
     /// So many tokens were used.
     pub fn take(&self, tokens: u64) {
         let per_minute = self.used.tokens_per_minute.load(Ordering::Relaxed);
+        self.taken.fetch_add(tokens, Ordering::Relaxed);
         locked(&self.used.tokens).take(self.clock.now(), per_minute, tokens);
     }
 
     /// Nothing came of so many.
     pub fn put_back(&self, tokens: u64) {
+        self.taken.fetch_sub(tokens, Ordering::Relaxed);
+        locked(&self.used.tokens).put_back(tokens);
+    }
+
+    /// Nothing came of the whole request.
+    pub fn put_back_all(&self) {
+        let tokens = self.taken.swap(0, Ordering::Relaxed);
         locked(&self.used.tokens).put_back(tokens);
     }
 }
@@ -209,6 +219,26 @@ mod tests {
         assert_eq!(again.enter(Duration::ZERO).unwrap_err(), Refusal::Requests(1));
         drop(second);
         assert!(again.enter(Duration::ZERO).is_ok());
+    }
+
+    #[test]
+    fn a_request_puts_back_what_it_took_itself_and_once() {
+        let limits = KeyLimits { tokens_per_minute: Some(60), ..KeyLimits::default() };
+        let clock: Arc<dyn Clock> = Arc::new(shared::clock::ManualClock::default());
+        let account = Account::like([1; 32], limits, None);
+        let left = || account.rates(Duration::ZERO).map(|rate| rate.2.count).next();
+        let (other, meter) = (Meter::of(&account, &clock), Meter::of(&account, &clock));
+        let (other, meter) = (other.unwrap(), meter.unwrap());
+        other.take(10);
+        for tokens in [5, 7, 9] {
+            meter.clone().take(tokens);
+        }
+        assert_eq!(left(), Some(29));
+        meter.put_back(9);
+        meter.put_back_all();
+        assert_eq!(left(), Some(50));
+        meter.put_back_all();
+        assert_eq!(left(), Some(50));
     }
 
     #[test]

@@ -65,7 +65,10 @@ pub(super) fn all() -> Properties {
         "Text": answer(json!({"prompt": string()}), json!({})),
         "Readiness": answer(json!({"ready": boolean(), "message": string()}), json!({})),
         "Load": answer(json!({"server_load": count()}), json!({})),
-        "Version": answer(json!({"name": only("tutti"), "version": string()}), json!({})),
+        "Version": answer(
+            json!({"name": only("tutti"), "version": string(), "protocol": count()}),
+            json!({}),
+        ),
         "Document": any_object(),
     })));
     all

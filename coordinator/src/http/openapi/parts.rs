@@ -53,20 +53,21 @@ pub(super) fn text_format() -> Value {
     ])
 }
 
-/// Parts of a content that are text.
-pub(super) fn text_parts(kinds: &[&str]) -> Value {
+/// A part of a content that is text.
+fn text_part(kinds: &[&str]) -> Value {
     let text =
         given(&["type", "text"], properties(json!({"type": words(kinds), "text": string()})));
     let refusal = given(
         &["type", "refusal"],
         properties(json!({"type": only("refusal"), "refusal": string()})),
     );
-    any_list(any_of([text, refusal]))
+    any_of([text, refusal])
 }
 
 /// A message of chat.
 pub(super) fn message() -> Value {
-    let content = any_of([string(), text_parts(&["text", "input_text", "output_text"])]);
+    let part = text_part(&["text", "input_text", "output_text"]);
+    let content = any_of([string(), any_list(any_of([string(), part]))]);
     let function = given(
         &["name"],
         properties(json!({"name": string(), "arguments": any_of([string(), any_object()])})),
@@ -124,7 +125,7 @@ pub(super) fn response_tool_choice() -> Value {
 /// An item of a response's input.
 pub(super) fn input_item() -> Value {
     let kinds = &["input_text", "output_text", "text"];
-    let content = || any_of([string(), text_parts(kinds)]);
+    let content = || any_of([string(), any_list(text_part(kinds))]);
     let message = given(
         &["role", "content"],
         properties(json!({

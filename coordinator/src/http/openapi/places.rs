@@ -222,7 +222,7 @@ pub(super) const PLACES: &[Place] = &[
     },
     Place {
         path: "/version",
-        summary: "Show the program's version",
+        summary: "Show the versions of the program and of its protocol",
         body: None,
         answer: Json("Version"),
         errors: &[],
@@ -236,7 +236,7 @@ pub(super) const PLACES: &[Place] = &[
     },
     Place {
         path: "/",
-        summary: "Show the program's version",
+        summary: "Show the versions of the program and of its protocol",
         body: None,
         answer: Json("Version"),
         errors: &[],
