@@ -169,8 +169,10 @@ impl Meter {
 
     /// Nothing came of so many.
     pub fn put_back(&self, tokens: u64) {
-        self.taken.fetch_sub(tokens, Ordering::Relaxed);
-        locked(&self.used.tokens).put_back(tokens);
+        let less = |taken: u64| Some(taken.saturating_sub(tokens));
+        let taken = self.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+        // Nothing is put back twice.
+        locked(&self.used.tokens).put_back(tokens.min(taken.unwrap_or(0)));
     }
 
     /// Nothing came of the whole request.
@@ -238,6 +240,7 @@ mod tests {
         meter.put_back_all();
         assert_eq!(left(), Some(50));
         meter.put_back_all();
+        meter.put_back(7);
         assert_eq!(left(), Some(50));
     }
 
