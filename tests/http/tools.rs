@@ -249,7 +249,7 @@ async fn calls_that_must_be_made_are_what_the_grammar_allows() {
             json!({"tools": [{"type": "function", "function": {"name": "f", "parameters": "{}"}}]}),
         ),
         (
-            "tool_choice",
+            "tools",
             json!({"tool_choice": "required", "tools": [{"type": "function",
             "function": {"name": "f", "parameters": {"type": "nothing"}}}]}),
         ),

@@ -71,12 +71,13 @@ pub(crate) struct ApiArgs {
     pub(crate) allowed_origins: Vec<String>,
     /// How the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder, seed_oss, glm45,
     /// minimax_m2, deepseek_v3, deepseek_v31, granite, phi4_mini_json, internlm, pythonic, openai
-    /// (gpt-oss), or another of vLLM's names for these [default: detected from its chat template]
+    /// (gpt-oss), or another of vLLM's names for these [default: detected from its chat
+    /// template]
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     pub(crate) tool_call_parser: Option<CallFormat>,
     /// Separate a model's reasoning from its answer: think for models that write it between <think>
-    /// and </think>, or the name of vLLM's parser for the model; gpt-oss's parser (openai_gptoss) is
-    /// detected from the chat template
+    /// and </think>, or the name of vLLM's parser for the model; gpt-oss's parser (openai_gptoss)
+    /// is detected from the chat template
     #[arg(long, value_name = "PARSER", value_parser = REASONING)]
     pub(crate) reasoning_parser: Option<String>,
     /// Serve HTTPS: PEM file with the server's certificate, followed by any intermediate ones.
@@ -180,12 +181,11 @@ fn parse_body_bytes(text: &str) -> Result<u64, String> {
 }
 
 /// The names of parsers that [`Reasoning::of_name`] knows.
-const REASONING: [&str; 13] = [
+const REASONING: [&str; 12] = [
     "think",
     "qwen3",
     "deepseek_r1",
     "deepseek_v3",
-    "ernie45",
     "glm45",
     "kimi_k2",
     "minimax_m2",

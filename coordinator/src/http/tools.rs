@@ -1,6 +1,6 @@
 //! Tools: which ones the model is offered, whether it may or must call them, and how its calls are
 //! told apart from text.
-use serde_json::Value;
+use serde_json::{Map, Value};
 use shared::protocol::GuideSpec;
 
 use super::conversation::objects;
@@ -281,12 +281,20 @@ fn check_parameters(index: usize, parameters: &Value) -> Result<(), ApiError> {
     let wrong = |field: &str, value, expected| Fields::wrong(field, value, expected).of("tools");
     let schema = parameters.as_object();
     let schema = schema.ok_or_else(|| wrong(&field, parameters, "a JSON schema"))?;
-    match schema.get("type") {
-        None | Some(Value::Null) => Ok(()),
-        Some(Value::String(kind)) if kind == "object" => Ok(()),
-        Some(Value::Array(kinds)) if kinds.contains(&"object".into()) => Ok(()),
+    match wrong_type(schema) {
+        None => Ok(()),
         Some(kind) => Err(wrong(&format!("{field}.type"), kind, "\"object\"")),
     }
+}
+
+/// Returns the type of a function's arguments by their schema, if they could be no objects.
+pub(super) fn wrong_type(schema: &Map<String, Value>) -> Option<&Value> {
+    schema.get("type").filter(|kind| match kind {
+        Value::Null => false,
+        Value::String(kind) => kind != "object",
+        Value::Array(kinds) => !kinds.contains(&"object".into()),
+        _ => true,
+    })
 }
 
 fn name(tool: &Value) -> Option<&str> {

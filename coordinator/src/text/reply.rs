@@ -417,6 +417,12 @@ impl ReplyReader {
                 return true;
             }
         }
+        let notation = self.notation();
+        let repeats = notation.repeats && passed == 0;
+        if repeats && self.held.starts_with(notation.function) {
+            self.state = State::Tagged { opening: String::new() };
+            return true;
+        }
         let marks = format.closings().get(passed..).unwrap_or_default();
         for (mark, passed) in marks.iter().zip(passed + 1..) {
             if self.held.starts_with(mark) {
@@ -425,7 +431,8 @@ impl ReplyReader {
                 return true;
             }
         }
-        if marks.iter().any(|mark| mark.starts_with(&self.held)) {
+        let may_repeat = repeats && notation.function.starts_with(&self.held);
+        if may_repeat || marks.iter().any(|mark| mark.starts_with(&self.held)) {
             return false;
         }
         self.state = State::Content { begun: false };

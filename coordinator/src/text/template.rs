@@ -139,8 +139,18 @@ impl ChatTemplate {
         environment
             .add_template_owned(NAME, without_generation_blocks(source))
             .map_err(|error| describe(&error))?;
-        let calls = CallFormat::of_template(source);
-        Ok(Self { environment, bos_token, eos_token, calls, has_tool_use: false })
+        let mut template = Self {
+            environment,
+            bos_token,
+            eos_token,
+            calls: CallFormat::of_template(source),
+            has_tool_use: false,
+        };
+        // A template may show how earlier calls are written, but not tell the model about tools.
+        if !template.knows("tools", true) {
+            template.calls = None;
+        }
+        Ok(template)
     }
 
     /// Adds a separate template for conversations with tools.
@@ -188,6 +198,21 @@ impl ChatTemplate {
     /// # Errors
     /// [`RenderError`].
     pub fn render(&self, conversation: &Conversation) -> Result<String, RenderError> {
+        let rendered = self.render_messages(conversation, json!(conversation.messages));
+        let Err(RenderError::Template(_)) = &rendered else { return rendered };
+        // Templates that join a call's arguments to text, as DeepSeek's do, want them as text.
+        let mut messages = json!(conversation.messages);
+        if !json::write_arguments(&mut messages) {
+            return rendered;
+        }
+        self.render_messages(conversation, messages).or(rendered)
+    }
+
+    fn render_messages(
+        &self,
+        conversation: &Conversation,
+        mut messages: serde_json::Value,
+    ) -> Result<String, RenderError> {
         let failed = |error: Error| {
             let mut source = error.source();
             let mut raised = false;
@@ -207,7 +232,6 @@ impl ChatTemplate {
         let name = self.name(conversation.tools.is_some());
         let template = self.environment.get_template(name).map_err(failed)?;
         let mut variables = conversation.variables.clone();
-        let mut messages = json!(conversation.messages);
         if conversation.continue_final_message {
             mark_end(&mut messages)?;
         }

@@ -7,6 +7,7 @@ use super::super::fields::{Fields, whole_number};
 use super::super::params::Limits;
 use super::super::refused::{self, Endpoint};
 use super::super::state::AppState;
+use super::super::tools;
 use super::input;
 use crate::text::reply::Reasoning;
 
@@ -219,8 +220,10 @@ fn function(index: usize, tool: &Value) -> Result<Value, ApiError> {
     if fields.get("name").and_then(Value::as_str).is_none_or(str::is_empty) {
         return Err(wrong(".name", "must be a string that is not empty"));
     }
-    if !fields.get("input_schema").is_some_and(Value::is_object) {
-        return Err(wrong(".input_schema", "must be a JSON schema"));
+    let schema = fields.get("input_schema").and_then(Value::as_object);
+    let schema = schema.ok_or_else(|| wrong(".input_schema", "must be a JSON schema"))?;
+    if tools::wrong_type(schema).is_some() {
+        return Err(wrong(".input_schema.type", "must be \"object\""));
     }
     let told = [
         ("name", "name"),

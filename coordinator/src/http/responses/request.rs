@@ -8,6 +8,7 @@ use super::super::limits::EFFORT_BYTES;
 use super::super::params::Limits;
 use super::super::refused::{self, Endpoint, VERBOSITIES};
 use super::super::state::AppState;
+use super::super::tools;
 use super::input;
 
 /// Fields that chat also has, with the same name and meaning.
@@ -347,8 +348,12 @@ fn function(index: usize, tool: &Value) -> Result<Map<String, Value>, ApiError> 
     if fields.get("name").and_then(Value::as_str).is_none_or(str::is_empty) {
         return Err(wrong(".name", "must be a string that is not empty"));
     }
-    if fields.get("parameters").is_some_and(|it| !it.is_object() && !it.is_null()) {
-        return Err(wrong(".parameters", "must be a JSON schema"));
+    if let Some(parameters) = fields.get("parameters").filter(|it| !it.is_null()) {
+        let schema = parameters.as_object();
+        let schema = schema.ok_or_else(|| wrong(".parameters", "must be a JSON schema"))?;
+        if tools::wrong_type(schema).is_some() {
+            return Err(wrong(".parameters.type", "must be \"object\""));
+        }
     }
     let told = ["name", "description", "parameters", "strict"];
     let told = told.iter().filter_map(|name| {

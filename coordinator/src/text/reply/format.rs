@@ -136,8 +136,9 @@ impl CallFormat {
             (headed::CALLS, Self::DeepseekV31),
             (ACTION, Self::Internlm),
             ("<function=", Self::Qwen3Coder),
-            (GRANITE, Self::Granite),
+            // Some of its templates show Granite's mark, too.
             ("<|tool|>", Self::Phi4MiniJson),
+            (GRANITE, Self::Granite),
             (FUNCTION_CALLS, Self::Pythonic),
             ("[func_name1(", Self::Pythonic),
             (TOOL_CALL, Self::Hermes),
@@ -180,7 +181,7 @@ impl CallFormat {
     pub fn forced(self) -> Self {
         match self {
             format if format.is_untyped() => Self::Hermes,
-            // The models that write it were taught this one too.
+            // Also written by Llama, the best known of its models.
             Self::Pythonic => Self::Llama3Json,
             format => format,
         }
@@ -195,7 +196,7 @@ impl CallFormat {
             // Models sometimes forget the first.
             Self::Qwen3Coder => &[TOOL_CALL, xml::FUNCTION],
             Self::SeedOss => &[xml::SEED_CALL, xml::FUNCTION],
-            Self::MinimaxM2 => &[xml::MINIMAX_CALL, xml::INVOKE],
+            Self::MinimaxM2 => &[xml::MINIMAX_CALL],
             Self::DeepseekV3 | Self::DeepseekV31 => &[headed::CALLS, headed::CALL],
             Self::Glm45 => &[TOOL_CALL],
             Self::Granite => &[GRANITE, TOOL_CALL],
@@ -208,7 +209,7 @@ impl CallFormat {
     /// Bytes at the end of an opening mark that are part of the call itself.
     pub(super) fn own(opening: &str) -> usize {
         match opening {
-            xml::FUNCTION | xml::INVOKE => opening.len(),
+            xml::FUNCTION => opening.len(),
             FUNCTOOLS => 1,
             _ => 0,
         }

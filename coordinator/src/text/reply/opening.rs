@@ -1,4 +1,5 @@
 //! What precedes a call: a mark and what stands between it and the call, or another call.
+use super::SPACE_MAX;
 use super::call::Call;
 use super::format::{CallFormat, Syntax};
 use super::headed;
@@ -9,8 +10,13 @@ use super::python::PythonCall;
 /// Matches what precedes the first call behind a mark; whether more follow in a list.
 pub(super) fn opened(syntax: Syntax, opening: &str, held: &str) -> Prefix<(Call, bool)> {
     let text = held.trim_start();
-    let Some(first) = text.chars().next() else { return Prefix::Unknown };
     let space = held.len() - text.len();
+    // More white space than this is text, which must not be read again and again.
+    let until_more = |space: usize| match space > SPACE_MAX {
+        true => Prefix::NoMatch,
+        false => Prefix::Unknown,
+    };
+    let Some(first) = text.chars().next() else { return until_more(space) };
     let object = || Call::Object(CallObject::new());
     let named = |head: Prefix<String>| match head {
         Prefix::Match(name, taken) if name.is_empty() => Prefix::Match((object(), false), taken),
@@ -28,8 +34,9 @@ pub(super) fn opened(syntax: Syntax, opening: &str, held: &str) -> Prefix<(Call,
         (Syntax::Mistral, _) => named(headed::mistral(held)),
         (Syntax::Headed, _) => named(headed::head(opening, held)),
         (Syntax::Python, '[') => {
-            let Some(next) = text[1..].trim_start().chars().next() else { return Prefix::Unknown };
             let inside = held.len() - text[1..].trim_start().len();
+            let next = held[inside..].chars().next();
+            let Some(next) = next else { return until_more(inside - space) };
             if PythonCall::may_begin(next) {
                 Prefix::Match((Call::Python(PythonCall::default()), true), inside)
             } else {

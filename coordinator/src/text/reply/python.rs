@@ -1,11 +1,12 @@
-//! A call as Python writes it, `f(a=1, b="x")`, parsed incrementally. Its arguments become JSON, one
-//! at a time.
+//! A call as Python writes it, `f(a=1, b="x")`, parsed incrementally. Its arguments become JSON,
+//! one at a time.
 //!
 //! - `literal`: the values of arguments
 mod literal;
 
 use serde_json::Value;
 
+pub(super) use self::literal::parse as literal;
 use super::json::Progress;
 
 /// Longest name of a function or an argument, in bytes.
@@ -185,7 +186,7 @@ impl PythonCall {
         }
         // What is no literal is given as it is written: clients expect JSON.
         let text = self.value.trim();
-        let value = literal::parse(text).unwrap_or_else(|| text.into());
+        let value = literal(text).unwrap_or_else(|| text.into());
         let between = if self.count == 0 { "" } else { ", " };
         arguments.push_str(&format!("{between}{}: {value}", Value::from(self.key.as_str())));
         self.count += 1;

@@ -107,8 +107,9 @@ impl Reasoning {
     #[must_use]
     pub fn of_name(name: &str) -> Option<Self> {
         Some(match name {
-            "think" | "qwen3" | "deepseek_v3" | "ernie45" | "glm45" | "kimi_k2" | "minimax_m2"
-            | "olmo3" => Self::Marked(ThinkMarks::THINK),
+            "think" | "qwen3" | "deepseek_v3" | "glm45" | "kimi_k2" | "minimax_m2" | "olmo3" => {
+                Self::Marked(ThinkMarks::THINK)
+            }
             "mistral" => Self::Marked(ThinkMarks::MISTRAL),
             "seed_oss" => Self::Marked(ThinkMarks::SEED),
             "deepseek_r1" | "step3" => Self::First(ThinkMarks::THINK),
@@ -140,7 +141,11 @@ impl Reasoning {
         let prompt = prompt.trim_end();
         match self {
             Self::Untold | Self::Harmony => false,
-            Self::Marked(marks) => prompt.ends_with(marks.open),
+            Self::Marked(marks) => {
+                // Seed-OSS that has no budget for reasoning says so as reasoning.
+                let prompt = prompt.strip_suffix("<seed:cot_budget_reflect>").unwrap_or(prompt);
+                prompt.trim_end().ends_with(marks.open)
+            }
             Self::First(marks) => !prompt.ends_with(marks.close),
         }
     }

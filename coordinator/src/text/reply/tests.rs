@@ -272,6 +272,10 @@ fn values_have_one_of_the_types_that_their_schema_allows() {
         ("list", "[1, 2]", json!([1, 2])),
         ("number", "7", json!(7)),
         ("either", "7", json!(7)),
+        ("list", "['a', True]", json!(["a", true])),
+        ("text", "['a', True]", json!("['a', True]")),
+        ("number", "123456789012345678901234", json!("123456789012345678901234")),
+        ("number", "1e3", json!(1000.0)),
         ("either", "seven", json!("seven")),
         ("unknown", "[1]", json!([1])),
         ("unknown", "x", json!("x")),
@@ -326,6 +330,9 @@ fn some_models_reason_first_whether_or_not_they_say_so() {
         assert_eq!(Reasoning::Marked(ThinkMarks::THINK).begins_after(prompt), marked, "{prompt}");
         assert_eq!(Reasoning::First(ThinkMarks::THINK).begins_after(prompt), first, "{prompt}");
     }
+    let seed = Reasoning::Marked(ThinkMarks::SEED);
+    assert!(seed.begins_after("<seed:think><seed:cot_budget_reflect>"));
+    assert!(!seed.begins_after("<seed:bos>assistant\n"));
     for (prompt, inside) in [
         ("a <think>b</think> The answer is", false),
         ("x<think>Fir", true),
@@ -367,6 +374,7 @@ fn templates_tell_their_form() {
         ("respond with <|tool_call|> followed by a JSON list of tools used", CallFormat::Granite),
         ("respond with <tool_call> followed by a JSON list of tools used", CallFormat::Granite),
         ("'<|tool|>' + message['tools'] + '<|/tool|>'", CallFormat::Phi4MiniJson),
+        ("<|tool|>[..]<|/tool|> .. <|tool_call|>{..}<|/tool_call|>", CallFormat::Phi4MiniJson),
         ("<|action_start|><|plugin|>", CallFormat::Internlm),
         ("[func_name1(params_name1=params_value1), func_name2(params)]", CallFormat::Pythonic),
         ("within <function_calls></function_calls> XML tags", CallFormat::Pythonic),
@@ -479,6 +487,7 @@ fn long_calls_are_read_in_one_go() {
         (CallFormat::DeepseekV31, "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"a\": \"", "\"}"),
         (CallFormat::Pythonic, "[f(a='", "')]"),
         (CallFormat::Pythonic, "[f(a=", ")]"),
+        (CallFormat::MinimaxM2, "<minimax:tool_call><invoke name=\"f\"><parameter name=\"p\">", ""),
     ] {
         let mut reader = ReplyReader::new(Arc::new(rules(Some(format))));
         let (mut parts, pieces) = (Vec::new(), 200_000);

@@ -1,17 +1,18 @@
-//! Calls as elements: `<function=f>`, `<parameter=p>`, in the notations of several models. Values are
-//! text; the function's schema tells their type.
+//! Calls as elements: `<function=f>`, `<parameter=p>`, in the notations of several models. Values
+//! are text; the function's schema tells their type.
 use std::collections::{BTreeSet, HashMap};
 
 use serde_json::Value;
 
 use super::format::TOOL_CALL_END;
 use super::prefix::Prefix;
+use super::python;
 
 /// How a model writes elements.
 #[derive(Debug)]
 pub(super) struct Notation {
     /// Before a function's name.
-    function: &'static str,
+    pub(super) function: &'static str,
     /// What ends the name; `None` if the first parameter or the end of the function does.
     name_end: Option<char>,
     pub(super) function_end: &'static str,
@@ -23,10 +24,13 @@ pub(super) struct Notation {
     value_end: &'static str,
     /// A line break at either end of a value is not part of it.
     is_padded: bool,
+    /// Several functions may follow a mark.
+    pub(super) repeats: bool,
+    /// The end of a value may be missing before another parameter.
+    may_lack_end: bool,
 }
 
 pub(super) const FUNCTION: &str = "<function=";
-pub(super) const INVOKE: &str = "<invoke name=";
 pub(super) const SEED_CALL: &str = "<seed:tool_call>";
 pub(super) const SEED_CALL_END: &str = "</seed:tool_call>";
 pub(super) const MINIMAX_CALL: &str = "<minimax:tool_call>";
@@ -46,14 +50,16 @@ pub(super) const QWEN: Notation = Notation {
     value: "",
     value_end: "</parameter>",
     is_padded: true,
+    repeats: false,
+    may_lack_end: true,
 };
-pub(super) const SEED: Notation = Notation { is_padded: false, ..QWEN };
+pub(super) const SEED: Notation = Notation { is_padded: false, may_lack_end: false, ..QWEN };
 pub(super) const MINIMAX: Notation = Notation {
-    function: INVOKE,
+    function: "<invoke name=",
     function_end: "</invoke>",
+    repeats: true,
     parameter: "<parameter name=",
-    is_padded: false,
-    ..QWEN
+    ..SEED
 };
 pub(super) const GLM: Notation = Notation {
     function: "",
@@ -63,7 +69,7 @@ pub(super) const GLM: Notation = Notation {
     parameter_name_end: "</arg_key>",
     value: "<arg_value>",
     value_end: "</arg_value>",
-    is_padded: false,
+    ..SEED
 };
 
 /// The types of functions' parameters, from their schemas.
@@ -98,18 +104,19 @@ impl Parameters {
 
     /// The JSON value that a parameter's text stands for.
     fn value(&self, function: &str, parameter: &str, text: &str) -> Value {
-        let parse = |text: &str| serde_json::from_str::<Value>(text.trim()).ok();
+        let parse = |text: &str| {
+            let value = serde_json::from_str::<Value>(text.trim()).ok()?;
+            // A whole number that is too large would become another.
+            let is_rounded = value.is_f64() && !text.contains(['.', 'e', 'E']);
+            (!is_rounded).then_some(value)
+        };
         let types = self.types.get(function).and_then(|types| types.get(parameter));
         let Some(types) = types.filter(|types| !types.is_empty()) else {
             return parse(text).unwrap_or_else(|| text.into());
         };
-        let parsed = match text.trim() {
-            "True" if types.contains(BOOLEAN) => Some(true.into()),
-            "False" if types.contains(BOOLEAN) => Some(false.into()),
-            "None" if types.contains(NULL) => Some(Value::Null),
-            text => parse(text),
-        };
-        match parsed {
+        // Templates that show values as Python writes them have models do the same.
+        let literal = || python::literal(text.trim()).filter(|it| types.contains(kind(it)));
+        match parse(text).or_else(literal) {
             // A string is the text as written, including quotes.
             Some(value) if !value.is_string() && types.contains(kind(&value)) => value,
             Some(value) if !types.contains(STRING) => value,
@@ -209,7 +216,8 @@ impl Notation {
             return if is_begun { Prefix::Unknown } else { Prefix::NoMatch };
         };
         // A parameter without an end extends to the next element.
-        let ends = [self.value_end, self.parameter, self.function_end];
+        let next = if self.may_lack_end { self.parameter } else { self.function_end };
+        let ends = [self.value_end, next, self.function_end];
         // The end may have begun within those bytes.
         let longest = ends.iter().map(|end| end.len()).max().unwrap_or(0);
         let from = rest.floor_char_boundary(looked.saturating_sub(self.parameter.len() + longest));

@@ -1,6 +1,6 @@
 //! The filter `tojson` as in transformers: Python's `json.dumps` without escapes of non-ASCII
 //! characters. Models were trained on exactly this text.
-use minijinja::value::{Kwargs, ValueKind};
+use minijinja::value::{Kwargs, Serde, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
 use super::OUTPUT_MAX;
@@ -39,6 +39,24 @@ pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let mut text = String::new();
     form.write(value, 0, &mut text)?;
     Ok(text)
+}
+
+/// Writes the arguments of all calls in these messages as text; whether there are any.
+pub(super) fn write_arguments(messages: &mut serde_json::Value) -> bool {
+    let calls = messages.as_array_mut().into_iter().flatten().filter_map(|message| {
+        message.get_mut("tool_calls").and_then(serde_json::Value::as_array_mut)
+    });
+    let mut any = false;
+    for call in calls.flatten() {
+        let arguments = call.get_mut("function").and_then(|it| it.get_mut("arguments"));
+        let Some(arguments) = arguments.filter(|it| it.is_object()) else { continue };
+        let none = std::iter::empty::<(&str, Value)>();
+        if let Ok(text) = tojson(&Value::from(Serde(&*arguments)), Kwargs::from_iter(none)) {
+            *arguments = text.into();
+            any = true;
+        }
+    }
+    any
 }
 
 fn wrong(message: &'static str) -> Error {

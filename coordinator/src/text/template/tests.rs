@@ -201,6 +201,52 @@ fn long_sessions_of_agents_are_rendered() {
     assert_eq!(rendered.matches('.').count(), 50 + (16 << 10));
 }
 
+/// DeepSeek's template, whose arguments are the text that the model wrote.
+#[test]
+fn arguments_are_text_for_templates_that_join_them_to_text() {
+    let source = "{% for m in messages %}{% if m['tool_calls'] is defined %}{% for tool in \
+                  m['tool_calls'] %}{{ '<｜tool▁call▁begin｜>' + tool['function']['name'] + \
+                  '<｜tool▁sep｜>' + tool['function']['arguments'] + '<｜tool▁call▁end｜>' }}\
+                  {% endfor %}{% endif %}{% endfor %}";
+    let call = |name: &str, arguments: serde_json::Value| json!({"type": "function", "function": {"name": name, "arguments": arguments}});
+    let calls =
+        json!([call("f", json!({"city": "S\u{e3}o", "days": [1, 2]})), call("g", json!({}))]);
+    let called = Conversation::new(vec![
+        json!({"role": "user", "content": "x"}),
+        json!({"role": "assistant", "content": "", "tool_calls": calls}),
+    ]);
+    assert_eq!(
+        template(source).render(&called).unwrap(),
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"city\": \"S\u{e3}o\", \"days\": [1, 2]}<｜tool▁call▁end｜>\
+         <｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    );
+    // One that fails either way tells how it failed first.
+    let error =
+        template("{{ messages[1].tool_calls[0].function.arguments.city + 1 }}").render(&called);
+    assert!(
+        matches!(&error, Err(RenderError::Template(why)) if !why.contains("city")),
+        "{error:?}"
+    );
+    let objects =
+        "{% for t in messages[1].tool_calls %}{{ t.function.arguments | tojson }}{% endfor %}";
+    let expected = "{\"city\": \"S\u{e3}o\", \"days\": [1, 2]}{}";
+    assert_eq!(template(objects).render(&called).unwrap(), expected);
+}
+
+/// Distilled models have DeepSeek's template, which says nothing about tools.
+#[test]
+fn a_template_that_tells_of_no_tools_teaches_no_calls() {
+    let shows = "{{ messages }} <tool_call>";
+    assert_eq!(template(shows).calls(), None);
+    assert_eq!(template(&format!("{shows} {{{{ tools }}}}")).calls(), Some(CallFormat::Hermes));
+    // Llama 3.1 sets the variable before it reads it.
+    let llama = "{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}\
+                 {%- if not tools is defined %}{%- set tools = none %}{%- endif %}\
+                 {%- if tools is not none %}{{ '\"parameters\": dictionary of argument name and its \
+                 value' }}{%- endif %}";
+    assert_eq!(template(llama).calls(), Some(CallFormat::Llama3Json));
+}
+
 /// Harmony conversations rendered as by transformers on one day; the template uses what that of
 /// gpt-oss does.
 #[test]

@@ -9,7 +9,7 @@ const DEPTH_MAX: u32 = 64;
 
 /// The value of a literal; `None` if it is none. Tuples and sets become lists, keys of dictionaries
 /// strings.
-pub(super) fn parse(text: &str) -> Option<Value> {
+pub(in crate::text::reply) fn parse(text: &str) -> Option<Value> {
     let mut parser = Parser { rest: text.chars().peekable() };
     let value = parser.value(0)?;
     parser.skip_space();
@@ -31,7 +31,7 @@ impl Parser<'_> {
         }
         self.skip_space();
         match *self.rest.peek()? {
-            '"' | '\'' => self.strings(),
+            '"' | '\'' => self.strings(false),
             '[' => self.list(']', depth),
             '(' => self.list(')', depth),
             '{' => self.braces(depth),
@@ -40,8 +40,9 @@ impl Parser<'_> {
                 "True" | "true" => Some(Value::Bool(true)),
                 "False" | "false" => Some(Value::Bool(false)),
                 "None" | "null" => Some(Value::Null),
-                // The prefixes of strings that need no other reading.
-                "u" if matches!(self.rest.peek(), Some('"' | '\'')) => self.strings(),
+                // Prefixes of strings.
+                "u" if matches!(self.rest.peek(), Some('"' | '\'')) => self.strings(false),
+                "r" if matches!(self.rest.peek(), Some('"' | '\'')) => self.strings(true),
                 _ => None,
             },
         }
@@ -80,9 +81,8 @@ impl Parser<'_> {
             if let Ok(number) = word.parse::<i64>() {
                 return Some(number.into());
             }
-            if let Ok(number) = word.parse::<u64>() {
-                return Some(number.into());
-            }
+            // What is larger would become another number.
+            return word.parse::<u64>().ok().map(Value::from);
         }
         let number: f64 = digits.parse().ok()?;
         let number = if is_negative { -number } else { number };
@@ -90,16 +90,16 @@ impl Parser<'_> {
     }
 
     /// Strings side by side are one.
-    fn strings(&mut self) -> Option<Value> {
+    fn strings(&mut self, is_raw: bool) -> Option<Value> {
         let mut text = String::new();
         while matches!(self.rest.peek(), Some('"' | '\'')) {
-            self.string(&mut text)?;
+            self.string(is_raw, &mut text)?;
             self.skip_space();
         }
         Some(text.into())
     }
 
-    fn string(&mut self, text: &mut String) -> Option<()> {
+    fn string(&mut self, is_raw: bool, text: &mut String) -> Option<()> {
         let quote = self.rest.next()?;
         let mut quotes = 1;
         while quotes < 3 && self.rest.next_if_eq(&quote).is_some() {
@@ -120,6 +120,7 @@ impl Parser<'_> {
             }
             (0..std::mem::take(&mut seen)).for_each(|_| text.push(quote));
             match c {
+                '\\' if is_raw => text.extend(['\\', self.rest.next()?]),
                 '\\' => self.escape(text)?,
                 c => text.push(c),
             }

@@ -80,8 +80,9 @@ fn minimax_calls_are_invoked_by_name() {
     let mut expected = vec![said("I look.")];
     expected.extend(pair("{\"city\": \"7\", \"days\": 7}", "{}"));
     assert_eq!(read_slowly(&typed(CallFormat::MinimaxM2), text), expected);
-    let text = "<minimax:tool_call> or <invoke";
-    assert_eq!(read_slowly(&typed(CallFormat::MinimaxM2), text), [said(text)]);
+    for text in ["<minimax:tool_call> or <invoke", "Write <invoke name=\"f\"></invoke>."] {
+        assert_eq!(read_slowly(&typed(CallFormat::MinimaxM2), text), [said(text)]);
+    }
 }
 
 #[test]
@@ -92,6 +93,53 @@ fn seed_calls_are_like_those_of_coders() {
     let mut expected = vec![said("I look.")];
     expected.extend(pair("{\"city\": \"Rome\", \"days\": 2}", "{}"));
     assert_eq!(read_slowly(&typed(CallFormat::SeedOss), text), expected);
+}
+
+/// Files of configuration, for example.
+#[test]
+fn values_may_look_like_parameters() {
+    for (format, value) in [
+        (CallFormat::MinimaxM2, "<parameter name=\"a\" value=\"5\"/>"),
+        (CallFormat::SeedOss, "<parameter=a>5"),
+        (CallFormat::Glm45, "<arg_key>a"),
+    ] {
+        let text = match format {
+            CallFormat::MinimaxM2 => format!(
+                "<minimax:tool_call><invoke name=\"f\"><parameter name=\"p\">{value}</parameter>\
+                 </invoke></minimax:tool_call>"
+            ),
+            CallFormat::Glm45 => format!(
+                "<tool_call>f<arg_key>p</arg_key><arg_value>{value}</arg_value></tool_call>"
+            ),
+            _ => format!(
+                "<seed:tool_call><function=f><parameter=p>{value}</parameter></function>\
+                 </seed:tool_call>"
+            ),
+        };
+        let arguments = format!("{{\"p\": {}}}", json!(value));
+        assert_eq!(read_slowly(&rules(Some(format)), &text), call(0, "f", &arguments));
+    }
+}
+
+/// An opening mark, or the beginning of a list, before any amount of white space.
+#[test]
+fn white_space_without_end_is_text() {
+    let space = " ".repeat(2 * SPACE_MAX);
+    for (format, opening) in [
+        (CallFormat::Pythonic, "["),
+        (CallFormat::Pythonic, "<function_calls>"),
+        (CallFormat::Mistral, "[TOOL_CALLS]"),
+        (CallFormat::Granite, "<|tool_call|>"),
+        (CallFormat::DeepseekV31, "<｜tool▁calls▁begin｜>"),
+    ] {
+        let mut reader = ReplyReader::new(Arc::new(rules(Some(format))));
+        let mut parts = Vec::new();
+        reader.push(&format!("{opening}{space}"), &mut parts);
+        assert_eq!(parts.first(), Some(&said(opening)), "{format:?} {opening}");
+        reader.push("x", &mut parts);
+        reader.finish(&mut parts);
+        assert_eq!(joined(parts), [said(&format!("{opening}{space}x"))]);
+    }
 }
 
 #[test]

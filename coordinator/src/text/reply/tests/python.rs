@@ -89,6 +89,7 @@ fn literals_are_those_of_python() {
         (r"'\n\t\\ \x41 \u00e9 \U0001F600 \101'", json!("\n\t\\ A é 😀 A")),
         (r"'\ud83d\ude00'", json!("😀")),
         (r"'\d'", json!("\\d")),
+        (r"r'C:\new\'s'", json!(r"C:\new\'s")),
         ("'it''s'", json!("its")),
         ("'a' \"b\"", json!("ab")),
         ("''", json!("")),
@@ -123,6 +124,7 @@ fn what_is_no_literal_is_given_as_written() {
         "nan",
         "1e999",
         "9 9",
+        "123456789012345678901234",
     ] {
         assert_eq!(argument(text), json!(text), "{text}");
     }
