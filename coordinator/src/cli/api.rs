@@ -70,9 +70,9 @@ pub(crate) struct ApiArgs {
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
     pub(crate) allowed_origins: Vec<String>,
     /// How the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder, seed_oss, glm45,
-    /// minimax_m2, deepseek_v3, deepseek_v31, granite, phi4_mini_json, internlm, pythonic, openai
-    /// (gpt-oss), or another of vLLM's names for these [default: detected from its chat
-    /// template]
+    /// minimax_m2, deepseek_v3, deepseek_v31, deepseek_v32, kimi_k2, granite, phi4_mini_json,
+    /// internlm, pythonic, openai (gpt-oss), or another of vLLM's names for these [default:
+    /// detected from its chat template]
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     pub(crate) tool_call_parser: Option<CallFormat>,
     /// Separate a model's reasoning from its answer: think for models that write it between <think>
@@ -181,11 +181,12 @@ fn parse_body_bytes(text: &str) -> Result<u64, String> {
 }
 
 /// The names of parsers that [`Reasoning::of_name`] knows.
-const REASONING: [&str; 12] = [
+const REASONING: [&str; 13] = [
     "think",
     "qwen3",
     "deepseek_r1",
     "deepseek_v3",
+    "ernie45",
     "glm45",
     "kimi_k2",
     "minimax_m2",
@@ -199,7 +200,7 @@ const REASONING: [&str; 12] = [
 fn parse_format(name: &str) -> Result<CallFormat, String> {
     let found = CallFormat::of_name(name);
     found.ok_or_else(|| {
-        let names: Vec<&str> = CallFormat::ALL.iter().map(|format| format.name()).collect();
+        let names: Vec<&str> = CallFormat::names().collect();
         format!("one of {}", names.join(", "))
     })
 }

@@ -8,7 +8,7 @@ use super::params::Limits;
 use crate::text::model::TextModel;
 use crate::text::reply::harmony::Opening;
 use crate::text::reply::{CallFormat, Reasoning};
-use crate::text::template::{ChatTemplate, Conversation, RESERVED, RenderError, harmony};
+use crate::text::template::{ChatTemplate, Conversation, RESERVED, RenderError, harmony, kimi};
 
 /// A variable that has its own field. Clients send it to whatever model they are set to, and a
 /// template that does not read it ignores it, so it is no error there.
@@ -67,6 +67,9 @@ pub fn read(
     if is_harmony {
         messages = harmony::messages(messages);
         tools = tools.map(harmony::tools);
+    }
+    if template.calls() == Some(CallFormat::KimiK2) {
+        messages = kimi::messages(messages);
     }
     Ok(Conversation {
         messages,

@@ -36,6 +36,7 @@ use self::call::Call;
 pub use self::format::CallFormat;
 use self::format::Syntax;
 pub use self::harmony::Harmony;
+pub use self::headed::kimi_call_id;
 use self::json::{CallObject, Progress};
 use self::prefix::Prefix;
 pub use self::rules::{Part, Reasoning, ReplyRules, ThinkMarks};
@@ -58,6 +59,8 @@ pub struct ReplyReader {
     /// Bytes of the held text already searched for the end of a parameter.
     looked: usize,
     num_calls: u32,
+    /// The mark behind the answer, where one has opened it.
+    answer_end: Option<&'static str>,
     /// Parses replies in harmony format instead.
     messages: Option<harmony::Reader>,
 }
@@ -94,7 +97,8 @@ impl ReplyReader {
             State::Start { thought: false }
         };
         let messages = harmony::Reader::new(&rules);
-        Self { rules, state, held: String::new(), looked: 0, num_calls: 0, messages }
+        let held = String::new();
+        Self { rules, state, held, looked: 0, num_calls: 0, answer_end: None, messages }
     }
 
     /// Takes more text; appends the parts that are certain.
@@ -185,6 +189,17 @@ impl ReplyReader {
                 return false;
             }
         }
+        if let Some([open, close]) = self.rules.reasoning.and_then(|marks| marks.answer) {
+            if let Some(rest) = text.strip_prefix(open) {
+                self.held = rest.to_owned();
+                self.answer_end = Some(close);
+                self.state = State::Content { begun: false };
+                return true;
+            }
+            if open.starts_with(text) {
+                return false;
+            }
+        }
         match self.rules.calls {
             Some(CallFormat::Llama3Json) => return self.bare_call(thought),
             Some(CallFormat::Pythonic) if text.starts_with('[') => {
@@ -232,13 +247,17 @@ impl ReplyReader {
                 return false;
             }
         }
-        if let Some(at) = self.held.find(marks.close) {
+        // Some models begin calls within their reasoning, which ends there.
+        let calls = self.rules.calls.map_or(&[][..], CallFormat::ends_of_reasoning);
+        let ends = || calls.iter().copied().chain([marks.close]);
+        if let Some((at, end)) = first_of(&self.held, ends()) {
             reasoning(self.held[..at].trim_end(), parts);
-            self.held.drain(..at + marks.close.len());
+            let is_closed = end == marks.close;
+            self.held.drain(..if is_closed { at + end.len() } else { at });
             self.state = State::Start { thought: true };
             return true;
         }
-        let certain = self.held.len() - undecided(&self.held, &[marks.close]);
+        let certain = self.held.len() - undecided(&self.held, ends());
         if certain > 0 {
             reasoning(&self.held[..certain], parts);
             self.held.drain(..certain);
@@ -252,9 +271,10 @@ impl ReplyReader {
             self.skip_space();
         }
         let openings = self.rules.calls.map_or(&[][..], CallFormat::openings);
-        let found = openings.iter().filter_map(|it| Some((self.held.find(it)?, *it))).min();
-        let Some((at, opening)) = found else {
-            let certain = self.held.len() - undecided(&self.held, openings);
+        let answer_end = self.answer_end;
+        let marks = || openings.iter().copied().chain(answer_end);
+        let Some((at, opening)) = first_of(&self.held, marks()) else {
+            let certain = self.held.len() - undecided(&self.held, marks());
             if certain > 0 {
                 content(&self.held[..certain], parts);
                 self.held.drain(..certain);
@@ -262,6 +282,13 @@ impl ReplyReader {
             }
             return false;
         };
+        if Some(opening) == answer_end {
+            content(self.held[..at].trim_end(), parts);
+            self.held.drain(..at + opening.len());
+            self.answer_end = None;
+            self.state = State::Content { begun: false };
+            return true;
+        }
         // White space before a call does not belong to the answer, unless it turns out not to be a
         // call.
         let before = self.held[..at].trim_end().len();
@@ -465,17 +492,19 @@ impl ReplyReader {
     }
 }
 
+/// The first of `marks` in the text, and where.
+fn first_of<'a>(text: &str, marks: impl Iterator<Item = &'a str>) -> Option<(usize, &'a str)> {
+    marks.filter_map(|mark| Some((text.find(mark)?, mark))).min()
+}
+
 /// Number of bytes at the end of `text` that the following text decides about: the beginning of one
 /// of `marks`, and the white space before it.
-fn undecided(text: &str, marks: &[&str]) -> usize {
-    if marks.is_empty() {
-        return 0;
-    }
-    let longest = marks.iter().map(|mark| mark.len()).max().unwrap_or(0);
+fn undecided<'a>(text: &str, marks: impl Iterator<Item = &'a str> + Clone) -> usize {
+    let Some(longest) = marks.clone().map(str::len).max() else { return 0 };
     let most = longest.saturating_sub(1).min(text.len());
     let begun = (1..=most).rev().find(|length| {
         let at = text.len() - length;
-        text.is_char_boundary(at) && marks.iter().any(|mark| mark.starts_with(&text[at..]))
+        text.is_char_boundary(at) && marks.clone().any(|mark| mark.starts_with(&text[at..]))
     });
     let begun = begun.unwrap_or(0);
     let before = &text[..text.len() - begun];

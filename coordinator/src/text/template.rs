@@ -3,8 +3,10 @@
 //!
 //! - [`harmony`]: conversations as harmony templates expect them
 //! - `json`: the filter `tojson`
+//! - [`kimi`]: conversations as Kimi's templates expect them
 pub mod harmony;
 mod json;
+pub mod kimi;
 
 use std::error::Error as _;
 use std::fmt;

@@ -1,5 +1,5 @@
 //! The formats in which models write tool calls.
-use super::headed;
+use super::headed::{self, HeadMarks};
 use super::xml::{self, Notation};
 
 /// A tool call format, by the name of vLLM's parser for it.
@@ -25,6 +25,11 @@ pub enum CallFormat {
     DeepseekV3,
     /// `name<｜tool▁sep｜>{..}`: DeepSeek V3.1.
     DeepseekV31,
+    /// `<｜DSML｜function_calls><｜DSML｜invoke name=".."><｜DSML｜parameter name=".." string="true">`:
+    /// DeepSeek V3.2.
+    DeepseekV32,
+    /// `functions.name:0<|tool_call_argument_begin|>{..}`: Kimi K2.
+    KimiK2,
     /// `<|tool_call|>` and a list of `{"name": .., "arguments": {..}}`: Granite 3.
     Granite,
     /// `functools` and a list of `{"name": .., "arguments": {..}}`: Phi-4-mini.
@@ -47,7 +52,7 @@ pub(super) enum Syntax {
     /// Such a list, or names that are followed by their arguments.
     Mistral,
     /// Names between marks, followed by their arguments.
-    Headed,
+    Headed(&'static HeadMarks),
     /// Elements.
     Elements(&'static Notation),
     /// Calls as Python writes them.
@@ -67,12 +72,21 @@ pub(super) const ACTION: &str = "<|action_start|><|plugin|>";
 pub(super) const ACTION_END: &str = "<|action_end|>";
 const PYTHON: &str = "<|python_start|>";
 const PYTHON_END: &str = "<|python_end|>";
+/// Names of vLLM's parsers that read the same text as another, or text that is read like it here.
+const ALIASES: [(&str, &str); 6] = [
+    ("llama4_json", "llama3_json"),
+    ("qwen3_xml", "qwen3_coder"),
+    ("glm47", "glm45"),
+    ("ernie45", "hermes"),
+    ("llama4_pythonic", "pythonic"),
+    ("olmo3", "pythonic"),
+];
 const FUNCTION_CALLS: &str = "<function_calls>";
 const FUNCTION_CALLS_END: &str = "</function_calls>";
 
 impl CallFormat {
     /// All formats.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 16] = [
         Self::Hermes,
         Self::Llama3Json,
         Self::Mistral,
@@ -82,6 +96,8 @@ impl CallFormat {
         Self::MinimaxM2,
         Self::DeepseekV3,
         Self::DeepseekV31,
+        Self::DeepseekV32,
+        Self::KimiK2,
         Self::Granite,
         Self::Phi4MiniJson,
         Self::Internlm,
@@ -102,6 +118,8 @@ impl CallFormat {
             Self::MinimaxM2 => "minimax_m2",
             Self::DeepseekV3 => "deepseek_v3",
             Self::DeepseekV31 => "deepseek_v31",
+            Self::DeepseekV32 => "deepseek_v32",
+            Self::KimiK2 => "kimi_k2",
             Self::Granite => "granite",
             Self::Phi4MiniJson => "phi4_mini_json",
             Self::Internlm => "internlm",
@@ -113,15 +131,17 @@ impl CallFormat {
     /// The format that a name of one of vLLM's parsers stands for.
     #[must_use]
     pub fn of_name(name: &str) -> Option<Self> {
-        // Parsers of the same text, or of texts that one parser reads here.
-        let name = match name {
-            "llama4_json" => "llama3_json",
-            "qwen3_xml" => "qwen3_coder",
-            "glm47" => "glm45",
-            "llama4_pythonic" | "olmo3" => "pythonic",
-            name => name,
-        };
+        let alias = ALIASES.iter().find(|(alias, _)| *alias == name);
+        let name = alias.map_or(name, |(_, name)| name);
         Self::ALL.into_iter().find(|format| format.name() == name)
+    }
+
+    /// All names that [`CallFormat::of_name`] knows, those for one format beside each other.
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        Self::ALL.into_iter().map(Self::name).flat_map(|name| {
+            let others = ALIASES.iter().filter(move |(_, of)| *of == name);
+            std::iter::once(name).chain(others.map(|(alias, _)| *alias))
+        })
     }
 
     /// The format that a chat template teaches, as far as its text reveals.
@@ -134,6 +154,8 @@ impl CallFormat {
             ("<minimax:tool_call>", Self::MinimaxM2),
             ("<arg_key>", Self::Glm45),
             (headed::CALLS, Self::DeepseekV31),
+            (xml::DSML, Self::DeepseekV32),
+            (headed::KIMI.calls[0], Self::KimiK2),
             (ACTION, Self::Internlm),
             ("<function=", Self::Qwen3Coder),
             // Some of its templates show Granite's mark, too.
@@ -161,7 +183,9 @@ impl CallFormat {
             Self::Hermes | Self::Llama3Json | Self::Internlm | Self::Harmony => Syntax::Object,
             Self::Granite | Self::Phi4MiniJson => Syntax::List,
             Self::Mistral => Syntax::Mistral,
-            Self::DeepseekV3 | Self::DeepseekV31 => Syntax::Headed,
+            Self::DeepseekV3 | Self::DeepseekV31 => Syntax::Headed(&headed::DEEPSEEK),
+            Self::KimiK2 => Syntax::Headed(&headed::KIMI),
+            Self::DeepseekV32 => Syntax::Elements(&xml::DEEPSEEK),
             Self::Qwen3Coder => Syntax::Elements(&xml::QWEN),
             Self::SeedOss => Syntax::Elements(&xml::SEED),
             Self::Glm45 => Syntax::Elements(&xml::GLM),
@@ -198,11 +222,22 @@ impl CallFormat {
             Self::SeedOss => &[xml::SEED_CALL, xml::FUNCTION],
             Self::MinimaxM2 => &[xml::MINIMAX_CALL],
             Self::DeepseekV3 | Self::DeepseekV31 => &[headed::CALLS, headed::CALL],
+            Self::DeepseekV32 => &[xml::DEEPSEEK_CALL],
+            Self::KimiK2 => &headed::KIMI_OPENINGS,
             Self::Glm45 => &[TOOL_CALL],
             Self::Granite => &[GRANITE, TOOL_CALL],
             Self::Phi4MiniJson => &[FUNCTOOLS, GRANITE],
             Self::Internlm => &[ACTION],
             Self::Pythonic => &[PYTHON, FUNCTION_CALLS],
+        }
+    }
+
+    /// The marks of calls that models begin without ending their reasoning: tokens that stand for
+    /// nothing else.
+    pub(super) fn ends_of_reasoning(self) -> &'static [&'static str] {
+        match self {
+            Self::KimiK2 => headed::KIMI.calls,
+            _ => &[],
         }
     }
 
@@ -226,6 +261,8 @@ impl CallFormat {
             Self::DeepseekV3 | Self::DeepseekV31 => {
                 &[headed::FENCE_END, headed::CALL_END, headed::CALLS_END]
             }
+            Self::DeepseekV32 => &[xml::DEEPSEEK_CALL_END],
+            Self::KimiK2 => &headed::KIMI_CLOSINGS,
             Self::Phi4MiniJson => &[PHI_END],
             Self::Internlm => &[ACTION_END],
             Self::Pythonic => &[PYTHON_END, FUNCTION_CALLS_END],
@@ -239,6 +276,8 @@ impl CallFormat {
             Self::Mistral => &[ARGUMENTS],
             Self::Glm45 => &xml::GLM_MARKS,
             Self::DeepseekV3 | Self::DeepseekV31 => &[headed::SEPARATOR],
+            Self::DeepseekV32 => &[xml::DSML],
+            Self::KimiK2 => &[headed::KIMI.separator],
             Self::Internlm => &["<|action_start|>", "<|plugin|>"],
             _ => &[],
         };

@@ -55,6 +55,13 @@ pub fn calls(
                 let open = format!("{call} {} {separator}", quoted(&function.name));
                 (open, format!(" {}", mark(headed::CALL_END)))
             }
+            CallFormat::KimiK2 => {
+                let marks = &headed::KIMI;
+                let name = quoted(&format!("{}{}:", headed::KIMI_PREFIX, function.name));
+                let open =
+                    format!("{} {name} /[0-9]{{1,4}}/ {}", mark(marks.call), mark(marks.separator));
+                (open, format!(" {}", mark(headed::KIMI_CALL_END)))
+            }
             CallFormat::Llama3Json | CallFormat::Internlm => {
                 let open = format!("{{\"name\": {name}, \"parameters\": ");
                 (quoted(&open), " \"}\"".to_owned())
@@ -89,6 +96,10 @@ pub fn calls(
             let (open, close) = (mark(headed::CALLS), mark(headed::CALLS_END));
             let between = if format == CallFormat::DeepseekV3 { "\"\\n\" " } else { "" };
             format!("{open} {} {close}", list("call", between))
+        }
+        CallFormat::KimiK2 => {
+            let (open, close) = (mark(headed::KIMI.calls[0]), mark(headed::KIMI_CLOSINGS[1]));
+            format!("{open} {} {close}", list("call", ""))
         }
         // Harmony replies have a grammar of their own.
         _ => {

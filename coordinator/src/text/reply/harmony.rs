@@ -329,7 +329,7 @@ fn plain(text: &str) -> FoundMark<'_> {
 
 /// Number of bytes at the end of `text` that may begin a mark.
 fn begun(text: &str) -> usize {
-    let most = undecided(text, &MARKS);
+    let most = undecided(text, MARKS.into_iter());
     let tail = &text[text.len() - most..];
     most - (tail.len() - tail.trim_start().len())
 }

@@ -32,7 +32,7 @@ pub(super) fn opened(syntax: Syntax, opening: &str, held: &str) -> Prefix<(Call,
         (Syntax::List | Syntax::Mistral, '[') => Prefix::Match((object(), true), space + 1),
         (Syntax::List, '{') => Prefix::Match((object(), false), space),
         (Syntax::Mistral, _) => named(headed::mistral(held)),
-        (Syntax::Headed, _) => named(headed::head(opening, held)),
+        (Syntax::Headed(marks), _) => named(headed::head(marks, opening, held)),
         (Syntax::Python, '[') => {
             let inside = held.len() - text[1..].trim_start().len();
             let next = held[inside..].chars().next();

@@ -57,7 +57,9 @@ impl ReplyRules {
     /// The marks to look for in the text.
     pub fn marks(&self) -> impl Iterator<Item = &'static str> {
         let harmony: &[&str] = if self.harmony.is_some() { &harmony::MARKS } else { &[] };
-        let thought = self.reasoning.into_iter().flat_map(|marks| [marks.open, marks.close]);
+        let thought = self.reasoning.into_iter().flat_map(|marks| {
+            [marks.open, marks.close].into_iter().chain(marks.answer.into_iter().flatten())
+        });
         let calls = self.calls.into_iter().flat_map(CallFormat::marks);
         thought.chain(harmony.iter().copied()).chain(calls)
     }
@@ -70,15 +72,19 @@ pub struct ThinkMarks {
     pub open: &'static str,
     /// Behind it.
     pub close: &'static str,
+    /// Around the answer behind it, where the model writes such marks.
+    pub answer: Option<[&'static str; 2]>,
 }
 
 impl ThinkMarks {
     /// Those of most models.
-    pub const THINK: Self = Self { open: "<think>", close: "</think>" };
+    pub const THINK: Self = Self { open: "<think>", close: "</think>", answer: None };
     /// Those of Magistral.
-    pub const MISTRAL: Self = Self { open: "[THINK]", close: "[/THINK]" };
+    pub const MISTRAL: Self = Self { open: "[THINK]", close: "[/THINK]", answer: None };
     /// Those of Seed-OSS.
-    pub const SEED: Self = Self { open: "<seed:think>", close: "</seed:think>" };
+    pub const SEED: Self = Self { open: "<seed:think>", close: "</seed:think>", answer: None };
+    /// Those of ERNIE 4.5's thinking models.
+    pub const ERNIE: Self = Self { answer: Some(["<response>", "</response>"]), ..Self::THINK };
 }
 
 impl Default for ThinkMarks {
@@ -113,6 +119,7 @@ impl Reasoning {
             "mistral" => Self::Marked(ThinkMarks::MISTRAL),
             "seed_oss" => Self::Marked(ThinkMarks::SEED),
             "deepseek_r1" | "step3" => Self::First(ThinkMarks::THINK),
+            "ernie45" => Self::First(ThinkMarks::ERNIE),
             "openai_gptoss" => Self::Harmony,
             _ => return None,
         })

@@ -376,6 +376,11 @@ fn templates_tell_their_form() {
         ("'<|tool|>' + message['tools'] + '<|/tool|>'", CallFormat::Phi4MiniJson),
         ("<|tool|>[..]<|/tool|> .. <|tool_call|>{..}<|/tool_call|>", CallFormat::Phi4MiniJson),
         ("<|action_start|><|plugin|>", CallFormat::Internlm),
+        (
+            "<|tool_calls_section_begin|>{%- for call in message['tool_calls'] -%}<|tool_call_begin|>",
+            CallFormat::KimiK2,
+        ),
+        ("by writing a \"<｜DSML｜function_calls>\" block", CallFormat::DeepseekV32),
         ("[func_name1(params_name1=params_value1), func_name2(params)]", CallFormat::Pythonic),
         ("within <function_calls></function_calls> XML tags", CallFormat::Pythonic),
     ] {
@@ -387,7 +392,7 @@ fn any_rules() -> impl Strategy<Value = ReplyRules> {
     let mut formats = CallFormat::ALL.to_vec();
     formats.retain(|format| *format != CallFormat::Harmony);
     let calls = prop::option::of(prop::sample::select(formats));
-    let marks = [ThinkMarks::THINK, ThinkMarks::MISTRAL, ThinkMarks::SEED];
+    let marks = [ThinkMarks::THINK, ThinkMarks::MISTRAL, ThinkMarks::SEED, ThinkMarks::ERNIE];
     let reasoning = prop::option::of(prop::sample::select(marks.to_vec()));
     (calls, reasoning, any::<bool>(), any::<bool>()).prop_map(
         |(calls, reasoning, begins_reasoning, single_call)| ReplyRules {
@@ -465,6 +470,19 @@ fn any_text() -> impl Strategy<Value = String> {
         "<|python_end|>",
         "<function_calls>",
         "</function_calls>",
+        "<response>",
+        "</response>",
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>",
+        "functions.f:0<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<｜DSML｜function_calls>",
+        "</｜DSML｜function_calls>",
+        "<｜DSML｜invoke name=\"f\">",
+        "</｜DSML｜invoke>",
+        "<｜DSML｜parameter name=\"p\" string=\"true\">",
+        "</｜DSML｜parameter>",
     ];
     prop::collection::vec(prop::sample::select(pieces.to_vec()), 0..14)
         .prop_map(|pieces| pieces.concat())
@@ -485,6 +503,16 @@ fn long_calls_are_read_in_one_go() {
             "</arg_value></tool_call>",
         ),
         (CallFormat::DeepseekV31, "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"a\": \"", "\"}"),
+        (
+            CallFormat::KimiK2,
+            "<|tool_call_begin|>f:0<|tool_call_argument_begin|>{\"a\": \"",
+            "\"}<|tool_call_end|>",
+        ),
+        (
+            CallFormat::DeepseekV32,
+            "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\"><｜DSML｜parameter name=\"p\" string=\"true\">",
+            "</｜DSML｜parameter></｜DSML｜invoke>",
+        ),
         (CallFormat::Pythonic, "[f(a='", "')]"),
         (CallFormat::Pythonic, "[f(a=", ")]"),
         (CallFormat::MinimaxM2, "<minimax:tool_call><invoke name=\"f\"><parameter name=\"p\">", ""),
@@ -506,6 +534,13 @@ fn deepseek(arguments: &str) -> String {
     format!(
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{arguments}\n```\
          <｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    )
+}
+
+fn kimi(arguments: &str) -> String {
+    format!(
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>\
+         {arguments}<|tool_call_end|><|tool_calls_section_end|>"
     )
 }
 
@@ -563,6 +598,7 @@ proptest! {
             (CallFormat::Mistral, format!("[TOOL_CALLS]f[ARGS]{written}")),
             (CallFormat::Granite, format!("<|tool_call|>[{{\"name\": \"f\", \"arguments\": {written}}}]")),
             (CallFormat::DeepseekV3, deepseek(&written)),
+            (CallFormat::KimiK2, kimi(&written)),
         ];
         for (format, reply) in objects {
             prop_assert_eq!(read_cut(&rules(Some(format)), &reply, &cuts), call(0, "f", &written));

@@ -28,6 +28,8 @@ pub(super) struct Notation {
     pub(super) repeats: bool,
     /// The end of a value may be missing before another parameter.
     may_lack_end: bool,
+    /// A parameter tells whether its value is a string.
+    tells_strings: bool,
 }
 
 pub(super) const FUNCTION: &str = "<function=";
@@ -35,9 +37,15 @@ pub(super) const SEED_CALL: &str = "<seed:tool_call>";
 pub(super) const SEED_CALL_END: &str = "</seed:tool_call>";
 pub(super) const MINIMAX_CALL: &str = "<minimax:tool_call>";
 pub(super) const MINIMAX_CALL_END: &str = "</minimax:tool_call>";
+/// What all marks of DeepSeek V3.2 have in them.
+pub(super) const DSML: &str = "｜DSML｜";
+pub(super) const DEEPSEEK_CALL: &str = "<｜DSML｜function_calls>";
+pub(super) const DEEPSEEK_CALL_END: &str = "</｜DSML｜function_calls>";
 /// The marks within a call of GLM.
 pub(super) const GLM_MARKS: [&str; 5] =
     ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", TOOL_CALL_END];
+/// Behind a parameter's name, where it tells whether its value is a string.
+const STRING_ATTRIBUTE: &str = " string=";
 /// Longest function name, in bytes.
 const NAME_MAX: usize = 256;
 
@@ -52,6 +60,7 @@ pub(super) const QWEN: Notation = Notation {
     is_padded: true,
     repeats: false,
     may_lack_end: true,
+    tells_strings: false,
 };
 pub(super) const SEED: Notation = Notation { is_padded: false, may_lack_end: false, ..QWEN };
 pub(super) const MINIMAX: Notation = Notation {
@@ -60,6 +69,14 @@ pub(super) const MINIMAX: Notation = Notation {
     repeats: true,
     parameter: "<parameter name=",
     ..SEED
+};
+pub(super) const DEEPSEEK: Notation = Notation {
+    function: "<｜DSML｜invoke name=",
+    function_end: "</｜DSML｜invoke>",
+    parameter: "<｜DSML｜parameter name=",
+    value_end: "</｜DSML｜parameter>",
+    tells_strings: true,
+    ..MINIMAX
 };
 pub(super) const GLM: Notation = Notation {
     function: "",
@@ -232,8 +249,15 @@ impl Notation {
             _ => value,
         };
         let value = if self.is_padded { without_padding(value) } else { value };
+        let (name, is_string) = match name.split_once(STRING_ATTRIBUTE) {
+            Some((name, told)) if self.tells_strings => (name, unquoted(told) == "true"),
+            _ => (name, false),
+        };
         let name = unquoted(name);
-        let value = parameters.value(function, name, value);
+        let value = match is_string {
+            true => value.into(),
+            false => parameters.value(function, name, value),
+        };
         Prefix::Match(format!("{}: {value}", Value::from(name)), taken)
     }
 }

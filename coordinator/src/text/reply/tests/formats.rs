@@ -54,6 +54,102 @@ fn deepseek_calls_may_lack_the_fence() {
 }
 
 #[test]
+fn kimi_calls_are_numbered() {
+    let text = "I look.\n<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0\
+                <|tool_call_argument_begin|>{\"city\": \"Rome\"}<|tool_call_end|>\n<|tool_call_begin|>\
+                now:12 <|tool_call_argument_begin|> {} <|tool_call_end|><|tool_calls_section_end|>";
+    let mut expected = vec![said("I look.")];
+    expected.extend(pair("{\"city\": \"Rome\"}", "{}"));
+    let kimi = rules(Some(CallFormat::KimiK2));
+    assert_eq!(read_slowly(&kimi, text), expected);
+    // Models write the marks around all calls in the singular, or forget them.
+    assert_eq!(read_slowly(&kimi, &text.replace("calls_section", "call_section")), expected);
+    let bare = text.replace("<|tool_calls_section_begin|>", "");
+    assert_eq!(read_slowly(&kimi, &bare.replace("<|tool_calls_section_end|>", "")), expected);
+    let named = "<|tool_call_begin|>functions.a.b<|tool_call_argument_begin|>{}<|tool_call_end|>";
+    assert_eq!(read_slowly(&kimi, named), call(0, "a.b", "{}"));
+    for text in [
+        "<|tool_calls_section_begin|>functions.f:0{}",
+        "<|tool_call_begin|>functions.f:0{\"a\": 1}",
+        "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>no object{}",
+        "<|tool_call_begin|>functions.:0<|tool_call_argument_begin|>{}",
+        "See <|tool_call_beg",
+    ] {
+        assert_eq!(read_slowly(&kimi, text), [said(text)]);
+    }
+}
+
+/// Kimi K2 Thinking does so now and then.
+#[test]
+fn kimi_calls_end_reasoning_that_is_open() {
+    let kimi = ReplyRules { reasoning: Some(ThinkMarks::THINK), ..rules(Some(CallFormat::KimiK2)) };
+    let made = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0\
+                <|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>";
+    let expected: Vec<Part> = [thought("I look.")].into_iter().chain(call(0, "f", "{}")).collect();
+    for text in [format!("<think>I look. {made}"), format!("<think>I look.</think>\n{made}")] {
+        assert_eq!(read_slowly(&kimi, &text), expected, "{text}");
+    }
+}
+
+#[test]
+fn deepseek_calls_may_be_elements_that_tell_strings() {
+    let text = "I look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"weather\">\n\
+                <｜DSML｜parameter name=\"city\" string=\"true\">7</｜DSML｜parameter>\n\
+                <｜DSML｜parameter name=\"days\" string=\"false\">7</｜DSML｜parameter>\n\
+                </｜DSML｜invoke>\n<｜DSML｜invoke name=\"now\">\n</｜DSML｜invoke>\n\
+                </｜DSML｜function_calls>";
+    let mut expected = vec![said("I look.")];
+    expected.extend(pair("{\"city\": \"7\", \"days\": 7}", "{}"));
+    assert_eq!(read_slowly(&typed(CallFormat::DeepseekV32), text), expected);
+    // What the model tells goes before the schema, which it may not know.
+    let unknown = rules(Some(CallFormat::DeepseekV32));
+    assert_eq!(read_slowly(&unknown, text), expected);
+    let list = "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\"><｜DSML｜parameter name=\"p\" \
+                string=\"false\">[1, {\"a\": null}]</｜DSML｜parameter><｜DSML｜parameter name=\"q\" \
+                string=\"true\">\n a=\"b\" string=\"false\">\n</｜DSML｜parameter></｜DSML｜invoke>\
+                </｜DSML｜function_calls>";
+    let parts = read_slowly(&unknown, list);
+    let [Part::Call { .. }, Part::Arguments { text, .. }] = &parts[..] else { panic!("{parts:?}") };
+    let arguments: serde_json::Value = serde_json::from_str(text).unwrap();
+    let expected = json!({"p": [1, {"a": null}], "q": "\n a=\"b\" string=\"false\">\n"});
+    assert_eq!(arguments, expected);
+    for text in ["<｜DSML｜function_calls> or <｜DSML｜", "Write <｜DSML｜invoke name=\"f\">."]
+    {
+        assert_eq!(read_slowly(&unknown, text), [said(text)]);
+    }
+}
+
+#[test]
+fn ernie_answers_stand_between_marks() {
+    let ernie = ReplyRules {
+        reasoning: Some(ThinkMarks::ERNIE),
+        begins_reasoning: true,
+        ..rules(Some(CallFormat::Hermes))
+    };
+    let both = [thought("First"), said("Then\n\nmore")];
+    for text in [
+        "First\n</think>\n\n<response>\nThen\n\nmore\n</response>\n",
+        "First\n</think>\n\n\n<response>Then\n\nmore</response>",
+        "First\n</think>\nThen\n\nmore",
+    ] {
+        assert_eq!(read_slowly(&ernie, text), both, "{text}");
+    }
+    let called =
+        "First\n</think>\n\n\n<tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call>\n";
+    let mut expected = vec![thought("First")];
+    expected.extend(call(0, "f", "{}"));
+    assert_eq!(read_slowly(&ernie, called), expected);
+    let talked = called.replace("<tool_call>", "<response>\nI look.\n</response>\n<tool_call>");
+    expected.insert(1, said("I look."));
+    assert_eq!(read_slowly(&ernie, &talked), expected);
+    // Marks that open nothing, or do not end, are text.
+    for text in ["A </response> and <response> of it", "<respond"] {
+        assert_eq!(read_slowly(&ernie, &format!("</think>{text}")), [said(text)]);
+    }
+    assert_eq!(read_slowly(&ernie, "</think><response> Cut </resp"), [said("Cut </resp")]);
+}
+
+#[test]
 fn glm_calls_have_keys_and_values() {
     let format = typed(CallFormat::Glm45);
     let text = "I look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome\n</arg_value>\n\
@@ -102,11 +198,16 @@ fn values_may_look_like_parameters() {
         (CallFormat::MinimaxM2, "<parameter name=\"a\" value=\"5\"/>"),
         (CallFormat::SeedOss, "<parameter=a>5"),
         (CallFormat::Glm45, "<arg_key>a"),
+        (CallFormat::DeepseekV32, "<｜DSML｜parameter name=\"a\" string=\"true\">5"),
     ] {
         let text = match format {
             CallFormat::MinimaxM2 => format!(
                 "<minimax:tool_call><invoke name=\"f\"><parameter name=\"p\">{value}</parameter>\
                  </invoke></minimax:tool_call>"
+            ),
+            CallFormat::DeepseekV32 => format!(
+                "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\"><｜DSML｜parameter name=\"p\" \
+                 string=\"true\">{value}</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>"
             ),
             CallFormat::Glm45 => format!(
                 "<tool_call>f<arg_key>p</arg_key><arg_value>{value}</arg_value></tool_call>"
@@ -131,6 +232,8 @@ fn white_space_without_end_is_text() {
         (CallFormat::Mistral, "[TOOL_CALLS]"),
         (CallFormat::Granite, "<|tool_call|>"),
         (CallFormat::DeepseekV31, "<｜tool▁calls▁begin｜>"),
+        (CallFormat::KimiK2, "<|tool_calls_section_begin|>"),
+        (CallFormat::DeepseekV32, "<｜DSML｜function_calls>"),
     ] {
         let mut reader = ReplyReader::new(Arc::new(rules(Some(format))));
         let mut parts = Vec::new();
@@ -179,10 +282,14 @@ fn formats_have_vllms_names() {
         ("glm47", CallFormat::Glm45),
         ("llama4_pythonic", CallFormat::Pythonic),
         ("olmo3", CallFormat::Pythonic),
+        ("ernie45", CallFormat::Hermes),
     ] {
         assert_eq!(CallFormat::of_name(name), Some(format), "{name}");
     }
-    assert_eq!(CallFormat::of_name("kimi_k2"), None);
+    assert_eq!(CallFormat::of_name("kimi_k3"), None);
+    let names: Vec<&str> = CallFormat::names().collect();
+    assert!(names.iter().all(|name| CallFormat::of_name(name).is_some()), "{names:?}");
+    assert_eq!(names.len(), CallFormat::ALL.len() + 6);
 }
 
 /// A reply that ends here, by a stop string, ends within a call.
@@ -193,6 +300,7 @@ fn a_reply_is_within_a_call_until_its_arguments_end() {
         (CallFormat::Qwen3Coder, "<function=f><parameter=a>1", "</parameter></function>"),
         (CallFormat::Pythonic, "[f(a=1", ")"),
         (CallFormat::DeepseekV31, "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"a\": 1", "}"),
+        (CallFormat::KimiK2, "<|tool_call_begin|>f:0<|tool_call_argument_begin|>{\"a\": 1", "}"),
     ] {
         let mut reader = ReplyReader::new(Arc::new(rules(Some(format))));
         assert!(!reader.is_within_call());
