@@ -264,14 +264,28 @@ impl Scheduler {
     }
 
     fn finish(&mut self, slot: usize, reason: FinishReason, effects: &mut Vec<Effect>) {
+        if self.finish_queued(slot, reason, effects) {
+            self.waiting.retain(|waiting| *waiting != slot);
+        }
+    }
+
+    /// Like [`Scheduler::finish`], but leaves the sequence's place in the queue: whether it has
+    /// one. Call [`Scheduler::close_gaps`] once after several.
+    fn finish_queued(
+        &mut self,
+        slot: usize,
+        reason: FinishReason,
+        effects: &mut Vec<Effect>,
+    ) -> bool {
         let place = |scheduler: &Self, request| {
             scheduler.requests.get(&request).map_or(RequestPlace::Waiting, Request::place)
         };
-        let Some(request) = self.sequences[slot].as_ref().map(|seq| seq.request) else { return };
+        let request = self.sequences[slot].as_ref().map(|seq| seq.request);
+        let Some(request) = request else { return false };
         let before = place(self, request);
-        let Some(seq) = self.remove(slot) else { return };
+        let Some((seq, waits)) = self.detach(slot) else { return false };
         let now = place(self, request);
-        let Some(owner) = self.requests.get_mut(&request) else { return };
+        let Some(owner) = self.requests.get_mut(&request) else { return waits };
         owner.live.retain(|live| *live != slot);
         let last = owner.live.is_empty();
         if last {
@@ -282,6 +296,7 @@ impl Scheduler {
         if !last && now != before {
             effects.push(Effect::Rests { request, place: now });
         }
+        waits
     }
 
     /// Number of tokens that the whole KV cache has room for.

@@ -3,7 +3,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use coordinator::cluster::migration::QueueShare;
-use coordinator::engine::{EngineError, EngineEvent, EventSender, GenerateRequest, TAKEN_WITHIN};
+use coordinator::engine::{
+    EngineError, EngineEvent, EventSender, FinishReason, GenerateRequest, Resumed, ResumedChoice,
+    TAKEN_WITHIN,
+};
 use coordinator::metrics::Hub;
 use coordinator::replica::core::{ReplicaCore, TICK};
 use coordinator::replica::driver::DriverLimits;
@@ -59,6 +62,40 @@ fn a_thousand_requests_end_in_a_moment() {
         let gauges = scheduler.gauges();
         assert_eq!((gauges.in_flight, gauges.running, gauges.blocks_used), (0, 0, 0));
     }
+}
+
+/// A queue of requests that other coordinators began comes to a cache that is too small for what
+/// they have written.
+#[test]
+fn a_hundred_thousand_sequences_that_have_outgrown_the_cache_end_in_a_moment() {
+    const WRITTEN: usize = 40;
+    let mut scheduler = Scheduler::new(long_queue()).unwrap();
+    for id in 0..REQUESTS {
+        let sampling = |choice| SamplingParams { choice, ..SamplingParams::greedy() };
+        let choice = |_| ResumedChoice { tokens: vec![2; WRITTEN], end: None };
+        let choices = (0..CHOICES).map(choice).collect();
+        let request = GenerateRequest {
+            id: RequestId(id),
+            sampling: (0..CHOICES).map(sampling).collect(),
+            open_ended: true,
+            max_tokens: 60,
+            resumed: Some(Box::new(Resumed { choices, over: Vec::new() })),
+            ..request()
+        };
+        scheduler.submit(request).unwrap();
+    }
+    let (mut effects, began) = (Vec::new(), Instant::now());
+    let moved = scheduler.replica_ready(Epoch(1), 2, 0, &mut effects);
+    let took = began.elapsed();
+    assert!(took < MOMENT, "{took:?}");
+    assert!(moved.is_empty(), "{}", moved.len());
+    let ended = effects
+        .iter()
+        .filter(|effect| matches!(effect, Effect::Finished { reason: FinishReason::Length, .. }));
+    assert_eq!(ended.count() as u64, REQUESTS * u64::from(CHOICES));
+    let gauges = scheduler.gauges();
+    assert_eq!((gauges.in_flight, gauges.running, gauges.waiting), (0, 0, 0));
+    assert!(!scheduler.plan(&mut StepPlan::default(), &mut Vec::new()), "nothing is left");
 }
 
 #[test]

@@ -106,8 +106,12 @@ impl Scheduler {
             self.sequences[*slot].as_ref().is_some_and(|sequence| sequence.has_outgrown(room))
         };
         let slots: Vec<usize> = self.waiting.iter().copied().filter(outgrown).collect();
+        let mut waited = false;
         for slot in slots {
-            self.finish(slot, FinishReason::Length, effects);
+            waited |= self.finish_queued(slot, FinishReason::Length, effects);
+        }
+        if waited {
+            self.close_gaps();
         }
     }
 }

@@ -201,23 +201,19 @@ impl Scheduler {
             effects.push(Effect::Dropped { request, seqs, error });
         }
         if waited {
-            // No freed slot has been reused since.
-            let sequences = &self.sequences;
-            self.waiting.retain(|slot| sequences[*slot].is_some());
+            self.close_gaps();
         }
     }
 
-    /// Removes a sequence from everything it is in.
-    pub(super) fn remove(&mut self, slot: usize) -> Option<Sequence> {
-        let (seq, waits) = self.detach(slot)?;
-        if waits {
-            self.waiting.retain(|waiting| *waiting != slot);
-        }
-        Some(seq)
+    /// Removes the places of sequences that have ended from the queue. No freed slot may have been
+    /// reused since.
+    pub(super) fn close_gaps(&mut self) {
+        let sequences = &self.sequences;
+        self.waiting.retain(|slot| sequences[*slot].is_some());
     }
 
     /// Removes a sequence from everything but the queue; returns whether it is queued.
-    fn detach(&mut self, slot: usize) -> Option<(Sequence, bool)> {
+    pub(super) fn detach(&mut self, slot: usize) -> Option<(Sequence, bool)> {
         let mut seq = self.sequences[slot].take()?;
         self.free_slots.push(slot);
         if seq.known {

@@ -18,16 +18,20 @@ impl Scheduler {
         // Only this request's sequences are checked: all others in the queue, possibly thousands,
         // have been checked before.
         let room = self.epoch.map(|_| self.room());
+        let mut waited = false;
         for (id, reason) in ends {
-            let Some(owner) = self.requests.get(&request) else { return };
+            let Some(owner) = self.requests.get(&request) else { break };
             let is_it =
                 |slot: &&usize| self.sequences[**slot].as_ref().is_some_and(|seq| seq.id == id);
             let Some(slot) = owner.live.iter().find(is_it).copied() else { continue };
             let sequence = self.sequences[slot].as_ref();
             let has_outgrown = sequence.zip(room).is_some_and(|(seq, room)| seq.has_outgrown(room));
             if let Some(reason) = reason.or(has_outgrown.then_some(FinishReason::Length)) {
-                self.finish(slot, reason, effects);
+                waited |= self.finish_queued(slot, reason, effects);
             }
+        }
+        if waited {
+            self.close_gaps();
         }
     }
 
