@@ -12,7 +12,7 @@
 //! - `front`: a front end
 //! - `operate`, `http_client`: commands to a running cluster, and how they reach it
 //! - `doctor`, `devices`, `bench`: what a host has, and whether it will do
-//! - `options`, `config_file`: options, and files of them
+//! - `options`, `config_file`, `flags`: options, files of them, and flags with values
 //! - `reference`: the page of all options
 //! - `api`, `etcd`, `lora`, `resources`, `speculative`, `vllm`: groups of options, and vLLM's names
 //!   for them
@@ -31,6 +31,7 @@ mod devices;
 mod doctor;
 mod elected;
 mod etcd;
+mod flags;
 mod front;
 mod handing_over;
 mod heartbeat;
@@ -180,11 +181,12 @@ fn catalogue(markdown: bool) -> String {
 fn parse(args: &[OsString]) -> Result<Command, clap::Error> {
     let args = &vllm::understood(args)?;
     let args = &doctor::without_others(args);
-    let matches = options::command().try_get_matches_from(args)?;
+    let command = || flags::with_values(options::command(), args);
+    let matches = command().try_get_matches_from(args)?;
     let Some((name, file)) = config_file::named_in(&matches) else {
         return options::from_matches(&matches);
     };
-    let command = config_file::apply(options::command(), &name, &file)?;
+    let command = config_file::apply(command(), &name, &file)?;
     let matches = command.try_get_matches_from(args).map_err(|error| {
         if error.use_stderr() {
             clap::Error::raw(

@@ -316,6 +316,41 @@ mod tests {
     }
 
     #[test]
+    fn unknown_parsers_are_answered_with_all_names() {
+        let error = parse(&["--tool-call-parser", "nonsense"]).unwrap_err();
+        assert!(error.contains("--tool-call-parser"), "{error}");
+        let known: Vec<&str> = error.split([' ', ',', '\n']).collect();
+        let names = [
+            "hermes",
+            "kimi_k2",
+            "deepseek_v32",
+            "ernie45",
+            "glm47",
+            "llama4_json",
+            "llama4_pythonic",
+            "olmo3",
+            "qwen3_xml",
+        ];
+        for name in names {
+            assert!(known.contains(&name), "{name}: {error}");
+            assert!(parse(&["--tool-call-parser", name]).is_ok(), "{name}");
+        }
+        let error = parse(&["--reasoning-parser", "nonsense"]).unwrap_err();
+        assert!(error.contains("--reasoning-parser"), "{error}");
+        for name in REASONING {
+            assert!(error.contains(name), "{name}: {error}");
+        }
+    }
+
+    #[test]
+    fn negative_numbers_are_told_with_the_option_and_its_bounds() {
+        let args = ["tutti", "up", "--max-logprobs", "-1"];
+        let error = super::super::options::command().try_get_matches_from(args).unwrap_err();
+        let error = error.to_string();
+        assert!(error.contains("--max-logprobs") && error.contains("0..=128"), "{error}");
+    }
+
+    #[test]
     fn keys_come_from_the_line_and_a_file_and_bad_ones_are_not_shown() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(&file, "hidden-a\n\n  hidden-b  \n").unwrap();

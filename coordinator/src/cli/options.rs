@@ -92,7 +92,16 @@ pub(crate) fn from_matches(matches: &clap::ArgMatches) -> Result<Command, clap::
 
 /// Returns the whole command line, as clap sees it.
 pub(crate) fn command() -> clap::Command {
-    Cli::command()
+    with_negative_numbers(Cli::command())
+}
+
+/// A negative number is a value, so that the error about it names the option and its bounds.
+fn with_negative_numbers(command: clap::Command) -> clap::Command {
+    let command = command.mut_subcommands(with_negative_numbers);
+    command.mut_args(|argument| match argument.get_action().takes_values() {
+        true => argument.allow_negative_numbers(true),
+        false => argument,
+    })
 }
 
 /// Default number of workers per replica.
