@@ -188,6 +188,26 @@ async fn prompts_and_messages_are_checked() {
         assert_eq!(reply.status, 400, "{list}: {}", reply.body);
         assert_eq!(reply.body["error"]["param"], "messages", "{list}");
     }
+    // Parts that are no text are told by their place and type.
+    for (part, told) in [
+        (json!({"type": "image_url", "image_url": {"url": "x"}}), "has the type \"image_url\""),
+        (json!({"type": "input_audio", "input_audio": {}}), "has the type \"input_audio\""),
+        (json!({"type": "file", "file": {"file_id": "x"}}), "has the type \"file\""),
+        (json!({"type": "video_url"}), "has the type \"video_url\", which is not supported"),
+        (json!({"type": "x".repeat(10_000)}), "xxx\"..., which is not supported: only text is"),
+        (json!({"text": "x"}), "has the type none, which is not supported: only text is"),
+        (json!(5), "has the type none"),
+        (json!({"type": "text", "text": 5}), "must be a string"),
+    ] {
+        let said = json!({"role": "system", "content": "x"});
+        let asked = json!({"role": "user", "content": ["What is", part]});
+        let reply = rig.client.post(CHAT, &json!({"messages": [said, asked]})).await.unwrap();
+        let error = &reply.body["error"];
+        let message = error["message"].as_str().unwrap();
+        assert_eq!((reply.status, &error["param"]), (400, &json!("messages")), "{error}");
+        assert!(message.contains("`messages[1].content[1]") && message.contains(told), "{message}");
+        assert!(message.len() < 300, "{message}");
+    }
     let tools =
         json!({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]});
     assert_eq!(rig.client.post(CHAT, &tools).await.unwrap().body["error"]["param"], "tools");

@@ -5,6 +5,7 @@ use super::error::ApiError;
 use super::fields::{Fields, extent};
 use super::limits::EFFORT_BYTES;
 use super::params::Limits;
+use super::turns::part_text;
 use crate::text::model::TextModel;
 use crate::text::reply::harmony::Opening;
 use crate::text::reply::{CallFormat, Reasoning};
@@ -228,27 +229,18 @@ fn message(index: usize, value: &Value, values: &mut usize) -> Result<Value, Api
     if !["system", "developer", "user", "assistant", "tool"].contains(&role) {
         return Err(wrong(".role", "one of system, developer, user, assistant and tool"));
     }
-    fn part(part: &Value) -> Option<&str> {
-        if let Value::String(text) = part {
-            return Some(text);
-        }
-        let text = match part.get("type").and_then(Value::as_str)? {
-            "text" | "input_text" | "output_text" => "text",
-            "refusal" => "refusal",
-            _ => return None,
-        };
-        part.get(text).and_then(Value::as_str)
-    }
     let content = match fields.get("content") {
-        Some(Value::String(text)) => Some(text.clone()),
+        Some(Value::String(text)) => text.clone(),
         Some(Value::Array(parts)) => {
-            let parts: Option<Vec<&str>> = parts.iter().map(part).collect();
-            parts.map(|parts| parts.join("\n"))
+            let texts = parts.iter().enumerate().map(|(at, part)| match part {
+                Value::String(text) => Ok(text.as_str()),
+                part => part_text(&format!("messages[{index}].content[{at}]"), part),
+            });
+            texts.collect::<Result<Vec<_>, _>>()?.join("\n")
         }
-        None | Some(Value::Null) if role == "assistant" || role == "tool" => Some(String::new()),
-        _ => None,
+        None | Some(Value::Null) if role == "assistant" || role == "tool" => String::new(),
+        _ => return Err(wrong(".content", "a string or a list of text parts")),
     };
-    let content = content.ok_or_else(|| wrong(".content", "a string or a list of text parts"))?;
     for name in ["name", "tool_call_id", "reasoning_content", "reasoning", "thinking"] {
         if fields.get(name).is_some_and(|value| !value.is_string() && !value.is_null()) {
             return Err(wrong(&format!(".{name}"), "a string"));

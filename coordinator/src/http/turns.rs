@@ -4,6 +4,9 @@ use serde_json::{Map, Value, json};
 use super::error::ApiError;
 use super::fields::Fields;
 
+/// Longest type of a part that an error shows, in bytes.
+const TYPE_SHOWN: usize = 64;
+
 /// The messages that a request's turns make.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Turns {
@@ -62,6 +65,34 @@ impl Turns {
 pub(super) fn wrong(at: &str, message: &str) -> ApiError {
     let field = at.split(['.', '[']).next().unwrap_or(at);
     ApiError::field(field, format!("`{at}` {message}"))
+}
+
+/// Reads the text of the part of content at `at`, which can be nothing else.
+///
+/// # Errors
+/// 400 naming the part and its type.
+pub(super) fn part_text<'a>(at: &str, part: &'a Value) -> Result<&'a str, ApiError> {
+    let kind = part.get("type").and_then(Value::as_str);
+    let name = match kind {
+        Some("text" | "input_text" | "output_text") => "text",
+        Some("refusal") => "refusal",
+        _ => {
+            let found = shown_type(kind);
+            let message = format!("has the type {found}, which is not supported: only text is");
+            return Err(wrong(at, &message));
+        }
+    };
+    let text = part.get(name).and_then(Value::as_str);
+    text.ok_or_else(|| wrong(&format!("{at}.{name}"), "must be a string"))
+}
+
+/// A part's type as errors show it: it may be as large as a body.
+pub(super) fn shown_type(kind: Option<&str>) -> String {
+    match kind {
+        None => "none".to_owned(),
+        Some(kind) if kind.len() <= TYPE_SHOWN => format!("{kind:?}"),
+        Some(kind) => format!("{:?}...", &kind[..kind.floor_char_boundary(TYPE_SHOWN)]),
+    }
 }
 
 /// Reads a string of the object at `at`.

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::super::error::ApiError;
 use super::super::fields::Fields;
 use super::super::params::Limits;
-use super::super::turns::{Turns, string, wrong};
+use super::super::turns::{Turns, shown_type, string, wrong};
 
 /// What Claude Code puts before its instructions, for whoever bills it. It is another in each
 /// conversation: models have no use for it, and prompts that begin with it share nothing that is
@@ -147,7 +147,7 @@ fn unsupported(at: &str, kind: Option<&str>, role: &str) -> ApiError {
         "user" => "text and tool_result",
         _ => "text",
     };
-    let found = kind.map_or_else(|| "none".to_owned(), |kind| format!("{kind:?}"));
+    let found = shown_type(kind);
     wrong(at, &format!("has the type {found}, which is not supported here: {known} can be"))
 }
 

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use super::super::error::ApiError;
 use super::super::fields::Fields;
 use super::super::params::Limits;
-use super::super::turns::{Turns, string, wrong};
+use super::super::turns::{Turns, part_text, string, wrong};
 
 /// Reads `instructions` and `input`.
 ///
@@ -139,22 +139,8 @@ fn text(at: &str, content: Option<&Value>) -> Result<String, ApiError> {
         Some(Value::Array(parts)) => parts,
         _ => return Err(wrong(at, "must be a string or a list of text parts")),
     };
-    fn part<'a>(at: &str, index: usize, part: &'a Value) -> Result<&'a str, ApiError> {
-        let at = format!("{at}[{index}]");
-        let kind = part.get("type").and_then(Value::as_str);
-        let name = match kind {
-            Some("input_text" | "output_text" | "text") => "text",
-            Some("refusal") => "refusal",
-            _ => {
-                let found = kind.map_or_else(|| "none".to_owned(), |kind| format!("{kind:?}"));
-                let message = format!("has the type {found}, which is not supported: only text is");
-                return Err(wrong(&at, &message));
-            }
-        };
-        let text = part.get(name).and_then(Value::as_str);
-        text.ok_or_else(|| wrong(&format!("{at}.{name}"), "must be a string"))
-    }
-    let parts = parts.iter().enumerate().map(|(index, it)| part(at, index, it));
+    let parts =
+        parts.iter().enumerate().map(|(index, it)| part_text(&format!("{at}[{index}]"), it));
     Ok(parts.collect::<Result<Vec<_>, _>>()?.join("\n"))
 }
 
