@@ -220,6 +220,13 @@ async fn models_health_version_and_metrics() {
         let code = other.body["error"]["code"].as_str();
         assert_eq!((other.status, code), (404, Some("model_not_found")));
     }
+    // As vLLM calls a model in a folder.
+    let path = json!({"model": "/models/demo", "prompt": "x"});
+    let other = rig.client.post(COMPLETIONS, &path).await.unwrap();
+    let error = &other.body["error"];
+    assert_eq!((other.status, &error["param"]), (404, &json!("model")));
+    let told = "The model `/models/demo` does not exist; served here: `demo`, `org/demo`";
+    assert_eq!(error["message"], told);
     for path in ["/health", "/live", "/ready", "/version"] {
         assert_eq!(rig.client.get(path).await.unwrap().status, 200, "{path}");
     }

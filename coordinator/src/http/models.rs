@@ -9,6 +9,9 @@ use super::error::ApiError;
 use super::state::AppState;
 use crate::adapters::{AdapterUse, ServedAdapters};
 
+/// Number of names that the error of another name shows.
+const NAMES_SHOWN: usize = 8;
+
 /// The names that requests may give as `model`.
 #[derive(Clone, Debug, Default)]
 pub struct Models {
@@ -45,6 +48,17 @@ impl Models {
             return Some(AdapterUse::default());
         }
         self.adapters.find(name)
+    }
+
+    /// The error of a name that nothing has, with some that something has.
+    pub(super) fn unknown(&self, name: &str) -> ApiError {
+        let names = self.all();
+        let shown = names.iter().take(NAMES_SHOWN).map(|name| format!("`{name}`"));
+        let mut served = shown.collect::<Vec<_>>().join(", ");
+        if names.len() > NAMES_SHOWN {
+            served.push_str(", ..");
+        }
+        ApiError::unknown_model(name).noting(&format!("; served here: {served}"))
     }
 
     /// Returns the name of an adapter, or of the model if there is none.
@@ -91,5 +105,5 @@ pub fn list(state: &AppState) -> Value {
 /// 404 if it is not served.
 pub fn get(state: &AppState, id: &str) -> Result<Value, ApiError> {
     let card = state.models.cards(state).into_iter().find(|card| card["id"] == id);
-    card.ok_or_else(|| ApiError::unknown_model(id))
+    card.ok_or_else(|| state.models.unknown(id))
 }

@@ -102,7 +102,7 @@ pub enum StreamUsage {
 /// 404 if it is not served.
 pub fn adapter(fields: &Fields, models: &Models) -> Result<AdapterUse, ApiError> {
     match fields.string("model", MODEL_BYTES)? {
-        Some(model) => models.find(model).ok_or_else(|| ApiError::unknown_model(model)),
+        Some(model) => models.find(model).ok_or_else(|| models.unknown(model)),
         None => Ok(AdapterUse::default()),
     }
 }
