@@ -193,6 +193,32 @@ async fn a_request_of_several_texts_that_is_refused_costs_nothing() {
 }
 
 #[tokio::test]
+async fn a_stream_that_ends_with_an_error_is_not_charged_for_prompts_that_only_waited() {
+    let limits = KeyLimits { tokens_per_minute: Some(100), ..KeyLimits::default() };
+    let keys = ApiKeys::of([ApiKey::new("tight", limits).unwrap()]);
+    let rig = Rig::with_api(&ApiOptions { keys, ..ApiOptions::default() });
+    // The first prompt is answered, the second waits, the third finds the queue full.
+    rig.script(|script| {
+        *script = Script {
+            text: "a".to_owned(),
+            full_behind: Some(0),
+            silent: Some(301),
+            ..Script::default()
+        };
+    });
+    let prompts = json!([vec![300; 10], vec![301; 60], vec![300; 10]]);
+    let stream = json!({"prompt": prompts, "max_tokens": 4, "stream": true});
+    let begun = complete(&rig, &[TIGHT], stream).await;
+    assert_eq!(begun.status(), 200);
+    let text = begun.text().await.unwrap();
+    assert!(text.contains("queue_full") && text.contains("\"text\":"), "{text}");
+    rig.script(|script| script.full_behind = None);
+    let next = complete(&rig, &[TIGHT], json!({"prompt": [300], "max_tokens": 1})).await;
+    let remaining: u32 = rate(&next, "remaining-tokens").unwrap().parse().unwrap();
+    assert!((80..90).contains(&remaining), "{remaining}");
+}
+
+#[tokio::test]
 async fn a_request_ends_when_the_time_that_its_client_gives_is_over() {
     let rig = Rig::new(Script { text: "a b c".to_owned(), hang: true, ..Script::default() });
     let brief = [("x-request-timeout", "0.4")];

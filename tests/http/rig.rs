@@ -48,6 +48,8 @@ pub(crate) struct Script {
     pub(crate) fail_after: Option<usize>,
     /// Generate one token, then nothing more.
     pub(crate) hang: bool,
+    /// Generate nothing for prompts that begin with this token.
+    pub(crate) silent: Option<u32>,
 }
 
 /// What the engine saw.
@@ -251,7 +253,9 @@ async fn run_engine(
                 {
                     // Under the lock: a test that has the answer also finds the request.
                     let mut seen = seen.lock().unwrap();
-                    generate(&script, &model, &mut request, &events);
+                    if script.silent.is_none() || request.prompt.first() != script.silent.as_ref() {
+                        generate(&script, &model, &mut request, &events);
+                    }
                     seen.requests.push(*request);
                     seen.events.push(events);
                 }

@@ -244,11 +244,23 @@ impl Completion {
         loop {
             let (prompt, next) = poll_fn(|context| self.poll_prompts(context)).await?;
             match next {
-                Err(error) => return Some(Err(error)),
+                Err(error) => {
+                    self.give_back_behind(prompt);
+                    return Some(Err(error));
+                }
                 Ok(Next::Embedding(_)) => {}
                 Ok(Next::Prompt(logprobs)) => self.take_prompt(prompt, &logprobs),
                 Ok(Next::Piece(piece)) => return Some(Ok(self.take_piece(prompt, piece))),
             }
+        }
+    }
+
+    /// A prompt that failed ends the answer. Its client is charged for those that text has come of,
+    /// since a stream has told it, and not for those that only waited beside them.
+    fn give_back_behind(&mut self, failed: usize) {
+        if self.running[failed].has_failed {
+            let others = self.running.iter_mut().enumerate().filter(|(at, _)| *at != failed);
+            others.for_each(|(_, running)| running.give_back());
         }
     }
 

@@ -79,6 +79,8 @@ pub struct RunningPrompt {
     pub cached_tokens: u64,
     /// Tokens accepted so far, all choices together.
     pub completion_tokens: u64,
+    /// The engine gave it up, for which its client is not to blame.
+    pub has_failed: bool,
 }
 
 impl RunningPrompt {
@@ -165,7 +167,18 @@ impl RunningPrompt {
             prompt_tokens,
             cached_tokens: 0,
             completion_tokens: 0,
+            has_failed: false,
         })
+    }
+
+    /// Does not charge the client for this prompt, if nothing has come of it: another of the same
+    /// request failed.
+    pub fn give_back(&mut self) {
+        if self.completion_tokens == 0 && self.generation.is_running() {
+            self.tally.failed(self.prompt_tokens);
+            // It fails once.
+            self.generation.cancel();
+        }
     }
 
     /// Returns the next piece; `None` after the last.
@@ -244,6 +257,7 @@ impl RunningPrompt {
                 Ok(Next::Piece(self.finished(choice, reason, cached)))
             }
             EngineEvent::Failed(error) => {
+                self.has_failed = true;
                 count_full(self.counts.as_ref(), &error);
                 if self.completion_tokens == 0 && self.counts.is_some() {
                     self.tally.failed(self.prompt_tokens);
