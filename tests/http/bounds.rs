@@ -239,6 +239,39 @@ fn post_with(path: &str, version: &str, headers: &str, body: &[u8]) -> Vec<u8> {
 }
 
 /// They know no chunks, whose lengths they would take for a part of the answer.
+/// As docs/api.md says; the library's bounds, which an update may move.
+#[test]
+fn heads_of_requests_are_bounded() {
+    let rig = Rig::saying("x");
+    let start = "GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n";
+    let many = |count: usize| {
+        let more: String = (2..count).map(|number| format!("x-{number}: y\r\n")).collect();
+        format!("{start}{more}\r\n")
+    };
+    let large = |bytes: usize| {
+        let rest = "x-large: \r\n\r\n";
+        let fill = "y".repeat(bytes - start.len() - rest.len());
+        format!("{start}{}", rest.replacen(": ", &format!(": {fill}"), 1))
+    };
+    let long = |bytes: usize| {
+        let path = "y".repeat(bytes - 1);
+        format!("GET /{path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    };
+    for (request, wanted) in [
+        (many(96), 200),
+        (many(97), 431),
+        (large(131_072), 200),
+        (large(131_073), 431),
+        (long(65_534), 404),
+        (long(65_535), 400),
+    ] {
+        let (status, answer) = raw(&rig, request.as_bytes());
+        assert_eq!(status, wanted, "{}", &answer[..answer.len().min(200)]);
+        let has_body = !answer.ends_with("\r\n\r\n");
+        assert_eq!(has_body, wanted == 404, "{}", &answer[..answer.len().min(200)]);
+    }
+}
+
 #[test]
 fn clients_of_http_1_0_get_streams_without_chunks_that_end_with_the_connection() {
     let rig = Rig::saying("a b c d");
