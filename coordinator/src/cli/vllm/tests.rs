@@ -1,3 +1,4 @@
+//! Command lines as people bring them from vLLM, and the document that says what becomes of them.
 use super::*;
 
 fn words(text: &str) -> Vec<OsString> {
