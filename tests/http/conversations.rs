@@ -41,6 +41,37 @@ async fn messages_reach_the_template_whole() {
     );
 }
 
+/// A model that knows calls by their number in the conversation gets such ids, whichever it has.
+#[tokio::test]
+async fn templates_of_kimi_are_given_the_ids_that_it_writes() {
+    let template = "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}\
+        {% for call in message.tool_calls or [] %}<|tool_calls_section_begin|>{{ call.id }}{% endfor %}\
+        [{{ message.tool_call_id }}]{% endfor %}";
+    let rig = Rig::with_template(template);
+    let call = |id: &str| json!({"id": id, "type": "function", "function": {"name": "f"}});
+    let request = json!({"messages": [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "tool_calls": [call("a1b2c3d4e")]},
+        {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "y"},
+        {"role": "assistant", "tool_calls": [call("call_7")]},
+        {"role": "tool", "tool_call_id": "call_7", "content": "z"}]});
+    let given = prompt(&rig, &request).await;
+    for id in ["begin|>functions.f:0", "[functions.f:0]", "begin|>functions.f:1", "[functions.f:1]"]
+    {
+        assert!(given.contains(id), "{id}: {given}");
+    }
+    let text = "<|tool_call_begin|>functions.f:2<|tool_call_argument_begin|>{\"a\": 1}<|tool_call_end|><|end|>";
+    rig.script(|script| text.clone_into(&mut script.text));
+    let tools = json!([{"type": "function", "function": {"name": "f"}}]);
+    let mut request = request;
+    request["tools"] = tools;
+    let answer = rig.ask(CHAT, &request).await;
+    let choice = &answer["choices"][0];
+    let function = json!({"name": "f", "arguments": "{\"a\": 1}"});
+    assert_eq!(choice["message"]["tool_calls"][0]["function"], function, "{answer}");
+    assert_eq!(choice["finish_reason"], "tool_calls");
+}
+
 #[tokio::test]
 async fn templates_are_given_tools_documents_and_variables() {
     let rig = Rig::with_template(SHOWS);

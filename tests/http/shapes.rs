@@ -222,7 +222,7 @@ async fn models_health_version_and_metrics() {
     }
     // As vLLM calls a model in a folder.
     let path = json!({"model": "/models/demo", "prompt": "x"});
-    let other = rig.client.post(COMPLETIONS, &path).await.unwrap();
+    let other = rig.client.post("/v1/completions", &path).await.unwrap();
     let error = &other.body["error"];
     assert_eq!((other.status, &error["param"]), (404, &json!("model")));
     let told = "The model `/models/demo` does not exist; served here: `demo`, `org/demo`";
