@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::Duration;
 
+use super::calls::driver::NOT_FOUND;
 use super::choice::ExchangePolicy;
 use super::context::{Context, Driver};
 use super::failure;
@@ -17,9 +18,6 @@ use super::peer::tuning::Thresholds;
 use super::stream::Stream;
 use crate::backend::EXPERT_SLOTS;
 use crate::error::KernelError;
-
-/// `CUDA_ERROR_NOT_FOUND`
-const NOT_FOUND: u32 = 500;
 
 /// Selects a GPU and how to use it.
 #[derive(Clone, Debug)]

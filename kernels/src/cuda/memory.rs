@@ -9,8 +9,7 @@ use std::ptr::NonNull;
 use std::rc::Rc;
 use std::sync::atomic::AtomicU32;
 
-use cudarc::driver::sys;
-
+use super::calls::driver as sys;
 use super::context::{Context, check, check_bytes};
 use super::stream::Stream;
 use crate::error::KernelError;

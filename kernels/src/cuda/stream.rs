@@ -4,8 +4,7 @@ use std::fmt;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::sys;
-
+use super::calls::driver as sys;
 use super::context::{Context, check};
 use crate::error::KernelError;
 
@@ -109,7 +108,7 @@ impl Stream {
     pub fn is_idle(&self) -> Result<bool, KernelError> {
         // SAFETY: the stream is alive.
         let status = unsafe { sys::cuStreamQuery(self.raw) };
-        if status == sys::cudaError_enum::CUDA_ERROR_NOT_READY {
+        if status == sys::NOT_READY {
             return Ok(false);
         }
         check(status, "wait for the GPU").map(|()| true)
@@ -121,7 +120,7 @@ impl Stream {
     /// # Errors
     /// [`KernelError::Device`].
     pub fn begin_capture(&self) -> Result<(), KernelError> {
-        let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is alive, and not the default one.
         let status = unsafe { sys::cuStreamBeginCapture_v2(self.raw, mode) };
         check(status, "begin to capture a graph")?;
@@ -193,7 +192,7 @@ impl Stream {
         let mut graph = std::ptr::null_mut();
         // SAFETY: the stream is alive.
         let status = unsafe { sys::cuStreamEndCapture(self.raw, &raw mut graph) };
-        if status as u32 == 0 && !graph.is_null() {
+        if status == 0 && !graph.is_null() {
             // SAFETY: the graph was just captured.
             let _ = unsafe { sys::cuGraphDestroy(graph) };
         }
@@ -288,7 +287,7 @@ impl Event {
     pub fn is_done(&self) -> Result<bool, KernelError> {
         // SAFETY: the event is alive.
         let status = unsafe { sys::cuEventQuery(self.raw) };
-        if status == sys::cudaError_enum::CUDA_ERROR_NOT_READY {
+        if status == sys::NOT_READY {
             return Ok(false);
         }
         check(status, "wait for the GPU").map(|()| true)
