@@ -42,7 +42,8 @@ pub struct CudaOptions {
     /// Slots (pairs of a row and one of its experts) that are grouped and multiplied at a time,
     /// which bounds the intermediate results. Does not affect the results.
     pub expert_slots: usize,
-    /// How long a step may take before the GPU is considered hung.
+    /// How long work may take before the GPU is considered hung, unless
+    /// [`CudaBackend::set_patience`](super::CudaBackend::set_patience) says otherwise.
     pub patience: Duration,
     /// How ranks exchange data.
     pub exchange: ExchangePolicy,
@@ -65,7 +66,8 @@ impl Default for CudaOptions {
             carveout: None,
             batch_invariant: false,
             expert_slots: EXPERT_SLOTS,
-            patience: Duration::from_secs(60),
+            // Enough for the largest step of any model, at a few TFLOP/s.
+            patience: Duration::from_secs(600),
             exchange: ExchangePolicy::Auto,
             thresholds: None,
             measured_most: usize::MAX,

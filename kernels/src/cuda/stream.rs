@@ -51,7 +51,7 @@ fn wait(
 pub struct Stream {
     raw: sys::CUstream,
     /// Time limit for all of its work.
-    patience: Duration,
+    patience: Cell<Duration>,
     /// Calls are recorded.
     captures: Cell<bool>,
     /// A call of this rank could not be recorded, in the current or the last capture.
@@ -71,6 +71,7 @@ impl Stream {
         // SAFETY: a context is current; destroyed when `Self` is dropped.
         check(unsafe { sys::cuStreamCreate(&raw mut raw, flags) }, "make a stream")?;
         let (captures, fault) = (Cell::new(false), Cell::new(false));
+        let patience = Cell::new(patience);
         Ok(Self { raw, patience, captures, fault, context: context.clone() })
     }
 
@@ -89,7 +90,12 @@ impl Stream {
 
     /// Time limit for all of its work.
     pub(super) fn patience(&self) -> Duration {
-        self.patience
+        self.patience.get()
+    }
+
+    /// Changes that limit.
+    pub(super) fn set_patience(&self, patience: Duration) {
+        self.patience.set(patience);
     }
 
     /// Waits for all work; if other ranks take part in it, for at most their time limit.
@@ -98,7 +104,7 @@ impl Stream {
     /// [`KernelError::Device`] if any of it failed or it takes too long,
     /// [`KernelError::Collective`] if the ranks' exchange was aborted or failed, or takes too long.
     pub fn synchronize(&self) -> Result<(), KernelError> {
-        wait(&self.context, self.patience, "its work", || self.is_idle())
+        wait(&self.context, self.patience(), "its work", || self.is_idle())
     }
 
     /// Whether all work is done.
@@ -300,6 +306,23 @@ impl Event {
     /// [`Stream::synchronize`].
     pub fn wait(&self, patience: Duration) -> Result<(), KernelError> {
         wait(&self.context, patience, "a step", || self.is_done())
+    }
+
+    /// Waits for the marked work before what it uses is freed, whatever becomes of an exchange with
+    /// other ranks. If it takes longer than `patience` or fails, nothing is freed any more.
+    pub(super) fn settle(&self, patience: Duration) {
+        let began = Instant::now();
+        loop {
+            let waited = began.elapsed();
+            match self.is_done() {
+                Ok(true) => return,
+                Ok(false) if waited < patience => pause(waited),
+                _ => {
+                    let _ = self.context.hangs("the GPU does not finish its work".to_owned());
+                    return;
+                }
+            }
+        }
     }
 
     /// Time from `earlier` to this event, both timed and done.
