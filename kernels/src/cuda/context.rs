@@ -206,6 +206,8 @@ pub struct Context {
     /// would not return either.
     held: Arc<HeldGpu>,
     raw: ContextHandle,
+    /// The longest wait so far for work that needs no other rank.
+    longest_work: Cell<Duration>,
 }
 
 /// A GPU's context, for threads other than the one that owns it.
@@ -251,6 +253,7 @@ impl Context {
             group: GroupSlot::default(),
             held: HeldGpu::retained(device),
             raw: ContextHandle(context),
+            longest_work: Cell::new(Duration::ZERO),
         });
         // SAFETY: the context was just retained.
         check(unsafe { sys::cuCtxSetCurrent(context) }, "use the GPU's context")?;
@@ -280,6 +283,16 @@ impl Context {
     pub(super) fn hangs(&self, reason: String) -> KernelError {
         self.held.hangs();
         KernelError::Device(reason)
+    }
+
+    /// Notes how long a wait for work was that needs no other rank.
+    pub(super) fn note_work(&self, waited: Duration) {
+        self.longest_work.set(waited.max(self.longest_work.get()));
+    }
+
+    /// The longest such wait.
+    pub(super) fn longest_work(&self) -> Duration {
+        self.longest_work.get()
     }
 
     /// Whether resources may be returned to the driver.

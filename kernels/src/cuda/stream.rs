@@ -36,7 +36,11 @@ fn wait(
         // still counts.
         let waited = began.elapsed();
         if is_done()? {
-            return context.group.poll();
+            context.group.poll()?;
+            if context.group.is_silent() {
+                context.note_work(waited);
+            }
+            return Ok(());
         }
         if waited >= patience {
             let message = format!("the GPU did not finish {what} in {patience:?}: it hangs");
