@@ -757,10 +757,11 @@ __global__ void tutti_logprobs(const float* logits, const uint32_t* targets, Tut
                                uint32_t vocab, uint32_t top_n, uint32_t top_stride,
                                const uint32_t* live);
 
-/* The largest logit of each row, ties by lower id, plus first_id: TuttiIdValue [rows]; id
- * TUTTI_CORRUPTED when the row is corrupted. The columns are the tokens from first_id on of a
- * vocabulary; params[row] can have a mask over all of it (the only field of params that is read;
- * params may be null): id TUTTI_NOTHING_ALLOWED when the mask leaves no column above -infinity.
+/* The largest logit of each row, ties by lower id, plus first_id: TuttiIdValue [rows]. The columns
+ * are the tokens from first_id on of a vocabulary; params[row] can have a mask over all of it (the
+ * only field of params that is read; params may be null). Id TUTTI_CORRUPTED when there is a NaN or
+ * +infinity; TUTTI_NOTHING_ALLOWED, with -infinity, when no column, or none that the mask leaves, is
+ * above -infinity: whether that is so of the whole row is for tutti_argmax_merge to say.
  * grid (rows), block 1024. */
 __global__ void tutti_argmax(const float* logits, const TuttiSampleParams* params,
                              const uint32_t* masks, TuttiIdValue* out, uint32_t stride,

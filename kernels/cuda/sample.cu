@@ -318,7 +318,9 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     summarize(given, scratch[0], &scratch[0].given);
     const RowSummary& plain = scratch[0].given;
     u64 best = plain.best;
-    bool any = true;
+    // Only -infinity: other parts of the vocabulary decide. NaN and +infinity have no such lowest.
+    const bool empty = plain.lowest == -INFINITY;
+    bool any = !empty;
     const uint32_t* mask = params == nullptr ? nullptr : mask_of(params[row], masks);
     if (plain.sound && mask != nullptr) {
         // The mask's bits for this part of the vocabulary can begin anywhere in a word.
@@ -331,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
         const TuttiIdValue found = {first_id + id, own[id]};
         const TuttiIdValue nothing = {TUTTI_NOTHING_ALLOWED, -INFINITY};
         const TuttiIdValue corrupted = {TUTTI_CORRUPTED, 0.0f};
-        out[row] = plain.sound ? any ? found : nothing : corrupted;
+        out[row] = plain.sound && any ? found : plain.sound || empty ? nothing : corrupted;
     }
 }
 

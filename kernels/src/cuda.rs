@@ -2,8 +2,8 @@
 //!
 //! Builds without CUDA; if a library is missing, creating a backend fails with an error that names
 //! it.
-//! - [`libraries`]: finds the libraries; `context`, `stream`, [`memory`], [`module`]: safe driver
-//!   API
+//! - [`libraries`]: finds the libraries; `calls`: their functions; `context`, `stream`, [`memory`],
+//!   [`module`]: safe driver API
 //! - [`devices`]: survey of this host's GPUs, for people; `failure`: error messages of one line
 //! - [`device`]: a GPU ready for launches
 //! - [`held`]: which GPUs this process holds, and which hang
@@ -26,6 +26,7 @@ mod attention;
 mod backend;
 pub mod batch;
 pub mod bucket;
+mod calls;
 pub mod capacity;
 pub mod choice;
 pub mod compare;

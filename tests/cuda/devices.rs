@@ -1,6 +1,6 @@
 //! Which devices are found, with and without a driver.
 use serde_json::Value;
-use testkit::fake_cuda::fake_cuda;
+use testkit::fake_cuda::{fake_cuda, fake_cuda_of};
 
 use crate::{described, fake, options, tutti, with_fake};
 
@@ -102,11 +102,35 @@ fn a_driver_that_does_not_load_costs_nothing_where_another_does() {
     assert!(line.contains(broken) || !line.contains("not usable"), "{stdout}");
 }
 
+/// A toolkit's folder in the loader's path has its stub of the driver, and its own cuBLASLt, under
+/// names without a version.
+#[test]
+fn the_folder_that_is_named_comes_before_what_the_loader_knows() {
+    let target = std::path::Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let others = fake_cuda_of(target, 3).unwrap();
+    let toolkit = tempfile::tempdir().unwrap();
+    let driver = others.libraries.join("libcuda.so.1");
+    std::fs::copy(driver, toolkit.path().join("libcuda.so")).unwrap();
+    std::fs::write(toolkit.path().join("libcublasLt.so"), "no library").unwrap();
+    let path = [("LD_LIBRARY_PATH", toolkit.path().to_str().unwrap())];
+    let (code, stdout, stderr) = with_fake(&["devices"], &path);
+    assert_eq!((code, stderr.as_str()), (0, ""));
+    assert!(last_line(&stdout).starts_with("CUDA is usable: 1 GPU(s)"), "{stdout}");
+    assert!(stdout.contains("cuBLASLt: found"), "{stdout}");
+    // Without the option, the loader's is taken.
+    let kernels = fake().kernels.to_str().unwrap();
+    let (_, stdout, _) = described(&tutti(&["devices", "--cuda-kernels", kernels], &path));
+    let is_known = stdout.contains("CUDA is usable: 3 GPU(s)");
+    let has_own = stdout.contains("NVIDIA driver: ") && !stdout.contains("Fake GPU");
+    assert!(is_known || has_own, "{stdout}");
+}
+
 /// The folders of pip's packages, for CUDA 12 and 13.
 #[test]
 fn cublaslt_is_found_among_pythons_packages() {
     let driver = tempfile::tempdir().unwrap();
-    std::fs::copy(fake().libraries.join("libcuda.so"), driver.path().join("libcuda.so")).unwrap();
+    std::fs::copy(fake().libraries.join("libcuda.so.1"), driver.path().join("libcuda.so.1"))
+        .unwrap();
     let kernels = fake().kernels.to_str().unwrap();
     let options = ["--cuda-lib-dir", driver.path().to_str().unwrap(), "--cuda-kernels", kernels];
     let said = |home: &std::path::Path| {
@@ -124,7 +148,7 @@ fn cublaslt_is_found_among_pythons_packages() {
         assert!(!said(home.path()), "this host has one of its own: nothing is tested");
         let folder = home.path().join(".local/lib/python3.12/site-packages").join(package);
         std::fs::create_dir_all(&folder).unwrap();
-        let library = fake().libraries.join("libcublasLt.so");
+        let library = fake().libraries.join("libcublasLt.so.13");
         std::fs::copy(library, folder.join(file)).unwrap();
         assert!(said(home.path()), "{package}");
     }

@@ -361,7 +361,8 @@ fn a_kernel_that_cannot_be_loaded_is_not_looked_for_elsewhere() {
 #[test]
 fn without_cublaslt_it_runs() {
     let folder = tempfile::tempdir().unwrap();
-    std::fs::copy(fake().libraries.join("libcuda.so"), folder.path().join("libcuda.so")).unwrap();
+    std::fs::copy(fake().libraries.join("libcuda.so.1"), folder.path().join("libcuda.so.1"))
+        .unwrap();
     let mut args = BENCH.to_vec();
     args[8] = "100";
     let kernels = fake().kernels.to_str().unwrap();

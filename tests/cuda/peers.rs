@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tempfile::NamedTempFile;
 use testkit::local_cluster::LocalCluster;
+use testkit::wait::until;
 
 use crate::{fake, nccl, options};
 
@@ -142,4 +143,27 @@ async fn a_rank_that_is_gone_is_replaced_and_the_other_stays() {
         assert!(!pids.contains(&before[victim]), "{pids:?} {before:?}");
     }
     assert_eq!(pair.cluster.log().matches(SEEN).count(), 8, "{}", pair.cluster.log());
+}
+
+/// A rank whose own step takes long is given its time once its peer is gone: it does not hang, and
+/// its weights stay.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_long_step_may_end_when_the_exchange_is_over() {
+    // The first step of the profile, and a later one that is served.
+    let slow = ("FAKE_CUDA_SLOW", "tutti_embed:1=7000,tutti_embed:20=9000");
+    let args = ["--no-cuda-graphs", "--step-timeout", "120", "--min-step-timeout", "120"];
+    let pair = Pair::up(&args, &[slow]).await;
+    let client = pair.cluster.client().unwrap();
+    let before = pair.cluster.worker_pids();
+    let running = tokio::spawn(async move { client.post("/v1/completions", &request(40)).await });
+    let begun = async || (pair.calls("slow 9000") == 2).then_some(());
+    until("the slow step on both ranks", begun).await;
+    // Begun ahead or not, no other step is in the way.
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    LocalCluster::signal(before[1], "KILL").unwrap();
+    let reply = running.await.unwrap().unwrap();
+    assert_eq!(reply.status, 200, "{}\n{}", reply.body, pair.cluster.log());
+    let (pids, log) = (pair.cluster.worker_pids(), pair.cluster.log());
+    assert!(pids.contains(&before[0]), "the survivor goes on: {pids:?} {before:?}\n{log}");
+    assert!(!log.contains("it hangs"), "{log}");
 }

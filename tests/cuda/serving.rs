@@ -88,6 +88,27 @@ async fn a_worker_that_its_gpu_holds_ends_when_it_is_told_to() {
     assert_eq!(reply.body["usage"]["completion_tokens"], 20);
 }
 
+/// The coordinator says how long steps may take. A GPU that takes longer still costs its process,
+/// and not a minute of waiting; the request continues.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_has_as_long_as_the_coordinator_gives_steps() {
+    let folder = tempfile::tempdir().unwrap();
+    let once = folder.path().join("slow");
+    let environment =
+        [("FAKE_CUDA_SLOW", "tutti_embed:20=40000"), ("FAKE_CUDA_ONCE", once.to_str().unwrap())];
+    let args = ["--workers", "1", "--tensor-parallel", "1", "--no-cuda-graphs"];
+    let limits = ["--step-timeout", "2", "--unavailable-timeout", "120"];
+    let cluster = up(&[&args[..], &limits].concat(), &environment).await;
+    assert!(!once.exists(), "a step of the profile is slow");
+    let client = cluster.client().unwrap();
+    let reply = client.post("/v1/completions", &request(40)).await.unwrap();
+    let log = cluster.log();
+    assert_eq!(reply.status, 200, "{}\n{log}", reply.body);
+    assert_eq!(reply.body["usage"]["completion_tokens"], 40);
+    assert!(log.contains("did not finish a step in 12s: it hangs"), "{log}");
+    assert!(log.contains("exit status: 71"), "{log}");
+}
+
 /// Nothing is captured after startup, whatever the load. The text stays the same if a GPU runs so
 /// few blocks at a time that each takes several parts of sequences.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,63 +1,9 @@
-// Checks the stand-in's interfaces of the driver and cuBLASLt against NVIDIA's own headers, at
-// compile time only. `kernels/cuda/check` compiles it with nvcc's cuda.h; if cublasLt.h is on the
-// include path (PyPI: nvidia-cublas), it is checked as well.
+// Checks the structs and numbers of the stand-ins for the driver and cuBLASLt against NVIDIA's own
+// headers, at compile time only; `interface` does the same for functions. `kernels/cuda/check`
+// compiles it with nvcc's cuda.h, and with cublasLt.h if it has that.
 #include <cuda.h>
 
 #include <cstddef>
-#include <type_traits>
-
-// Functions under the names that are looked up, including `_v2`; cuda.h's macros map to the latest.
-template <class Found, class Expected>
-constexpr bool same = std::is_same<Found, Expected>::value;
-#define SIGNATURE(name, ...) static_assert(same<decltype(&name), CUresult (*)(__VA_ARGS__)>, #name)
-SIGNATURE(cuDriverGetVersion, int*);
-SIGNATURE(cuInit, unsigned);
-SIGNATURE(cuDeviceGetCount, int*);
-SIGNATURE(cuDeviceGet, int*, int);
-SIGNATURE(cuDeviceGetName, char*, int, int);
-SIGNATURE(cuDeviceGetPCIBusId, char*, int, int);
-SIGNATURE(cuDeviceGetUuid_v2, CUuuid*, int);
-SIGNATURE(cuDeviceTotalMem_v2, size_t*, int);
-SIGNATURE(cuDeviceGetAttribute, int*, CUdevice_attribute, int);
-SIGNATURE(cuDeviceCanAccessPeer, int*, int, int);
-SIGNATURE(cuDevicePrimaryCtxRetain, CUcontext*, int);
-SIGNATURE(cuDevicePrimaryCtxRelease_v2, int);
-SIGNATURE(cuCtxSetCurrent, CUcontext);
-SIGNATURE(cuMemGetInfo_v2, size_t*, size_t*);
-SIGNATURE(cuMemAlloc_v2, CUdeviceptr*, size_t);
-SIGNATURE(cuMemFree_v2, CUdeviceptr);
-SIGNATURE(cuMemAllocHost_v2, void**, size_t);
-SIGNATURE(cuMemFreeHost, void*);
-SIGNATURE(cuIpcGetMemHandle, CUipcMemHandle*, CUdeviceptr);
-SIGNATURE(cuIpcOpenMemHandle_v2, CUdeviceptr*, CUipcMemHandle, unsigned);
-SIGNATURE(cuIpcCloseMemHandle, CUdeviceptr);
-SIGNATURE(cuMemcpyHtoDAsync_v2, CUdeviceptr, const void*, size_t, CUstream);
-SIGNATURE(cuMemcpyDtoHAsync_v2, void*, CUdeviceptr, size_t, CUstream);
-SIGNATURE(cuMemcpyDtoDAsync_v2, CUdeviceptr, CUdeviceptr, size_t, CUstream);
-SIGNATURE(cuMemsetD8Async, CUdeviceptr, unsigned char, size_t, CUstream);
-SIGNATURE(cuStreamCreate, CUstream*, unsigned);
-SIGNATURE(cuStreamDestroy_v2, CUstream);
-SIGNATURE(cuStreamSynchronize, CUstream);
-SIGNATURE(cuStreamQuery, CUstream);
-SIGNATURE(cuStreamBeginCapture_v2, CUstream, CUstreamCaptureMode);
-SIGNATURE(cuStreamEndCapture, CUstream, CUgraph*);
-SIGNATURE(cuGraphInstantiateWithFlags, CUgraphExec*, CUgraph, unsigned long long);
-SIGNATURE(cuGraphDestroy, CUgraph);
-SIGNATURE(cuGraphExecDestroy, CUgraphExec);
-SIGNATURE(cuGraphLaunch, CUgraphExec, CUstream);
-SIGNATURE(cuGraphUpload, CUgraphExec, CUstream);
-SIGNATURE(cuEventCreate, CUevent*, unsigned);
-SIGNATURE(cuEventDestroy_v2, CUevent);
-SIGNATURE(cuEventRecord, CUevent, CUstream);
-SIGNATURE(cuEventQuery, CUevent);
-SIGNATURE(cuEventSynchronize, CUevent);
-SIGNATURE(cuEventElapsedTime_v2, float*, CUevent, CUevent);
-SIGNATURE(cuModuleLoadData, CUmodule*, const void*);
-SIGNATURE(cuModuleUnload, CUmodule);
-SIGNATURE(cuModuleGetFunction, CUfunction*, CUmodule, const char*);
-SIGNATURE(cuFuncLoad, CUfunction);
-SIGNATURE(cuFuncSetAttribute, CUfunction, CUfunction_attribute, int);
-SIGNATURE(cuLaunchKernelEx, const CUlaunchConfig*, CUfunction, void**, void**);
 
 static_assert(sizeof(CUdevice) == 4 && sizeof(CUdeviceptr) == 8 && sizeof(CUresult) == 4, "words");
 static_assert(sizeof(CUuuid) == 16 && sizeof(CUipcMemHandle) == 64, "identities");
@@ -71,6 +17,13 @@ static_assert(offsetof(CUlaunchConfig, gridDimX) == 0 && offsetof(CUlaunchConfig
 static_assert(offsetof(CUlaunchAttribute, id) == 0 && offsetof(CUlaunchAttribute, value) == 8 &&
                   sizeof(CUlaunchAttribute) == 72,
               "CUlaunchAttribute");
+static_assert(offsetof(CUlaunchAttributeValue, programmaticStreamSerializationAllowed) == 0 &&
+                  sizeof(CUlaunchAttributeValue) == 64 &&
+                  sizeof(CUlaunchAttributeValue{}.programmaticStreamSerializationAllowed) == 4,
+              "value of the attribute");
+static_assert(sizeof(CUstreamCaptureMode) == 4 && sizeof(CUdevice_attribute) == 4 &&
+                  sizeof(CUfunction_attribute) == 4 && sizeof(CUlaunchAttributeID) == 4,
+              "enumerations are passed as ints");
 
 static_assert(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION == 6, "attribute of a launch");
 static_assert(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT == 16 &&
@@ -103,6 +56,14 @@ static_assert(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES == 1 &&
                   CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES == 8,
               "preferences");
 static_assert(CUDA_R_32F == 0 && CUDA_R_16BF == 14 && CUBLAS_COMPUTE_32F == 68, "types");
-static_assert(sizeof(cublasLtMatmulAlgo_t) == 64 && sizeof(cublasLtMatmulHeuristicResult_t) == 96,
+static_assert(sizeof(cublasLtMatmulAlgo_t) == 64 && sizeof(cublasLtMatmulHeuristicResult_t) == 96 &&
+                  offsetof(cublasLtMatmulHeuristicResult_t, algo) == 0 &&
+                  offsetof(cublasLtMatmulHeuristicResult_t, workspaceSize) == 64 &&
+                  offsetof(cublasLtMatmulHeuristicResult_t, state) == 72,
               "algorithms");
+static_assert(CUBLAS_STATUS_SUCCESS == 0 && CUBLAS_STATUS_NOT_INITIALIZED == 1 &&
+                  CUBLAS_STATUS_ALLOC_FAILED == 3 && CUBLAS_STATUS_INVALID_VALUE == 7 &&
+                  CUBLAS_STATUS_ARCH_MISMATCH == 8 && CUBLAS_STATUS_EXECUTION_FAILED == 13 &&
+                  CUBLAS_STATUS_INTERNAL_ERROR == 14 && CUBLAS_STATUS_NOT_SUPPORTED == 15,
+              "statuses of a product");
 #endif

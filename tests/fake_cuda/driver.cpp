@@ -2,8 +2,9 @@
 // whose kernels are this project's own, emulated. It implements only what Tutti calls.
 //
 // It is as strict as the real ones can be: work on a stream runs as late as possible, new memory is
-// NaN, every allocation ends at a page that faults, and during the capture of a stream no call that
-// could wait is allowed. The work of a stream runs on the thread that waits for it, without any
+// NaN, every allocation ends at a page that faults, freed pinned memory faults at once, and during
+// the capture of a stream no call that could wait is allowed, nor an algorithm of cuBLASLt that has
+// not run before. The work of a stream runs on the thread that waits for it, without any
 // lock: kernels of several ranks, on threads or in processes, wait for each other.
 //
 // Environment:
@@ -15,9 +16,11 @@
 // - FAKE_CUDA_SHARED_MEMORY: bytes that a block may ask for; default 227 KiB
 // - FAKE_CUDA_DEAF: 1 when what is written to another process's memory does not arrive there
 // - FAKE_CUDA_PEER_ACCESS: 0 when no GPU reaches another's memory; default 1
-// - FAKE_CUDA_FAIL: `function:n=code,...`: the n-th call of a function gives this status. Codes from
-//   700 on break the context: every later call gives it too. -1: it never returns; -2: it ends the
+// - FAKE_CUDA_FAIL: `function:n=code,...`: the n-th call of a function gives this status. Codes of
+//   faults of the hardware or of kernels break the context: every later call gives it too. -1: it never returns; -2: it ends the
 //   process. `captured_cuLaunchKernel` counts only launches that are captured.
+// - FAKE_CUDA_SLOW: `kernel:n=milliseconds,...`: the n-th launch of a kernel in this process takes so
+//   long, and FAKE_CUDA_ONCE is for it as well
 // - FAKE_CUDA_CAPTURED_OVERLAP: 0 when kernels that may begin early cannot be captured; default 1
 // - FAKE_CUDA_HASTY: 1 when kernels that may begin early do not wait for `tutti_late`
 // - FAKE_CUDA_ALGORITHMS: how many algorithms cuBLASLt offers for a product; default 1
@@ -30,6 +33,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <csignal>
 #include <cstdarg>
 #include <cstdio>
@@ -73,7 +77,12 @@ constexpr int SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED
               INVALID_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500,
               NOT_READY = 600, OUT_OF_RESOURCES = 701,
               CONTEXT_IS_DESTROYED = 709, LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901,
-              CAPTURED_EVENT = 907;
+              CAPTURED_EVENT = 907, CAPTURE_WRONG_THREAD = 908;
+
+// Faults after which a context gives nothing else: of memory and links, and of kernels.
+bool is_sticky(int code) {
+    return code == 214 || code == 220 || code == 226 || (code >= 700 && code < 800 && code != 701) || code == 999;
+}
 
 std::recursive_mutex driver_lock;
 #define LOCKED std::lock_guard<std::recursive_mutex> guard(driver_lock)
@@ -150,6 +159,8 @@ struct Graph {
 
 std::map<Stream*, size_t> done;  // Number of finished work items, per stream.
 thread_local Stream* capturing = nullptr;
+// Captured in the mode in which no thread may make calls that could wait.
+Stream* capturing_for_all = nullptr;
 bool initialised = false;
 // The kernels that are loaded on the GPU. Loading at first launch may wait for running work.
 std::set<const Kernel*> loaded;
@@ -164,8 +175,15 @@ struct Allocation {
 std::map<uint64_t, Allocation> allocations;  // By address.
 std::map<uint64_t, size_t> pinned;
 thread_local const char* running = "";
-// Opened memory of other processes: address, bytes.
-std::map<uint64_t, size_t> opened;
+// Opened memory of other processes, by address. What is opened twice has one address, and is closed
+// twice.
+struct Opened {
+    size_t mapped;
+    int process, file, count;
+};
+std::map<uint64_t, Opened> opened;
+// Algorithms of cuBLASLt, by number and sizes, whose code is loaded.
+std::set<std::vector<uint64_t>> loaded_algorithms;
 
 uint64_t setting(const char* name, uint64_t otherwise) {
     const char* text = getenv(name);
@@ -212,7 +230,7 @@ int injected(const char* function) {
             while (code == -1) {
                 pause();
             }
-            if (code >= 700 && code < 800) {
+            if (is_sticky(code)) {
                 broken = code;
             }
             return code;
@@ -243,9 +261,11 @@ int injected(const char* function) {
     }
 // Calls that may wait invalidate a capture on their thread.
 #define NO_CAPTURE                                                                                 \
-    if (capturing != nullptr) {                                                                    \
-        capturing->invalid = true;                                                                 \
-        return CAPTURE_UNSUPPORTED;                                                                \
+    for (Stream* captured : {capturing, capturing_for_all}) {                                      \
+        if (captured != nullptr) {                                                                 \
+            captured->invalid = true;                                                              \
+            return CAPTURE_UNSUPPORTED;                                                            \
+        }                                                                                          \
     }
 
 void on_fault(int) {
@@ -330,10 +350,37 @@ int enqueue(Stream* stream, std::function<void()> now) {
     return enqueue_work(stream, Work{std::move(now), nullptr});
 }
 
-bool is_pinned(const void* at) {
+// Looks up this launch of a kernel in FAKE_CUDA_SLOW.
+unsigned slowness(const char* kernel) {
+    static std::map<std::string, int> launches;
+    const char* text = getenv("FAKE_CUDA_SLOW");
+    const int count = text == nullptr ? 0 : ++launches[kernel];
+    for (const char* at = text; at != nullptr && *at != 0;) {
+        const char* colon = strchr(at, ':');
+        const char* equals = strchr(at, '=');
+        if (colon == nullptr || equals == nullptr) {
+            break;
+        }
+        if (std::string(at, colon) == kernel && atoi(colon + 1) == count) {
+            const char* once = getenv("FAKE_CUDA_ONCE");
+            const bool takes = once == nullptr || open(once, O_CREAT | O_EXCL, 0600) >= 0;
+            return takes ? static_cast<unsigned>(atoi(equals + 1)) : 0;
+        }
+        at = strchr(equals, ',');
+        at = at == nullptr ? nullptr : at + 1;
+    }
+    return 0;
+}
+fake_cuda::Run lasting(unsigned milliseconds) {
+    log_line("slow %u", milliseconds);
+    const auto ends = std::chrono::steady_clock::now() + std::chrono::milliseconds(milliseconds);
+    return [=] { return std::chrono::steady_clock::now() >= ends; };
+}
+
+bool is_pinned(const void* at, size_t bytes = 1) {
     const auto address = reinterpret_cast<uint64_t>(at);
     auto found = pinned.upper_bound(address);
-    return found != pinned.begin() && address < (--found)->first + found->second;
+    return found != pinned.begin() && address + bytes <= (--found)->first + found->second;
 }
 
 // Whether the device can access these bytes.
@@ -501,6 +548,7 @@ int cuMemAlloc_v2(uint64_t* at, size_t bytes) {
 }
 int cuMemFree_v2(uint64_t at) {
     ENTER("cuMemFree_v2");
+    NEEDS_CONTEXT;
     NO_CAPTURE;
     auto found = allocations.find(at);
     if (found == allocations.end()) {
@@ -562,6 +610,13 @@ int cuIpcOpenMemHandle_v2(uint64_t* at, IpcHandle handle, unsigned flags) {
     if (handle.process == getpid() || flags != 1) {
         return INVALID_CONTEXT;
     }
+    for (auto& [known, memory] : opened) {
+        if (memory.process == handle.process && memory.file == handle.file) {
+            memory.count++;
+            *at = known;
+            return SUCCESS;
+        }
+    }
     char path[64];
     snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.process, handle.file);
     const int file = open(path, O_RDWR | O_CLOEXEC);
@@ -575,20 +630,24 @@ int cuIpcOpenMemHandle_v2(uint64_t* at, IpcHandle handle, unsigned flags) {
         return OUT_OF_MEMORY;
     }
     *at = reinterpret_cast<uint64_t>(base) + handle.inner;
-    opened[*at] = handle.mapped;
+    opened[*at] = Opened{handle.mapped, handle.process, handle.file, 1};
     log_line("ipc open %zu", static_cast<size_t>(handle.bytes));
     return SUCCESS;
 }
 int cuIpcCloseMemHandle(uint64_t at) {
     ENTER("cuIpcCloseMemHandle");
+    NEEDS_CONTEXT;
     NO_CAPTURE;
     auto found = opened.find(at);
     if (found == opened.end()) {
         return INVALID_VALUE;
     }
+    if (--found->second.count > 0) {
+        return SUCCESS;
+    }
     drain_all();
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    munmap(reinterpret_cast<void*>(at / page * page), found->second);
+    munmap(reinterpret_cast<void*>(at / page * page), found->second.mapped);
     opened.erase(found);
     log_line("ipc close");
     return SUCCESS;
@@ -602,17 +661,29 @@ int cuMemAllocHost_v2(void** at, size_t bytes) {
     ENTER("cuMemAllocHost_v2");
     NEEDS_CONTEXT;
     NO_CAPTURE;
-    *at = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-    memset(*at, 0xff, bytes);
+    *at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (*at == MAP_FAILED) {
+        return OUT_OF_MEMORY;
+    }
+    // Large memory stays untouched, as above.
+    if (bytes <= (64u << 20)) {
+        memset(*at, 0xff, bytes);
+    }
     pinned[reinterpret_cast<uint64_t>(*at)] = bytes;
     return SUCCESS;
 }
+// Does not wait, since NVIDIA does not document that the real one does: work that still uses the
+// memory faults.
 int cuMemFreeHost(void* at) {
     ENTER("cuMemFreeHost");
+    NEEDS_CONTEXT;
     NO_CAPTURE;
-    drain_all();
-    pinned.erase(reinterpret_cast<uint64_t>(at));
-    free(at);
+    auto found = pinned.find(reinterpret_cast<uint64_t>(at));
+    if (found == pinned.end()) {
+        return INVALID_VALUE;
+    }
+    munmap(at, found->second);
+    pinned.erase(found);
     return SUCCESS;
 }
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream* stream) {
@@ -638,7 +709,7 @@ int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Stream* stream) 
     ENTER("cuMemcpyDtoHAsync_v2");
     NEEDS_CONTEXT_OF(stream);
     log_line("download %zu", bytes);
-    if (!is_device(from, bytes) || !is_pinned(to)) {
+    if (!is_device(from, bytes) || !is_pinned(to, bytes)) {
         return INVALID_VALUE;
     }
     return enqueue(stream, [=] { memcpy(to, reinterpret_cast<void*>(from), bytes); });
@@ -685,6 +756,7 @@ int cuStreamDestroy_v2(Stream* stream) {
 }
 int cuStreamSynchronize(Stream* stream) {
     ENTER("cuStreamSynchronize");
+    NEEDS_CONTEXT_OF(stream);
     NO_CAPTURE;
     drain(stream);
     return SUCCESS;
@@ -692,6 +764,7 @@ int cuStreamSynchronize(Stream* stream) {
 // Not ready at first, like events.
 int cuStreamQuery(Stream* stream) {
     ENTER("cuStreamQuery");
+    NEEDS_CONTEXT_OF(stream);
     NO_CAPTURE;
     if (stream->queue.empty()) {
         return SUCCESS;
@@ -699,7 +772,7 @@ int cuStreamQuery(Stream* stream) {
     flush(stream);
     return NOT_READY;
 }
-int cuStreamBeginCapture_v2(Stream* stream, int) {
+int cuStreamBeginCapture_v2(Stream* stream, int mode) {
     ENTER("cuStreamBeginCapture_v2");
     NEEDS_CONTEXT_OF(stream);
     if (stream->captures) {
@@ -708,7 +781,9 @@ int cuStreamBeginCapture_v2(Stream* stream, int) {
     stream->captures = true;
     stream->invalid = false;
     stream->captured.clear();
-    capturing = stream;
+    // Relaxed captures allow everything; the others are ended by the thread that began them.
+    capturing = mode == 2 ? nullptr : stream;
+    capturing_for_all = mode == 0 ? stream : nullptr;
     return SUCCESS;
 }
 int cuStreamEndCapture(Stream* stream, Graph** graph) {
@@ -717,9 +792,12 @@ int cuStreamEndCapture(Stream* stream, Graph** graph) {
     if (!stream->captures) {
         return INVALID_VALUE;
     }
+    if (capturing != stream) {
+        return CAPTURE_WRONG_THREAD;
+    }
     // The capture ends even if it fails.
     stream->captures = false;
-    capturing = nullptr;
+    capturing = capturing_for_all = nullptr;
     *graph = nullptr;
     if (told != SUCCESS || stream->invalid) {
         return told != SUCCESS ? told : CAPTURE_INVALIDATED;
@@ -793,6 +871,7 @@ int cuEventRecord(Event* event, Stream* stream) {
 // Not ready at first, to detect a caller that does not query again.
 int cuEventQuery(Event* event) {
     ENTER("cuEventQuery");
+    NEEDS_CONTEXT_OF(event);
     NO_CAPTURE;
     if (event->captured) {
         return CAPTURED_EVENT;
@@ -808,6 +887,7 @@ int cuEventQuery(Event* event) {
 }
 int cuEventSynchronize(Event* event) {
     ENTER("cuEventSynchronize");
+    NEEDS_CONTEXT_OF(event);
     NO_CAPTURE;
     if (event->stream != nullptr && done.count(event->stream) != 0) {
         drain(event->stream, event->mark);
@@ -840,10 +920,13 @@ int cuModuleLoadData(void** module, const void* image) {
 }
 int cuModuleUnload(void*) {
     ENTER("cuModuleUnload");
+    NEEDS_CONTEXT;
+    NO_CAPTURE;
     return SUCCESS;
 }
 int cuModuleGetFunction(const Kernel** function, void*, const char* name) {
     ENTER("cuModuleGetFunction");
+    NEEDS_CONTEXT;
     for (const Kernel& kernel : kernels()) {
         if (strcmp(kernel.name, name) == 0) {
             *function = &kernel;
@@ -905,6 +988,9 @@ int cuLaunchKernel(const Kernel* kernel, unsigned x, unsigned y, unsigned z, uns
         uint64_t word = 0;
         memcpy(&word, params[i], kernel->sizes[i]);
         raw.push_back(word);
+    }
+    if (const unsigned milliseconds = slowness(kernel->name)) {
+        enqueue_work(stream, Work{nullptr, [=] { return lasting(milliseconds); }});
     }
     return enqueue(stream, [=] {
         running = kernel->name;
@@ -1072,7 +1158,7 @@ int cublasLtMatmulAlgoGetHeuristic(void*, int*, Layout* a, Layout* b, Layout*, L
 }
 int cublasLtMatmul(void*, int* description, const float* alpha, const uint16_t* a, Layout* a_layout,
                    const uint16_t* b, Layout* b_layout, const float* beta, const float*, Layout*, float* d,
-                   Layout* d_layout, const uint64_t* algorithm, void*, size_t, Stream* stream) {
+                   Layout* d_layout, const uint64_t* algorithm, void* workspace, size_t bytes, Stream* stream) {
     ENTER("cublasLtMatmul");
     NEEDS_CONTEXT_OF(stream);
     const Layout la = *a_layout, lb = *b_layout, ld = *d_layout;
@@ -1088,6 +1174,9 @@ int cublasLtMatmul(void*, int* description, const float* alpha, const uint16_t* 
         !is_device(address(d), ((m - 1) * static_cast<uint64_t>(ld.stride) + n) * 4)) {
         return 13;
     }
+    if (address(workspace) % 16 != 0 || !is_device(address(workspace), bytes)) {
+        return 7;
+    }
     if (address(a) % algorithm[1] != 0 || address(b) % algorithm[2] != 0 ||
         address(d) % algorithm[3] != 0 || address(d) % algorithm[4] != 0) {
         return 13;
@@ -1097,6 +1186,13 @@ int cublasLtMatmul(void*, int* description, const float* alpha, const uint16_t* 
     if (number == 1) {
         return NOT_SUPPORTED;
     }
+    // The real one loads an algorithm's code when it first runs, which a capture forbids.
+    const std::vector<uint64_t> code = {number, n, k, algorithm[1], algorithm[2], algorithm[3]};
+    if (stream->captures && loaded_algorithms.count(code) == 0) {
+        stream->invalid = true;
+        return 14;
+    }
+    loaded_algorithms.insert(code);
     stream->milliseconds += number == 0 ? 3.0f : 4.0f - static_cast<float>(number);
     log_line("product %zu %zu %zu by %zu", static_cast<size_t>(m), static_cast<size_t>(n),
              static_cast<size_t>(k), number);

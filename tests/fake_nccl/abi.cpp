@@ -1,6 +1,6 @@
 // Checks NCCL's interface in `kernels/src/cuda/nccl/library.rs` against NCCL's own header, at
-// compile time only. Compiled by hand, because the packages with nccl.h are large (PyPI:
-// nvidia-nccl-cu12, nvidia-nccl-cu13). Done with 2.19.3, 2.28.9 and 2.32.3:
+// compile time only. `kernels/cuda/check` compiles it if it has nccl.h, which comes in a package of
+// 196 MB (`check --headers`). Done by hand with 2.19.3, 2.28.9 and 2.32.3:
 //
 //   c++ -std=c++17 -fsyntax-only -I .../nvidia/nccl/include -I .../nvidia/cu13/include abi.cpp
 #include <nccl.h>

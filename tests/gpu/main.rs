@@ -10,6 +10,9 @@
 //! - `ranks-nccl`: one rank; two on two GPUs or, if NCCL supports it, on one; four and eight on as
 //!   many
 //! - `ranks-threads`: the latency of a sum when two and four ranks run concurrently on one GPU
+//! - `torch`: decode of the same shapes by torch, as a CUDA graph, and products by its cuBLAS
+//! - `sanitizer`: `operations` in small sizes within NVIDIA's compute-sanitizer, once for each of its
+//!   tools
 //!
 //! Each part is a separate process with a time limit (`supervisor`), so a kernel that hangs or
 //! accesses invalid memory costs only its own step. Lines are printed as they come, and appended to
@@ -37,6 +40,7 @@ mod kernels_speed;
 mod mixed;
 mod norms;
 mod operations;
+mod outside;
 mod ranks;
 mod sampling;
 mod selfcheck;
@@ -63,6 +67,10 @@ struct Options {
     folders: Vec<PathBuf>,
     kernels: Option<PathBuf>,
     nccl_lib: Option<PathBuf>,
+    /// A Python that has torch.
+    python: Option<PathBuf>,
+    /// compute-sanitizer, unless it is looked for.
+    sanitizer: Option<PathBuf>,
     /// Set in the process of one of several ranks: rank, name of the shared memory, file for rank
     /// 0's message; and the number of ranks.
     child: Option<(u32, String, PathBuf)>,
@@ -105,6 +113,8 @@ impl Options {
             folders: Vec::new(),
             kernels: None,
             nccl_lib: None,
+            python: None,
+            sanitizer: None,
             child: None,
             ranks: 2,
             exchange: ExchangePolicy::Nccl,
@@ -133,6 +143,8 @@ impl Options {
                     options.folders.extend(value()?.split(',').map(PathBuf::from));
                 }
                 "--cuda-kernels" => options.kernels = Some(PathBuf::from(value()?)),
+                "--python" => options.python = Some(PathBuf::from(value()?)),
+                "--sanitizer" => options.sanitizer = Some(PathBuf::from(value()?)),
                 "--nccl-lib" => options.nccl_lib = Some(PathBuf::from(value()?)),
                 "--exchange" => {
                     let wanted = value()?;
@@ -197,8 +209,15 @@ impl Options {
         if let Some(kernels) = &self.kernels {
             pair("--cuda-kernels", kernels.as_os_str());
         }
-        if let Some(nccl) = &self.nccl_lib {
-            pair("--nccl-lib", nccl.as_os_str());
+        let files = [
+            ("--nccl-lib", &self.nccl_lib),
+            ("--python", &self.python),
+            ("--sanitizer", &self.sanitizer),
+        ];
+        for (name, file) in files {
+            if let Some(file) = file {
+                pair(name, file.as_os_str());
+            }
         }
         for step in &self.steps {
             pair("--step", step.as_ref());
@@ -309,8 +328,16 @@ impl<'a> Step<'a> {
 }
 
 /// The parts. Each comes after those whose correctness it depends on.
-const PARTS: [&str; 6] =
-    ["operations", "goldens", "speed", "ranks-peers", "ranks-nccl", "ranks-threads"];
+const PARTS: [&str; 8] = [
+    "operations",
+    "goldens",
+    "speed",
+    "torch",
+    "ranks-peers",
+    "ranks-nccl",
+    "ranks-threads",
+    "sanitizer",
+];
 /// Exit code of a part that ended after a failed step, and that has further steps to run.
 const AGAIN: u8 = 3;
 
@@ -321,6 +348,8 @@ fn part(options: &Options, name: &str) -> ExitCode {
         "operations" => operations::steps(options, ordinal),
         "goldens" => goldens::steps(options, ordinal),
         "speed" => speed::steps(options, ordinal),
+        "torch" => outside::torch_steps(options, ordinal),
+        "sanitizer" => outside::sanitizer_steps(options, ordinal),
         _ => ranks::steps(options, ordinal, name),
     };
     steps.retain(|step| options.wants_step(&step.name));
@@ -329,7 +358,9 @@ fn part(options: &Options, name: &str) -> ExitCode {
     // Each step creates its own backends. The context below them stays, as in a worker: libraries
     // that keep state in it may not survive its end.
     let folders = options.cuda(ordinal).folders;
-    let _context = Driver::load(&folders).and_then(|driver| Context::new(driver, ordinal));
+    let runs_others = ["torch", "sanitizer"].contains(&name);
+    let _context = (!runs_others)
+        .then(|| Driver::load(&folders).and_then(|driver| Context::new(driver, ordinal)));
     for (index, step) in steps.into_iter().enumerate().skip(options.skip) {
         println!("{STEP}{}", step.name);
         (step.run)(&mut table);

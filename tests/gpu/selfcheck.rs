@@ -1,7 +1,7 @@
 //! Checks the check: a step that fails, crashes or hangs is reported, and affects no other.
 use std::process::Command;
 
-use crate::{AGAIN, Options, STEP};
+use crate::{AGAIN, Options, ROW, STEP};
 
 /// Result or effect of a call of the stand-in, and words that the one failed line must contain.
 const FAULTS: [(&str, &str); 3] =
@@ -44,6 +44,8 @@ pub(crate) fn faults_are_told(options: &Options) -> Result<(), String> {
     memory_that_is_not_shared_is_no_failure(options)?;
     a_kernel_that_does_not_wait_is_told(options)?;
     a_context_is_left_where_it_is_broken(options)?;
+    what_a_sanitizer_finds_is_told(options)?;
+    what_is_not_installed_is_no_failure(options)?;
     // All steps except the failing one.
     if counts.iter().any(|count| *count != counts[0] || *count < 10) {
         return Err(format!("lines that are well, by fault: {counts:?}"));
@@ -87,6 +89,61 @@ fn a_kernel_that_does_not_wait_is_told(options: &Options) -> Result<(), String> 
         let said = String::from_utf8_lossy(&output.stdout);
         if output.status.code() != Some(exit) || !said.contains(told) {
             return Err(format!("{overlap}: {}:\n{said}", output.status));
+        }
+    }
+    Ok(())
+}
+
+/// A script in place of compute-sanitizer runs the program behind its options and says what it has
+/// found.
+fn what_a_sanitizer_finds_is_told(options: &Options) -> Result<(), String> {
+    let words = |error: std::io::Error| error.to_string();
+    let folder = tempfile::tempdir().map_err(words)?;
+    let script = folder.path().join("compute-sanitizer");
+    for (found, exit, told) in [("0 errors", 0, "4 lines, 0 errors"), ("2 errors", 86, "2 errors")]
+    {
+        let text = format!(
+            "#!/bin/sh\nwhile [ \"${{1#-}}\" != \"$1\" ]; do shift 2; done\n\"$@\" || exit\n\
+             echo '========= Invalid __global__ read of size 4 bytes'\n\
+             echo '========= ERROR SUMMARY: {found}'\nexit {exit}\n"
+        );
+        std::fs::write(&script, text).map_err(words)?;
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(&script, mode).map_err(words)?;
+        let output = Command::new(std::env::current_exe().map_err(words)?)
+            .args(options.common())
+            .args(["--part", "sanitizer", "--gpu", "0", "--step", "add_rmsnorm", "--step", "race"])
+            .arg("--sanitizer")
+            .arg(&script)
+            .output()
+            .map_err(words)?;
+        let said = String::from_utf8_lossy(&output.stdout);
+        let rows: Vec<&str> = said.lines().filter(|line| line.starts_with(ROW)).collect();
+        let is_well = output.status.success();
+        if rows.len() != 1 || !rows[0].contains(told) || is_well != (exit == 0) {
+            return Err(format!("{found}: {}:\n{said}", output.status));
+        }
+        if !is_well && !rows[0].contains("Invalid __global__ read") {
+            return Err(format!("what was found is not told:\n{said}"));
+        }
+    }
+    Ok(())
+}
+
+/// Machines without torch, or whose Python has none.
+fn what_is_not_installed_is_no_failure(options: &Options) -> Result<(), String> {
+    let words = |error: std::io::Error| error.to_string();
+    for (python, is_well) in [(None, true), (Some("/bin/false"), false)] {
+        let output = Command::new(std::env::current_exe().map_err(words)?)
+            .args(options.common())
+            .args(["--part", "torch", "--gpu", "0"])
+            .args(python.into_iter().flat_map(|python| ["--python", python]))
+            .output()
+            .map_err(words)?;
+        let said = String::from_utf8_lossy(&output.stdout);
+        let rows = said.lines().filter(|line| line.starts_with(ROW)).count();
+        if output.status.success() != is_well || rows != 1 {
+            return Err(format!("Python {python:?}: {}:\n{said}", output.status));
         }
     }
     Ok(())

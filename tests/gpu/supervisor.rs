@@ -13,9 +13,11 @@ use crate::{AGAIN, Options, PARTS, ROW, STEP, UNCHECKED, head};
 /// Default time limit of everything on a GPU, the search for one included: below the ten minutes
 /// that many machines give a command, so that the last line is always printed.
 const ALL: Duration = Duration::from_secs(540);
-/// Time limit of one step, on a GPU; longer in `speed`, which creates a random model of 16 GB.
+/// Time limit of one step, on a GPU; longer in `speed`, which creates a random model of 16 GB, as
+/// torch does, and where compute-sanitizer looks at every access.
 const EACH: Duration = Duration::from_secs(60);
-const EACH_OF_SPEED: Duration = Duration::from_secs(150);
+const EACH_OF_LONG: Duration = Duration::from_secs(150);
+const LONG: [&str; 3] = ["speed", "torch", "sanitizer"];
 /// Time limit of looking for a GPU, and of the first step of each part. On a machine that has just
 /// booted, the driver starts then, and about a gigabyte (this program, its kernels, NVIDIA's
 /// libraries) is read from disk.
@@ -176,7 +178,7 @@ impl Part {
 fn run_part(options: &Options, part: &str, deadline: Instant, report: &mut Report) {
     let usual = match (options.quick, part) {
         (true, _) => EACH_SLOWLY,
-        (false, "speed") => EACH_OF_SPEED,
+        (false, part) if LONG.contains(&part) => EACH_OF_LONG,
         (false, _) => EACH,
     };
     let each = options.step_limit.map_or(usual, Duration::from_secs);

@@ -75,9 +75,16 @@ fn the_best_allowed_of_all_parts_is_the_best_allowed_of_the_whole() {
         let vocab = ranks * width;
         // Few distinct values: ties within parts and across them.
         let values = [-1.0, 0.0, 0.5, 0.5, f32::NEG_INFINITY, 2.0, f32::NAN];
-        let whole: Vec<Vec<f32>> = (0..rows)
+        let mut whole: Vec<Vec<f32>> = (0..rows)
             .map(|row| (0..vocab).map(|_| values[random.below(6 + row / 55)]).collect())
             .collect();
+        // In some rows one part is all -infinity, in others the whole row: only the latter is
+        // corrupted.
+        for row in (3..rows).step_by(7) {
+            let first = row % ranks * width;
+            whole[row][first..first + width].fill(f32::NEG_INFINITY);
+        }
+        whole[12].fill(f32::NEG_INFINITY);
         let mut masks = vec![u32::MAX; 5];
         let mut words = vec![0xdead_beef_u32; rows * 22];
         let allowed: Vec<Option<Vec<u32>>> = (0..rows)
@@ -118,7 +125,7 @@ fn the_best_allowed_of_all_parts_is_the_best_allowed_of_the_whole() {
             Arg::Null,
         ];
         let merged = read_u32(&launch("tutti_argmax_merge", [1, 1, 1], 256).run(&args)[1]);
-        let mut kinds = [0; 3];
+        let mut kinds = [0; 4];
         for (row, merged) in merged.chunks(4).enumerate() {
             let mask = allowed[row].as_deref();
             let parts = (0..ranks).map(|rank| rank * width..(rank + 1) * width);
@@ -131,16 +138,18 @@ fn the_best_allowed_of_all_parts_is_the_best_allowed_of_the_whole() {
             kinds[0] += u32::from(wanted[1] == 0);
             kinds[1] += u32::from(wanted[1] == 1);
             kinds[2] += u32::from(only_elsewhere.into_iter().any(|id| id == NOTHING_ALLOWED));
+            let is_empty = |part: &[f32]| part.iter().all(|&x| x == f32::NEG_INFINITY);
+            let has_empty = whole[row].chunks(width).any(is_empty);
+            kinds[3] += u32::from(has_empty && (wanted[1] == 0 || ranks == 1));
         }
         assert!(kinds.iter().all(|&count| count > 0), "{kinds:?} of {ranks} ranks");
     }
 }
 
-/// Id and bits of the largest allowed logit in `part`, or the marker for none.
+/// Id and bits of the largest allowed logit in `part`, or the marker for none. Whether a row without
+/// any is corrupted depends on its other parts.
 fn best(row: &[f32], mask: Option<&[u32]>, part: std::ops::Range<usize>) -> [u32; 2] {
-    if row[part.clone()].iter().any(|x| x.is_nan())
-        || row[part.clone()].iter().all(|&x| x == f32::NEG_INFINITY)
-    {
+    if row[part.clone()].iter().any(|x| x.is_nan()) {
         return [CORRUPTED, 0];
     }
     let (mut id, mut largest) = (NOTHING_ALLOWED, f32::NEG_INFINITY);

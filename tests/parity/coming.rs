@@ -63,6 +63,7 @@ impl<D: Device> Serving<D> {
             draft_model: None,
             collective: CollectiveSpec::None,
             collective_timeout_ms: 30_000,
+            step_timeout_ms: 60_000,
             model: variant("llama-gqa").to_str().unwrap().to_owned(),
             engine: EngineConfig {
                 block_size: BLOCK,

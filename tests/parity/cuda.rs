@@ -10,8 +10,8 @@ use shared::sampling::SamplingParams;
 use testkit::models::{demo, goldens, variant};
 
 use kernels::KernelError;
-use kernels::backend::Buffer as _;
 use kernels::backend::prelude::*;
+use kernels::backend::{Buffer as _, KvShape, KvStorage};
 use kernels::collective::single_rank;
 use kernels::cuda::bucket::decode_buckets;
 use kernels::cuda::held::is_gpu_held;
@@ -608,6 +608,33 @@ fn hang(backend: &mut CudaBackend) {
     buffer.set_rows(1).unwrap();
     let error = backend.read_buffer(&buffer).unwrap_err();
     assert!(matches!(&error, KernelError::Device(why) if why.contains("hangs")), "{error}");
+}
+
+/// NVIDIA does not document that freeing host memory waits for the GPU, and the stand-in does not.
+#[test]
+fn copies_of_blocks_end_before_their_host_memory_is_freed() {
+    let mut backend = fake_cuda_backend(true, single_rank());
+    let shape = KvShape {
+        num_layers: 2,
+        num_kv_heads: 2,
+        head_dim: 16,
+        latent: None,
+        block_size: 16,
+        num_blocks: 4,
+        storage: KvStorage::AsTaken,
+    };
+    let mut cache = backend.new_kv_cache(shape).unwrap();
+    for out in [true, false] {
+        let mut host = backend.new_host_kv(shape).unwrap();
+        let pairs = [(0, 1), (2, 3)];
+        if out {
+            backend.swap_out(&cache, &mut host, &pairs).unwrap();
+        } else {
+            backend.swap_in(&mut cache, &mut host, &pairs).unwrap();
+        }
+        drop(host);
+        backend.settle().unwrap();
+    }
 }
 
 /// Numbers exact in bf16, whose rows are padded there.

@@ -49,6 +49,7 @@ fn form(rank: u32, epoch: u64) -> Form {
         draft_model: None,
         collective: CollectiveSpec::SharedMemory { name },
         collective_timeout_ms: 30_000,
+        step_timeout_ms: 60_000,
         model: variant("llama-gqa").to_str().unwrap().to_owned(),
         engine: EngineConfig {
             block_size: 16,
@@ -109,6 +110,7 @@ fn alone(epoch: u64, draft: Option<&str>) -> Form {
         draft_model: draft.map(|name| variant(name).to_str().unwrap().to_owned()),
         collective: CollectiveSpec::None,
         collective_timeout_ms: 30_000,
+        step_timeout_ms: 60_000,
         model: variant("llama-gqa").to_str().unwrap().to_owned(),
         engine: EngineConfig {
             block_size: 16,

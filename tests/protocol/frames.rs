@@ -42,7 +42,7 @@ fn the_format_is_pinned() {
     plain.extend_from_slice(b"body");
     let checksum = hex(&crc32c(&plain).to_le_bytes());
     assert_eq!(hex(&bytes), format!("{header}{checksum}626f6479"));
-    assert_eq!((HEADER_LEN, PROTOCOL_VERSION), (32, 19), "changing these changes docs/protocol.md");
+    assert_eq!((HEADER_LEN, PROTOCOL_VERSION), (32, 20), "changing these changes docs/protocol.md");
 }
 
 #[test]

@@ -121,6 +121,7 @@ fn form(collective: CollectiveSpec) -> ToWorker {
         reduction_ranks: 4,
         collective,
         collective_timeout_ms: 30_000,
+        step_timeout_ms: 60_000,
         model: "/models/\u{e9}".to_owned(),
         dtype: Dtype::Bfloat16,
         quantization: Quantization::Int8,

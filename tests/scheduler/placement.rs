@@ -33,6 +33,7 @@ fn cluster(tensor_parallel: u32) -> Cluster {
         },
         cpu_step_tokens: 64,
         collective_timeout: Duration::from_secs(5),
+        step_timeout: Duration::from_secs(60),
         form_timeout: Duration::from_secs(60),
         lora: Lora::default(),
         model_names: vec!["m".to_owned()],

@@ -94,6 +94,7 @@ impl Coordinator {
             engine: scenario.engine.clone(),
             cpu_step_tokens: scenario.cpu_step_tokens,
             collective_timeout: Duration::from_micros(scenario.collective_timeout),
+            step_timeout: scenario.limits.step_timeout,
             form_timeout: if patient { Duration::MAX } else { Duration::from_micros(FORM_TIMEOUT) },
             lora: lora(scenario.places),
             model_names: vec![MODEL.to_owned()],

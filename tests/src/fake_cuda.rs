@@ -78,7 +78,7 @@ pub fn fake_nccl(folder: &Path, cuda: &FakeCuda, without: Option<&str>) -> Resul
         .arg(&source)
         .arg("-o")
         .arg(&library)
-        .arg(cuda.libraries.join("libcuda.so"))
+        .arg(cuda.libraries.join("libcuda.so.1"))
         .output()
         .map_err(|error| format!("c++ (package g++ on Debian): {error}"))?;
     if !compiled.status.success() {
@@ -214,11 +214,11 @@ fn compile(
 fn link(scratch: &Path, objects: &[PathBuf]) -> Result<(), String> {
     let libraries = scratch.join("lib");
     std::fs::create_dir(&libraries).map_err(|error| error.to_string())?;
-    let driver = libraries.join("libcuda.so");
+    let driver = libraries.join("libcuda.so.1");
     // One library under two names, so that both use the same stream queues.
     let linked = Command::new("c++")
         .args(FLAGS)
-        .args(["-shared", "-Wl,-soname,libcuda.so", "-o"])
+        .args(["-shared", "-Wl,-soname,libcuda.so.1", "-o"])
         .arg(&driver)
         .args(objects)
         .output()
@@ -226,9 +226,9 @@ fn link(scratch: &Path, objects: &[PathBuf]) -> Result<(), String> {
     if !linked.status.success() {
         return Err(String::from_utf8_lossy(&linked.stderr).into_owned());
     }
-    let products = libraries.join("libcublasLt.so");
+    let products = libraries.join("libcublasLt.so.13");
     let stub = Command::new("c++")
-        .args(["-shared", "-Wl,-soname,libcublasLt.so", "-Wl,--no-as-needed", "-o"])
+        .args(["-shared", "-Wl,-soname,libcublasLt.so.13", "-Wl,--no-as-needed", "-o"])
         .arg(&products)
         .arg(&driver)
         .output()

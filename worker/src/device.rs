@@ -2,6 +2,7 @@
 //!
 //! - `cuda`: a GPU
 use std::fmt::Debug;
+use std::time::Duration;
 
 use kernels::backend::prelude::*;
 pub use kernels::cpu::{Isa, Precision};
@@ -95,6 +96,12 @@ pub trait Device: Debug {
     fn join(backend: &mut Self::Backend, setup: GroupSetup<'_>) -> Result<(), KernelError> {
         let _ = (backend, setup);
         Ok(())
+    }
+
+    /// How long steps may take from now on before the device is considered hung; `None` while it
+    /// loads and prepares, where the coordinator sets no such limit.
+    fn set_patience(backend: &mut Self::Backend, patience: Option<Duration>) {
+        let _ = (backend, patience);
     }
 
     /// While `alone` (weights are being loaded), the backend ignores the other ranks' state.
@@ -232,7 +239,6 @@ impl Device for CpuDevice {
 #[cfg(test)]
 mod tests {
     use std::path::Path;
-    use std::time::Duration;
 
     use kernels::cuda::CudaOptions;
 

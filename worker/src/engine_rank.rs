@@ -12,7 +12,7 @@ use std::mem::ManuallyDrop;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kernels::backend::prelude::*;
 use kernels::collective::{AbortAll, single_rank};
@@ -42,6 +42,10 @@ mod loaded;
 
 /// Error before a rank is formed.
 const NOTHING_LOADED: &str = "nothing is loaded";
+/// How much longer than the coordinator a rank waits for a step on its device: the coordinator gives
+/// up first, and ranks that wait for another leave their exchange and keep their weights. A device
+/// that is still not done after that costs the process.
+const STEP_GRACE: Duration = Duration::from_secs(10);
 
 /// A rank on a device; see the module's documentation.
 pub struct EngineRank<D: Device> {
@@ -186,6 +190,7 @@ impl<D: Device> EngineRank<D> {
         joining: &mut Formation<'_>,
     ) -> Result<(), FormError> {
         loaded.engine.reconfigure(joining.form.engine.clone());
+        loaded.set_patience(None);
         let rested = rest_draft::<D>(&mut loaded.engine);
         let backend = loaded.engine.backend();
         let joined = rested
@@ -301,7 +306,12 @@ impl<D: Device> Rank for EngineRank<D> {
             }
             None => self.load_anew(identity, collective, &mut joining)?,
         };
-        self.ready(form, load_seconds)
+        let ready = self.ready(form, load_seconds)?;
+        if let Some(loaded) = &mut self.loaded {
+            let step = Duration::from_millis(form.step_timeout_ms);
+            loaded.set_patience(Some(step.saturating_add(STEP_GRACE)));
+        }
+        Ok(ready)
     }
 
     fn start(&mut self, num_blocks: u32, host_blocks: u32) -> Result<(), String> {

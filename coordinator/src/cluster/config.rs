@@ -37,6 +37,8 @@ pub struct ClusterConfig {
     pub cpu_step_tokens: u32,
     /// Deadline of collective set-up and operations.
     pub collective_timeout: Duration,
+    /// Deadline of a step, for devices that cannot be interrupted.
+    pub step_timeout: Duration,
     /// How long a formation may go unheard of before it has failed: longer than collectives wait,
     /// and than the largest matrix takes to load.
     pub form_timeout: Duration,

@@ -178,6 +178,7 @@ impl Cluster {
                 reduction_ranks: self.config.tensor_parallel,
                 collective: collective.clone(),
                 collective_timeout_ms: self.config.collective_timeout.as_millis() as u64,
+                step_timeout_ms: self.config.step_timeout.as_millis() as u64,
                 model: self.config.model.clone(),
                 dtype: self.config.dtype,
                 quantization: self.config.quantization,

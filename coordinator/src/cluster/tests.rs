@@ -58,6 +58,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
         },
         cpu_step_tokens: 64,
         collective_timeout: Duration::from_secs(5),
+        step_timeout: Duration::from_secs(60),
         form_timeout: Duration::from_secs(60),
         lora: Lora::default(),
         model_names: vec!["m".to_owned()],

@@ -58,6 +58,7 @@ pub(super) fn cluster_config(
         engine,
         cpu_step_tokens,
         collective_timeout: COLLECTIVE_TIMEOUT,
+        step_timeout: options.limits.step_timeout,
         form_timeout: options.form_timeout,
         worker_stats: options.metrics,
         collective_key: options.collective_key.clone(),

@@ -137,6 +137,12 @@ impl CudaBackend {
         self.step.forget_graphs();
     }
 
+    /// How long work may take from now on before the GPU is considered hung; by default as long as
+    /// the options say.
+    pub fn set_patience(&self, patience: Option<Duration>) {
+        self.device.stream.set_patience(patience.unwrap_or(self.options.patience));
+    }
+
     /// Free and total memory of the GPU, in bytes.
     ///
     /// # Errors

@@ -1,12 +1,13 @@
 //! GPUs as the driver knows them: which ones exist, their properties, and this thread's context on
 //! one of them.
+use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int};
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
-use cudarc::driver::sys;
-
+use super::calls::{Status, driver as sys};
 use super::failure;
 use super::group::GroupSlot;
 use super::held::HeldGpu;
@@ -19,17 +20,17 @@ pub const DRIVER_MIN: u32 = 13_000;
 pub const CAPABILITY_MIN: (u32, u32) = (8, 0);
 
 /// Turns a status into a result.
-pub(super) fn check(status: sys::CUresult, what: &'static str) -> Result<(), KernelError> {
+pub(super) fn check(status: Status, what: &'static str) -> Result<(), KernelError> {
     check_bytes(status, what, 0)
 }
 
 /// As [`check`], for an allocation of `bytes`.
 pub(super) fn check_bytes(
-    status: sys::CUresult,
+    status: Status,
     what: &'static str,
     bytes: u64,
 ) -> Result<(), KernelError> {
-    match status as u32 {
+    match status {
         0 => Ok(()),
         code => Err(failure::driver(code, what, bytes)),
     }
@@ -131,7 +132,7 @@ impl Driver {
         let status = unsafe { sys::cuDeviceTotalMem_v2(&raw mut memory_total, device) };
         check(status, "ask for the GPU's memory")?;
         let uuid = uuid.bytes.map(|byte| byte as u8);
-        use sys::CUdevice_attribute_enum as Attribute;
+        use sys::CUdevice_attribute as Attribute;
         let attribute = |attribute| self.attribute(device, attribute);
         Ok(DeviceInfo {
             ordinal,
@@ -205,6 +206,8 @@ pub struct Context {
     /// would not return either.
     held: Arc<HeldGpu>,
     raw: ContextHandle,
+    /// The longest wait so far for work that needs no other rank.
+    longest_work: Cell<Duration>,
 }
 
 /// A GPU's context, for threads other than the one that owns it.
@@ -250,6 +253,7 @@ impl Context {
             group: GroupSlot::default(),
             held: HeldGpu::retained(device),
             raw: ContextHandle(context),
+            longest_work: Cell::new(Duration::ZERO),
         });
         // SAFETY: the context was just retained.
         check(unsafe { sys::cuCtxSetCurrent(context) }, "use the GPU's context")?;
@@ -279,6 +283,16 @@ impl Context {
     pub(super) fn hangs(&self, reason: String) -> KernelError {
         self.held.hangs();
         KernelError::Device(reason)
+    }
+
+    /// Notes how long a wait for work was that needs no other rank.
+    pub(super) fn note_work(&self, waited: Duration) {
+        self.longest_work.set(waited.max(self.longest_work.get()));
+    }
+
+    /// The longest such wait.
+    pub(super) fn longest_work(&self) -> Duration {
+        self.longest_work.get()
     }
 
     /// Whether resources may be returned to the driver.

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::Duration;
 
+use super::calls::driver::NOT_FOUND;
 use super::choice::ExchangePolicy;
 use super::context::{Context, Driver};
 use super::failure;
@@ -17,9 +18,6 @@ use super::peer::tuning::Thresholds;
 use super::stream::Stream;
 use crate::backend::EXPERT_SLOTS;
 use crate::error::KernelError;
-
-/// `CUDA_ERROR_NOT_FOUND`
-const NOT_FOUND: u32 = 500;
 
 /// Selects a GPU and how to use it.
 #[derive(Clone, Debug)]
@@ -44,7 +42,8 @@ pub struct CudaOptions {
     /// Slots (pairs of a row and one of its experts) that are grouped and multiplied at a time,
     /// which bounds the intermediate results. Does not affect the results.
     pub expert_slots: usize,
-    /// How long a step may take before the GPU is considered hung.
+    /// How long work may take before the GPU is considered hung, unless
+    /// [`CudaBackend::set_patience`](super::CudaBackend::set_patience) says otherwise.
     pub patience: Duration,
     /// How ranks exchange data.
     pub exchange: ExchangePolicy,
@@ -67,7 +66,8 @@ impl Default for CudaOptions {
             carveout: None,
             batch_invariant: false,
             expert_slots: EXPERT_SLOTS,
-            patience: Duration::from_secs(60),
+            // Enough for the largest step of any model, at a few TFLOP/s.
+            patience: Duration::from_secs(600),
             exchange: ExchangePolicy::Auto,
             thresholds: None,
             measured_most: usize::MAX,

@@ -17,7 +17,9 @@ use super::stream::{Stream, pause};
 use crate::collective::AbortHandle;
 use crate::error::{CollectiveError, KernelError};
 
-/// Maximum time for a stream to become idle after the exchange that it waits for was aborted.
+/// Maximum time for a stream to become idle after the exchange that it waits for was aborted, beyond
+/// that of its own work: twice the longest so far, since two steps can be in flight. The largest
+/// steps have run before a rank exchanges anything.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Ranks that exchange data in GPU memory, in stream order. Dropped after the graphs that recorded
@@ -134,6 +136,11 @@ impl GroupSlot {
         self.rests.set(rests);
     }
 
+    /// Whether nothing is exchanged, so that a wait for this GPU is for its own work only.
+    pub(super) fn is_silent(&self) -> bool {
+        self.rests.get() || self.is_empty()
+    }
+
     /// Calls the group, if there is one.
     pub(super) fn call<T>(&self, call: impl FnOnce(&mut dyn DeviceGroup) -> T) -> Option<T> {
         self.joined.borrow_mut().as_mut().map(|joined| call(joined.group.as_mut()))
@@ -188,12 +195,13 @@ pub(super) fn give_up(group: Box<dyn DeviceGroup>, stream: &Stream) -> Result<()
     let mut group = ManuallyDrop::new(group);
     group.abort_handle().abort();
     let began = Instant::now();
+    let patience = DRAIN_PATIENCE.saturating_add(stream.context().longest_work() * 2);
     while !stream.is_idle()? {
         let waited = began.elapsed();
-        if waited > DRAIN_PATIENCE {
+        if waited > patience {
             let error = stream.context().hangs(format!(
-                "the GPU is still running {DRAIN_PATIENCE:?} after its exchange with other ranks \
-                 was aborted: it hangs"
+                "the GPU is still running {patience:.1?} after its exchange with other ranks was \
+                 aborted: it hangs"
             ));
             return Err(error);
         }

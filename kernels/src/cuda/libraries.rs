@@ -1,13 +1,13 @@
-//! Finds NVIDIA's libraries at run time, before `cudarc` looks for them. `cudarc` panics if a
-//! library or a symbol is missing, so none of its functions is called before this module has found
-//! them all.
+//! Finds the driver's library and cuBLASLt at run time. Nothing is called in them before all
+//! functions were found, and then in the very library that was found here ([`super::calls`]).
 use std::ffi::OsString;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use cudarc::{cublaslt, driver};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+
+use super::calls::{cublaslt, driver};
 
 /// A library to look for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,8 +28,7 @@ impl CudaLibrary {
         }
     }
 
-    /// File names within a folder, the preferred one first; the first is also the name for the
-    /// loader. Names without a version come last: a toolkit's folder of stubs has such a driver,
+    /// File names, the preferred one first: within a folder, and for the loader. Names without a version come last: a toolkit's folder of stubs has such a driver,
     /// which does nothing.
     fn files(self) -> &'static [&'static str] {
         match self {
@@ -46,79 +45,22 @@ impl CudaLibrary {
         }
     }
 
-    /// Symbols that this program calls.
-    fn symbols(self) -> &'static [&'static str] {
+    /// Whether it is in use already.
+    fn is_found(self) -> bool {
         match self {
-            Self::Driver => DRIVER_SYMBOLS,
-            Self::CublasLt => CUBLASLT_SYMBOLS,
+            Self::Driver => driver::is_found(),
+            Self::CublasLt => cublaslt::is_found(),
+        }
+    }
+
+    /// Uses this copy of it from now on.
+    fn resolve(self, library: Library) -> Result<(), Vec<&'static str>> {
+        match self {
+            Self::Driver => driver::resolve(library),
+            Self::CublasLt => cublaslt::resolve(library),
         }
     }
 }
-
-const DRIVER_SYMBOLS: &[&str] = &[
-    "cuCtxSetCurrent",
-    "cuDeviceCanAccessPeer",
-    "cuDeviceGet",
-    "cuDeviceGetAttribute",
-    "cuDeviceGetCount",
-    "cuDeviceGetName",
-    "cuDeviceGetPCIBusId",
-    "cuDeviceGetUuid_v2",
-    "cuDevicePrimaryCtxRelease_v2",
-    "cuDevicePrimaryCtxRetain",
-    "cuDeviceTotalMem_v2",
-    "cuDriverGetVersion",
-    "cuEventCreate",
-    "cuEventDestroy_v2",
-    "cuEventElapsedTime_v2",
-    "cuEventQuery",
-    "cuEventRecord",
-    "cuFuncLoad",
-    "cuFuncSetAttribute",
-    "cuGraphDestroy",
-    "cuGraphExecDestroy",
-    "cuGraphInstantiateWithFlags",
-    "cuGraphLaunch",
-    "cuGraphUpload",
-    "cuInit",
-    "cuIpcCloseMemHandle",
-    "cuIpcGetMemHandle",
-    "cuIpcOpenMemHandle_v2",
-    "cuLaunchKernelEx",
-    "cuMemAllocHost_v2",
-    "cuMemAlloc_v2",
-    "cuMemFreeHost",
-    "cuMemFree_v2",
-    "cuMemGetInfo_v2",
-    "cuMemcpyDtoDAsync_v2",
-    "cuMemcpyDtoHAsync_v2",
-    "cuMemcpyHtoDAsync_v2",
-    "cuMemsetD8Async",
-    "cuModuleGetFunction",
-    "cuModuleLoadData",
-    "cuModuleUnload",
-    "cuStreamBeginCapture_v2",
-    "cuStreamCreate",
-    "cuStreamDestroy_v2",
-    "cuStreamEndCapture",
-    "cuStreamQuery",
-];
-
-const CUBLASLT_SYMBOLS: &[&str] = &[
-    "cublasLtCreate",
-    "cublasLtDestroy",
-    "cublasLtGetVersion",
-    "cublasLtMatmul",
-    "cublasLtMatmulAlgoGetHeuristic",
-    "cublasLtMatmulDescCreate",
-    "cublasLtMatmulDescDestroy",
-    "cublasLtMatmulDescSetAttribute",
-    "cublasLtMatmulPreferenceCreate",
-    "cublasLtMatmulPreferenceDestroy",
-    "cublasLtMatmulPreferenceSetAttribute",
-    "cublasLtMatrixLayoutCreate",
-    "cublasLtMatrixLayoutDestroy",
-];
 
 /// Why a library cannot be used, in one line.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -189,105 +131,62 @@ fn python_homes(variable: Variables<'_>) -> Vec<PathBuf> {
     homes
 }
 
-/// Looks for a library in `folders` (the first that has one counts), then where the system's loader
-/// looks, then (except for the driver) in CUDA's usual folders and in Python's packages; checks
-/// that it has all symbols called here.
+/// Looks for a library in `folders`, then where the system's loader looks, then (except for the
+/// driver) in CUDA's usual folders and in Python's packages. The first one that loads counts, for
+/// the life of the process; checks that it has all functions called here.
 ///
 /// # Errors
-/// [`LibraryError`]; `cudarc` must then not be asked for anything from that library.
+/// [`LibraryError`]; its functions must then not be called.
 pub fn find(library: CudaLibrary, folders: &[PathBuf]) -> Result<(), LibraryError> {
     // One at a time: loading concurrently is well defined, but the order of the search would not
     // be.
     static SEARCH: Mutex<()> = Mutex::new(());
     let _one = SEARCH.lock().unwrap_or_else(PoisonError::into_inner);
+    if library.is_found() {
+        return Ok(());
+    }
     let missing = |reason: String| LibraryError { library: library.name(), reason };
+    let found = load(library, folders).map_err(missing)?;
+    let lacking = library.resolve(found).err().unwrap_or_default();
+    let [first, others @ ..] = lacking.as_slice() else { return Ok(()) };
+    let more =
+        if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
+    Err(missing(format!("the library found lacks {first}{more}: it is too old for this program")))
+}
+
+/// Loads the first copy of a library that can be loaded; the error is one line.
+fn load(library: CudaLibrary, folders: &[PathBuf]) -> Result<Library, String> {
     let mut faults = Vec::new();
-    let mut usable = |folder: &Path| match preload(library, folder) {
-        Ok(is_loaded) => is_loaded,
-        Err(fault) => {
-            faults.push(fault);
-            false
-        }
+    let mut usable = |folder: &Path| {
+        let paths = library.files().iter().map(|file| folder.join(file));
+        let path = paths.into_iter().find(|path| path.is_file())?;
+        open(&path).map_err(|fault| faults.push(format!("{}: {fault}", path.display()))).ok()
     };
-    let _ = folders.iter().any(|folder| usable(folder));
-    if !is_present(library) && library != CudaLibrary::Driver {
+    if let Some(found) = folders.iter().find_map(|folder| usable(folder)) {
+        return Ok(found);
+    }
+    let mut absent = None;
+    for name in library.files() {
+        match open(Path::new(name)) {
+            Ok(found) => return Ok(found),
+            Err(fault) => absent = absent.or(Some(fault)),
+        }
+    }
+    if library != CudaLibrary::Driver {
         let others = usual_folders().into_iter().chain(python_folders(library.packages()));
-        let _ = others.into_iter().any(|folder| usable(&folder) && is_present(library));
-    }
-    if !is_present(library) {
-        // A library that was found but does not load explains more than one that was not found.
-        let reason = if faults.is_empty() { not_found(library) } else { faults.join("; ") };
-        return Err(missing(reason));
-    }
-    let lacking: Vec<&str> =
-        library.symbols().iter().copied().filter(|name| !has(library, name)).collect();
-    if let [first, others @ ..] = lacking.as_slice() {
-        let more =
-            if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
-        return Err(missing(format!(
-            "the library found lacks {first}{more}: it is too old for this program"
-        )));
-    }
-    Ok(())
-}
-
-/// Loads the library from `folder`, if it exists, so that later look-ups by bare name find it: the
-/// loader then knows it by its SONAME. Its symbols stay local, since they must not be mixed with
-/// those of another copy that a look-up by another name finds. Returns false if the folder has
-/// none.
-fn preload(library: CudaLibrary, folder: &Path) -> Result<bool, String> {
-    for file in library.files() {
-        let path = folder.join(file);
-        if !path.is_file() {
-            continue;
-        }
-        // SAFETY: NVIDIA's libraries run initialisers that are safe to run in any process.
-        let loaded = unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_LOCAL) };
-        let loaded = loaded.map_err(|error| format!("{}: {}", path.display(), reason(&error)))?;
-        // Stays loaded for the life of the process.
-        let _ = loaded.into_raw();
-        return Ok(true);
-    }
-    Ok(false)
-}
-
-fn is_present(library: CudaLibrary) -> bool {
-    match library {
-        // SAFETY: loads the library, as above.
-        CudaLibrary::Driver => unsafe { driver::sys::is_culib_present() },
-        // SAFETY: as above.
-        CudaLibrary::CublasLt => unsafe { cublaslt::sys::is_culib_present() },
-    }
-}
-
-fn has(library: CudaLibrary, symbol: &str) -> bool {
-    match library {
-        CudaLibrary::Driver => {
-            // SAFETY: the library is present, so this does not panic.
-            let found = unsafe { driver::sys::culib() };
-            // SAFETY: the address is only checked, never called.
-            unsafe { found.get::<*const ()>(symbol.as_bytes()) }.is_ok()
-        }
-        CudaLibrary::CublasLt => {
-            // SAFETY: the library is present, so this does not panic.
-            let found = unsafe { cublaslt::sys::culib() };
-            // SAFETY: the address is only checked, never called.
-            unsafe { found.get::<*const ()>(symbol.as_bytes()) }.is_ok()
+        if let Some(found) = others.into_iter().find_map(|folder| usable(&folder)) {
+            return Ok(found);
         }
     }
+    // A library that was found but does not load explains more than one that was not found.
+    Err(if faults.is_empty() { absent.unwrap_or_default() } else { faults.join("; ") })
 }
 
-fn open_by_name(library: CudaLibrary) -> Result<Library, libloading::Error> {
-    let name = library.files().first().copied().unwrap_or_default();
+/// Loads a library by its path, or by a name that the system's loader knows. Its symbols stay local:
+/// they must not be mixed with those of another copy.
+fn open(path: &Path) -> Result<Library, String> {
     // SAFETY: NVIDIA's libraries run initialisers that are safe to run in any process.
-    unsafe { Library::open(Some(name), RTLD_NOW) }
-}
-
-fn not_found(library: CudaLibrary) -> String {
-    match open_by_name(library) {
-        Err(error) => reason(&error),
-        Ok(_) => "it is there under a name that is not looked for".to_owned(),
-    }
+    unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| reason(&error))
 }
 
 /// The loader's own message, in one line.
@@ -302,9 +201,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn symbols_are_listed_once() {
-        for library in [CudaLibrary::Driver, CudaLibrary::CublasLt] {
-            assert!(library.symbols().is_sorted_by(|a, b| a < b), "{library:?}");
+    fn functions_are_listed_once() {
+        for names in [driver::NAMES, cublaslt::NAMES] {
+            assert!(names.is_sorted_by(|a, b| a < b), "{names:?}");
         }
     }
 

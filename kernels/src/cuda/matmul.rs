@@ -15,9 +15,8 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::Duration;
 
-use cudarc::cublaslt::sys;
-
 use super::bucket::product_bucket;
+use super::calls::{Status, cublaslt as sys};
 use super::context::Context;
 use super::failure;
 use super::libraries::{self, CudaLibrary, LibraryError};
@@ -103,8 +102,8 @@ pub(super) struct Matmul {
     context: Rc<Context>,
 }
 
-fn check(status: sys::cublasStatus_t, what: &'static str) -> Result<(), KernelError> {
-    match status as u32 {
+fn check(status: Status, what: &'static str) -> Result<(), KernelError> {
+    match status {
         0 => Ok(()),
         code => Err(failure::cublas(code, what)),
     }
@@ -265,7 +264,7 @@ impl Matmul {
                 stream.raw().cast(),
             )
         };
-        if REFUSED.contains(&(status as u32)) {
+        if REFUSED.contains(&status) {
             return Ok(false);
         }
         let launched = check(status, "a matrix product").map_err(|error| stream.failed(error));
@@ -298,16 +297,19 @@ impl Matmul {
                 &raw mut count,
             )
         };
-        if status as u32 == NOT_SUPPORTED {
+        if status == NOT_SUPPORTED {
             return Ok(Vec::new());
         }
         check(status, "choose an algorithm for a matrix product")?;
         let count = usize::try_from(count).unwrap_or(0);
-        let found = found.iter().take(count).map(|found| {
-            // SAFETY: all-zero is a value of the type, and the library wrote one if it says so.
-            unsafe { found.assume_init() }
-        });
-        Ok(found.filter(|found| found.state as u32 == 0).map(|found| found.algo).collect())
+        let usable = |found: &std::mem::MaybeUninit<Found>| {
+            // SAFETY: zeroed, then written by the library. Read as a number, because a later library
+            // may write a status that the enumeration does not have.
+            let state = unsafe { (&raw const (*found.as_ptr()).state).cast::<Status>().read() };
+            // SAFETY: as above; an algorithm is an array of numbers.
+            (state == 0).then(|| unsafe { (&raw const (*found.as_ptr()).algo).read() })
+        };
+        Ok(found.iter().take(count).filter_map(usable).collect())
     }
 }
 

@@ -137,7 +137,7 @@ impl CudaBackend {
                 }
             }
             ended.record(stream)?;
-            ended.wait(self.options.patience)?;
+            ended.wait(self.device.stream.patience())?;
             let passes = if reads == 0 { 2 } else { 1 };
             *rate = (TIMES * passes * bytes) as f64 / ended.since(&began)?.as_secs_f64().max(1e-9);
         }
@@ -283,7 +283,7 @@ impl CudaBackend {
             graph.launch(&device.stream)?;
         }
         ended.record(&device.stream)?;
-        ended.wait(self.options.patience)?;
+        ended.wait(self.device.stream.patience())?;
         Ok(ended.since(&began)? / u32::try_from(TIMES * turns).unwrap_or(u32::MAX))
     }
 }

@@ -9,8 +9,7 @@ use std::ptr::NonNull;
 use std::rc::Rc;
 use std::sync::atomic::AtomicU32;
 
-use cudarc::driver::sys;
-
+use super::calls::driver as sys;
 use super::context::{Context, check, check_bytes};
 use super::stream::Stream;
 use crate::error::KernelError;
@@ -202,7 +201,7 @@ impl DeviceMemory {
             return Ok(());
         }
         let (from, to) = (self.ptr.offset(at).0, room.as_mut_ptr().cast());
-        // SAFETY: both ranges were checked; `Pinned` outlives the copy, see its `Drop`.
+        // SAFETY: both ranges were checked; whoever has the `Pinned` waits for the copy.
         let status = unsafe { sys::cuMemcpyDtoHAsync_v2(to, from, bytes, stream.raw()) };
         check(status, "copy from the GPU")
     }
@@ -244,8 +243,8 @@ unsafe impl Plain for f32 {}
 // SAFETY: any bits, and none, are a value of it.
 unsafe impl<T: Plain> Plain for MaybeUninit<T> {}
 
-/// Host memory that the GPU copies from and to by DMA. Freed by a call that waits for copies in
-/// flight.
+/// Host memory that the GPU copies from and to by DMA. Its owner keeps it until nothing on the GPU
+/// uses it any more: NVIDIA does not document that freeing it waits, as freeing GPU memory does.
 pub struct Pinned<T: Plain> {
     data: NonNull<T>,
     len: usize,
@@ -342,7 +341,7 @@ impl<T: Plain> Drop for Pinned<T> {
         if !self.context.is_usable() {
             return;
         }
-        // SAFETY: allocated in `new`; the call waits for copies in flight.
+        // SAFETY: allocated in `new`; its owner has waited for whatever used it.
         let _ = unsafe { sys::cuMemFreeHost(self.data.as_ptr().cast()) };
     }
 }

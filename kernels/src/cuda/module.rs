@@ -3,8 +3,7 @@ use std::ffi::{CString, c_void};
 use std::fmt;
 use std::rc::Rc;
 
-use cudarc::driver::sys;
-
+use super::calls::driver as sys;
 use super::context::{Context, check};
 use super::memory::DevicePtr;
 use super::stream::Stream;
@@ -150,7 +149,7 @@ impl Module {
         let mut raw = std::ptr::null_mut();
         // SAFETY: the module is loaded; the name ends with a zero.
         let status = unsafe { sys::cuModuleGetFunction(&raw mut raw, self.raw, wanted.as_ptr()) };
-        if status == sys::cudaError_enum::CUDA_ERROR_NOT_FOUND {
+        if status == sys::NOT_FOUND {
             return Ok(None);
         }
         check(status, name)?;
@@ -164,7 +163,7 @@ impl Module {
         let overlaps = self.overlaps;
         let kernel = Kernel { raw, name, shared_max, overlaps, module: self.clone() };
         if shared_max > 48 << 10 {
-            use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            use sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             let attribute = CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function belongs to the loaded module.
             let status = unsafe {
@@ -215,7 +214,7 @@ impl Kernel {
     /// # Errors
     /// [`KernelError::Device`].
     pub(super) fn set_carveout(&self, percent: Option<u8>) -> Result<(), KernelError> {
-        use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        use sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
         let attribute = CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
         let value = percent.map_or(-1, |percent| i32::from(percent.min(100)));
         // SAFETY: the function belongs to the loaded module.

@@ -88,7 +88,7 @@ impl StepOps for CudaBackend {
         }
         let slot = self.launch_sampling(at, vocab, first_row, rows)?;
         let top = self.step.lists.top;
-        let patience = self.options.patience;
+        let patience = self.device.stream.patience();
         let results = self.sampling.results()?;
         results.host[slot].1.wait(patience)?;
         let row = |(i, row): (usize, &SampleRow<'_>)| {
@@ -132,7 +132,7 @@ impl StepOps for CudaBackend {
     }
 
     fn take_sampled(&mut self, out: &mut Vec<Sampled>) -> Result<(), KernelError> {
-        self.sampling.take(self.options.patience, out)
+        self.sampling.take(self.device.stream.patience(), out)
     }
 
     fn logprobs(
@@ -152,7 +152,7 @@ impl StepOps for CudaBackend {
         if targets.is_empty() {
             return Ok(());
         }
-        let patience = self.options.patience;
+        let patience = self.device.stream.patience();
         let Self { sampling, device, step, .. } = self;
         step.close(&device.stream)?;
         if sampling.reserve(device, targets.len())? {

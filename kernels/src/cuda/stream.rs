@@ -4,8 +4,7 @@ use std::fmt;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::sys;
-
+use super::calls::driver as sys;
 use super::context::{Context, check};
 use crate::error::KernelError;
 
@@ -37,7 +36,11 @@ fn wait(
         // still counts.
         let waited = began.elapsed();
         if is_done()? {
-            return context.group.poll();
+            context.group.poll()?;
+            if context.group.is_silent() {
+                context.note_work(waited);
+            }
+            return Ok(());
         }
         if waited >= patience {
             let message = format!("the GPU did not finish {what} in {patience:?}: it hangs");
@@ -52,7 +55,7 @@ fn wait(
 pub struct Stream {
     raw: sys::CUstream,
     /// Time limit for all of its work.
-    patience: Duration,
+    patience: Cell<Duration>,
     /// Calls are recorded.
     captures: Cell<bool>,
     /// A call of this rank could not be recorded, in the current or the last capture.
@@ -72,6 +75,7 @@ impl Stream {
         // SAFETY: a context is current; destroyed when `Self` is dropped.
         check(unsafe { sys::cuStreamCreate(&raw mut raw, flags) }, "make a stream")?;
         let (captures, fault) = (Cell::new(false), Cell::new(false));
+        let patience = Cell::new(patience);
         Ok(Self { raw, patience, captures, fault, context: context.clone() })
     }
 
@@ -90,7 +94,12 @@ impl Stream {
 
     /// Time limit for all of its work.
     pub(super) fn patience(&self) -> Duration {
-        self.patience
+        self.patience.get()
+    }
+
+    /// Changes that limit.
+    pub(super) fn set_patience(&self, patience: Duration) {
+        self.patience.set(patience);
     }
 
     /// Waits for all work; if other ranks take part in it, for at most their time limit.
@@ -99,7 +108,7 @@ impl Stream {
     /// [`KernelError::Device`] if any of it failed or it takes too long,
     /// [`KernelError::Collective`] if the ranks' exchange was aborted or failed, or takes too long.
     pub fn synchronize(&self) -> Result<(), KernelError> {
-        wait(&self.context, self.patience, "its work", || self.is_idle())
+        wait(&self.context, self.patience(), "its work", || self.is_idle())
     }
 
     /// Whether all work is done.
@@ -109,7 +118,7 @@ impl Stream {
     pub fn is_idle(&self) -> Result<bool, KernelError> {
         // SAFETY: the stream is alive.
         let status = unsafe { sys::cuStreamQuery(self.raw) };
-        if status == sys::cudaError_enum::CUDA_ERROR_NOT_READY {
+        if status == sys::NOT_READY {
             return Ok(false);
         }
         check(status, "wait for the GPU").map(|()| true)
@@ -121,7 +130,7 @@ impl Stream {
     /// # Errors
     /// [`KernelError::Device`].
     pub fn begin_capture(&self) -> Result<(), KernelError> {
-        let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is alive, and not the default one.
         let status = unsafe { sys::cuStreamBeginCapture_v2(self.raw, mode) };
         check(status, "begin to capture a graph")?;
@@ -193,7 +202,7 @@ impl Stream {
         let mut graph = std::ptr::null_mut();
         // SAFETY: the stream is alive.
         let status = unsafe { sys::cuStreamEndCapture(self.raw, &raw mut graph) };
-        if status as u32 == 0 && !graph.is_null() {
+        if status == 0 && !graph.is_null() {
             // SAFETY: the graph was just captured.
             let _ = unsafe { sys::cuGraphDestroy(graph) };
         }
@@ -288,7 +297,7 @@ impl Event {
     pub fn is_done(&self) -> Result<bool, KernelError> {
         // SAFETY: the event is alive.
         let status = unsafe { sys::cuEventQuery(self.raw) };
-        if status == sys::cudaError_enum::CUDA_ERROR_NOT_READY {
+        if status == sys::NOT_READY {
             return Ok(false);
         }
         check(status, "wait for the GPU").map(|()| true)
@@ -301,6 +310,23 @@ impl Event {
     /// [`Stream::synchronize`].
     pub fn wait(&self, patience: Duration) -> Result<(), KernelError> {
         wait(&self.context, patience, "a step", || self.is_done())
+    }
+
+    /// Waits for the marked work before what it uses is freed, whatever becomes of an exchange with
+    /// other ranks. If it takes longer than `patience` or fails, nothing is freed any more.
+    pub(super) fn settle(&self, patience: Duration) {
+        let began = Instant::now();
+        loop {
+            let waited = began.elapsed();
+            match self.is_done() {
+                Ok(true) => return,
+                Ok(false) if waited < patience => pause(waited),
+                _ => {
+                    let _ = self.context.hangs("the GPU does not finish its work".to_owned());
+                    return;
+                }
+            }
+        }
     }
 
     /// Time from `earlier` to this event, both timed and done.

@@ -13,9 +13,6 @@ use std::mem::MaybeUninit;
 use std::rc::Rc;
 use std::time::Duration;
 
-/// Time limit for the copies of an earlier step.
-const PATIENCE: Duration = Duration::from_secs(60);
-
 /// KV blocks in host memory: bf16 or FP8
 /// `[num_blocks, planes, num_kv_heads, block_size, head_dim]`, so that a block is
 /// contiguous, and so are adjacent blocks.
@@ -27,6 +24,14 @@ pub struct CudaHostKv {
     /// Cache blocks named by the copies in flight, and events for when they have been read: one for
     /// copies out, one for copies in, which may be queued behind those.
     names: [(Pinned<u32>, Event); 2],
+    /// Time limit for these copies, in the latest step.
+    patience: Duration,
+}
+
+impl Drop for CudaHostKv {
+    fn drop(&mut self) {
+        self.names.iter().for_each(|(_, read)| read.settle(self.patience));
+    }
 }
 
 /// Consecutive host blocks.
@@ -67,7 +72,7 @@ impl CudaHostKv {
             Ok((names, read))
         };
         let names = [names()?, names()?];
-        Ok(Self { data, shape, names })
+        Ok(Self { data, shape, names, patience: stream.patience() })
     }
 
     /// The shape that it was made for.
@@ -88,13 +93,14 @@ impl CudaHostKv {
         check::swap(op, cache.shape(), &self.shape, pairs, out)?;
         let (names, read) = &mut self.names[usize::from(out)];
         // Kernels of an earlier step may still read the list. It is never longer than the pool.
-        read.wait(PATIENCE)?;
+        self.patience = device.stream.patience();
+        read.wait(self.patience)?;
         for (name, (block, _)) in names.as_mut_slice().iter_mut().zip(pairs) {
             *name = *block;
         }
         let planes = cache.planes();
         let (elements, stride) = cache.block_and_plane();
-        for BlockRun { start, len, host } in runs(pairs) {
+        let launched = runs(pairs).into_iter().try_for_each(|BlockRun { start, len, host }| {
             let names = names.device_ptr(start);
             let staging = self.data.device_ptr(host * planes * elements);
             let sizes = (len, planes, elements, stride);
@@ -104,10 +110,12 @@ impl CudaHostKv {
                 launch::blocks_in(cache.ptr(), names, staging, sizes)
             };
             // SAFETY: names and host blocks were checked; everything is alive until the stream has
-            // passed the copies, since freeing it waits for the device.
-            unsafe { device.launch(call) }?;
-        }
-        read.record(&device.stream)
+            // passed the copies, which `drop` waits for.
+            unsafe { device.launch(call) }
+        });
+        // Also after a launch that failed: earlier ones are in flight.
+        read.record(&device.stream)?;
+        launched
     }
 }
 

@@ -1,14 +1,10 @@
 //! Lists that calls read on the GPU, uploaded in stream order from pinned memory. The host only
 //! waits for the device when they grow.
-use std::time::Duration;
-
 use super::device::Device;
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::stream::Event;
 use crate::error::KernelError;
 
-/// Time limit of an upload.
-const PATIENCE: Duration = Duration::from_secs(60);
 /// Minimum capacity in words.
 const WORDS_MIN: usize = 1 << 12;
 
@@ -40,7 +36,7 @@ impl Uploads {
             return Err(KernelError::Device(format!("no memory for {}", self.what)));
         };
         // The upload before the previous one finished long ago.
-        read.wait(PATIENCE)?;
+        read.wait(device.stream.patience())?;
         fill(&mut pinned.as_mut_slice()[..words]);
         memory.upload_pinned(&device.stream, 0, pinned, words)?;
         read.record(&device.stream)?;

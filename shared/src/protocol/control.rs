@@ -360,6 +360,8 @@ pub struct Form {
     pub collective: CollectiveSpec,
     /// Deadline for setting up the collective and for each of its operations, in milliseconds.
     pub collective_timeout_ms: u64,
+    /// How long the coordinator gives a step, in milliseconds.
+    pub step_timeout_ms: u64,
     /// The model folder, as a path on the worker's host; or a model on the hub, as
     /// [`HubModel`](crate::hub::HubModel) is written, whose files the worker has in its cache.
     pub model: String,

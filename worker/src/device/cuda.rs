@@ -135,6 +135,10 @@ impl Device for CudaDevice {
         Ok(())
     }
 
+    fn set_patience(backend: &mut CudaBackend, patience: Option<Duration>) {
+        backend.set_patience(patience);
+    }
+
     fn set_alone(backend: &mut CudaBackend, alone: bool) {
         backend.set_alone(alone);
     }

@@ -1,5 +1,6 @@
 //! What a rank has loaded, and how it loads.
 use std::path::Path;
+use std::time::Duration;
 
 use kernels::collective::single_rank;
 use kernels::{Collective, KernelError};
@@ -69,6 +70,14 @@ pub(super) struct LoadedShard<D: Device> {
 }
 
 impl<D: Device> LoadedShard<D> {
+    /// As [`Device::set_patience`], for all models.
+    pub(super) fn set_patience(&mut self, patience: Option<Duration>) {
+        D::set_patience(self.engine.backend(), patience);
+        if let Some(own) = self.engine.draft_backend() {
+            D::set_patience(own, patience);
+        }
+    }
+
     /// Checks, before anything is given up, that it can have these sizes.
     ///
     /// # Errors

@@ -197,6 +197,7 @@ fn form(epoch: u64, model: &str) -> ExecutorCommand {
         draft_model: None,
         collective: CollectiveSpec::None,
         collective_timeout_ms: 1000,
+        step_timeout_ms: 60_000,
         model: model.into(),
         engine: EngineConfig {
             block_size: 16,

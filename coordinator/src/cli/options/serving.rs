@@ -156,7 +156,8 @@ pub(crate) struct ServingArgs {
     /// than 16,384 and 33,554,432
     #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) max_queued_requests: u32,
-    /// Give up on an engine step after this many seconds and form the replica again
+    /// Give up on an engine step after this many seconds and form the replica again; a worker whose
+    /// GPU is still not done 10 seconds later ends
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub(crate) step_timeout: u64,
     /// Give up a step that takes ten times as long as steps of its size do, but not within so many

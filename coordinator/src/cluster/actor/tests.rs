@@ -67,6 +67,7 @@ fn cluster_with(lora: Lora) -> (Addr<ClusterActor>, watch::Receiver<ClusterView>
         engine,
         cpu_step_tokens: 64,
         collective_timeout: Duration::from_secs(5),
+        step_timeout: Duration::from_secs(60),
         form_timeout: Duration::from_secs(60),
         lora,
         model_names: vec!["m".to_owned()],

@@ -1,7 +1,6 @@
 //! cuBLASLt's descriptors of a product, and of the preferences for an algorithm.
-use cudarc::cublaslt::sys;
-
 use super::{Product, check};
+use crate::cuda::calls::cublaslt as sys;
 use crate::error::KernelError;
 
 /// `CUBLAS_OP_T`, which the bindings of cuBLASLt alone lack.

@@ -1,10 +1,9 @@
 //! Measures which algorithm is the fastest: runs each a few times, under the conditions of a step.
 use std::time::Duration;
 
-use cudarc::cublaslt::sys;
-
 use super::descriptors::Shape;
 use super::{Matmul, Product};
+use crate::cuda::calls::cublaslt as sys;
 use crate::cuda::memory::{DeviceMemory, DevicePtr};
 use crate::cuda::stream::{Event, Stream};
 use crate::error::KernelError;

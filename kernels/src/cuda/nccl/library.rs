@@ -5,9 +5,9 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::sys::CUstream;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
+use crate::cuda::calls::driver::CUstream;
 use crate::cuda::choice::{NCCL_MIN, Version};
 use crate::cuda::libraries::{LibraryError, python_folders, reason, usual_folders};
 

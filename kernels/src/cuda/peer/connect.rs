@@ -161,13 +161,15 @@ impl PeerGroup {
             retired: retired.clone(),
             timeout,
         };
-        let said = group.try_out(device, collective).map_err(|error| words(&error));
+        let mut kept = None;
+        let said = group.try_out(device, collective, &mut kept).map_err(|error| words(&error));
         let agreed = agree(collective, said.as_ref().copied().map_err(String::as_str));
         if let Err(error) = agreed {
             // This group is given up; `large` stays in use.
             give_up(Box::new(group), &device.stream)?;
             return Err(error);
         }
+        drop(kept);
         group.table.upload(&device.stream, 0, &lasting)?;
         group.large = large.take();
         if let Some(large) = &group.large {

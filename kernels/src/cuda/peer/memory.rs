@@ -7,9 +7,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use cudarc::driver::sys;
-
 use crate::collective::AbortHandle;
+use crate::cuda::calls::driver as sys;
 use crate::cuda::context::{Context, check};
 use crate::cuda::memory::{DeviceMemory, DevicePtr, Pinned};
 use crate::error::{CollectiveError, KernelError};

@@ -38,7 +38,8 @@ fn wrong(came: &[f32], expected: impl Fn(usize) -> f32) -> Option<String> {
 impl PeerGroup {
     /// Exchanges known numbers in every way and checks the results. Every rank allocates all memory
     /// before the first exchange: if ranks of one process share a GPU, an allocation may wait for
-    /// another rank's kernel, which waits for this one's.
+    /// another rank's kernel, which waits for this one's. The memory is left in `kept`, because the
+    /// stream may use it until a failed group has been given up.
     ///
     /// # Errors
     /// [`KernelError`], also if the received data is wrong.
@@ -46,26 +47,27 @@ impl PeerGroup {
         &mut self,
         device: &Device,
         collective: &mut dyn Collective,
+        kept: &mut Option<TrialBuffers>,
     ) -> Result<(), KernelError> {
         let (rank, ranks) = (collective.rank() as usize, collective.world_size() as usize);
         let room = TrialBuffers::new(device, ranks);
         // The other ranks wait here, whether or not the allocation succeeded.
         collective.barrier()?;
-        let TrialBuffers { data, all, mut host } = room?;
+        let TrialBuffers { data, all, host } = kept.insert(room?);
         let stream = &device.stream;
         let own: Vec<f32> = (0..COUNT).map(|index| sent(rank, index)).collect();
         let sum = |index| (0..ranks).map(|rank| sent(rank, index)).sum();
         for two_shot in [false, true] {
             data.upload(stream, 0, &own)?;
             self.sum(device, two_shot, data.ptr(), COUNT)?;
-            self.compare(device, &data, &mut host, COUNT, sum)?;
+            self.compare(device, data, host, COUNT, sum)?;
         }
         data.upload(stream, 0, &own)?;
         let call = launch::peer_gather(self.table.ptr(), data.ptr(), all.ptr(), COUNT);
         // SAFETY: both have as many elements; the table lives until the stream is idle.
         unsafe { device.launch(call) }?;
         let gathered = |index| sent(index / COUNT, index % COUNT);
-        self.compare(device, &all, &mut host, ranks * COUNT, gathered)
+        self.compare(device, all, host, ranks * COUNT, gathered)
     }
 
     fn compare(
@@ -85,7 +87,7 @@ impl PeerGroup {
 }
 
 /// Memory for a trial.
-struct TrialBuffers {
+pub(super) struct TrialBuffers {
     data: DeviceMemory,
     all: DeviceMemory,
     host: Pinned<f32>,

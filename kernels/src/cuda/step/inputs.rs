@@ -1,7 +1,6 @@
 //! Inputs of a step's kernels: laid out in pinned memory, copied before the step; and the address
 //! of each part.
 use std::rc::Rc;
-use std::time::Duration;
 
 use super::{Counts, Step};
 use crate::backend::{AttentionShape, Batch};
@@ -12,9 +11,6 @@ use crate::cuda::memory::{DeviceMemory, DevicePtr, Pinned};
 use crate::cuda::parts::Windows;
 use crate::cuda::stream::{Event, Stream};
 use crate::error::KernelError;
-
-/// Time limit of an upload.
-const UPLOAD_PATIENCE: Duration = Duration::from_secs(60);
 
 /// Rows that an operation is launched for.
 #[derive(Clone, Copy, Debug)]
@@ -59,7 +55,7 @@ impl Step {
             return Err(KernelError::Device("no memory for a step's inputs".to_owned()));
         };
         // The upload before the previous one finished long ago.
-        travelled.wait(UPLOAD_PATIENCE)?;
+        travelled.wait(stream.patience())?;
         let staged = &mut pinned.as_mut_slice()[..words];
         layout.fill(staged, ids, batch, cut, samples, &mut self.found)?;
         if places_rows {
