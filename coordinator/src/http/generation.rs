@@ -140,6 +140,7 @@ impl RunningPrompt {
             goes_on: common.goes_on,
             arrived,
             response_id: response_id.clone(),
+            traced: false,
             resumed: None,
         };
         // An embedding's caller may retry, and counts prompts and errors itself.
@@ -250,6 +251,8 @@ impl RunningPrompt {
                 }
                 Err(error.into())
             }
+            // Nobody asks for them yet.
+            EngineEvent::Note(_) => Ok(Next::Piece(Piece::default())),
         }
     }
 }
