@@ -37,7 +37,7 @@ use tokio::sync::oneshot;
 use self::dial::Dialler;
 use self::uplink::Uplink;
 use crate::adapters::{AdapterChanges, ServedAdapters};
-use crate::coordinator::CLOSE_PATIENCE;
+use crate::coordinator::{CLOSE_PATIENCE, TRACES_PATIENCE};
 use crate::engine::EngineHandle;
 use crate::http::gate::Gate;
 use crate::http::metrics::MetricsPage;
@@ -50,6 +50,7 @@ use crate::http::tls::scheme;
 use crate::metrics::FrontendStats;
 use crate::metrics::exposition::PageOptions;
 use crate::text::model::{TextModel, TextModelError};
+use crate::traces::Traces;
 
 /// Time limit for leaving.
 const STOP_PATIENCE: Duration = Duration::from_secs(2);
@@ -156,6 +157,7 @@ pub struct Frontend {
     actors: ActorRuntime,
     stop: oneshot::Sender<()>,
     ended: oneshot::Receiver<FrontendError>,
+    traces: Option<Traces>,
 }
 
 impl Frontend {
@@ -235,7 +237,8 @@ impl Frontend {
                 let _ = end.send(error);
             }
         });
-        Ok(Self { http_addr, scheme, http: handle, gate, actors, stop, ended })
+        let traces = api.traces;
+        Ok(Self { http_addr, scheme, http: handle, gate, actors, stop, ended, traces })
     }
 
     /// The address that serves HTTP.
@@ -280,5 +283,8 @@ impl Frontend {
         let _ = tokio::time::timeout(STOP_PATIENCE, self.ended).await;
         // Does not wait for connections without a request.
         let _ = tokio::time::timeout(CLOSE_PATIENCE, self.http.stop(true)).await;
+        if let Some(traces) = self.traces {
+            traces.flush(TRACES_PATIENCE).await;
+        }
     }
 }

@@ -11,8 +11,8 @@ use coordinator::http::watch::LOOK_EVERY;
 use coordinator::text::reply::{CallFormat, Reasoning};
 use zeroize::Zeroizing;
 
-use super::CliError;
 use super::options::parse_bytes;
+use super::{CliError, traces};
 
 /// The variable that holds an API key if none is given otherwise.
 const VARIABLE: &str = "TUTTI_API_KEY";
@@ -93,6 +93,13 @@ pub(crate) struct ApiArgs {
     /// Log every HTTP request: its id, status and duration
     #[arg(long)]
     pub(crate) access_log: bool,
+    /// Export a trace of every request to a collector that takes OTLP over HTTP, such as
+    /// http://HOST:4318/v1/traces; this path is added if there is none. OpenTelemetry's environment
+    /// variables (OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER ..) apply
+    /// [default: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT in the
+    /// environment]
+    #[arg(long, value_name = "URL")]
+    pub(crate) otlp_traces_endpoint: Option<String>,
     /// Let all who may use the API load and unload LoRA adapters (/v1/load_lora_adapter,
     /// /v1/unload_lora_adapter); otherwise only operators may: holders of the cluster secret, or
     /// without one, users of this host
@@ -156,6 +163,7 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
         access_log: args.access_log,
         runtime_adapters: args.allow_runtime_lora_updating,
         tls: tls(args)?,
+        traces: traces::start(args.otlp_traces_endpoint.as_deref())?,
         tool_calls: args.tool_call_parser,
         reasoning,
         share_prefix_cache: args.share_prefix_cache,

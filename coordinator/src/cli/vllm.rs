@@ -97,6 +97,10 @@ pub(crate) const OPTIONS: &[(&str, Handling)] = &[
     ("guided-decoding-backend", Reject("llguidance is the only backend")),
     ("structured-outputs-config", Reject("llguidance is the only backend")),
     ("compilation-config", Reject("nothing is compiled; `--no-cuda-graphs`")),
+    (
+        "collect-detailed-traces",
+        IgnoreWithNotice("spans always have their parts: queue, prefill, decode"),
+    ),
     ("uvicorn-log-level", Reject("`--log-level`, `--access-log`")),
     ("root-path", Reject("paths are fixed: a proxy can add a prefix")),
 ];

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use super::keys::ApiKeys;
 use super::tls::Tls;
 use crate::text::reply::{CallFormat, Reasoning};
+use crate::traces::Traces;
 
 /// See the module's documentation.
 #[derive(Clone, Debug)]
@@ -20,6 +21,8 @@ pub struct ApiOptions {
     pub allowed_origins: Vec<String>,
     /// Whether each request is logged.
     pub access_log: bool,
+    /// Traces requests, if traces are exported.
+    pub traces: Option<Traces>,
     /// Format of the model's tool calls, if its chat template does not tell.
     pub tool_calls: Option<CallFormat>,
     /// How reasoning is told apart from the answer, if the call format does not imply it.
@@ -60,6 +63,7 @@ impl Default for ApiOptions {
             max_logprobs: MAX_LOGPROBS,
             allowed_origins: Vec::new(),
             access_log: false,
+            traces: None,
             tool_calls: None,
             reasoning: None,
             tls: None,
