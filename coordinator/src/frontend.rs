@@ -95,8 +95,9 @@ pub enum FrontendError {
     Model(#[from] TextModelError),
     /// The model folder differs from the coordinator's.
     #[error(
-        "{} turns text into tokens differently from the coordinator's model folder: the files and \
-         --chat-template must be the same", folder.display()
+        "{} turns text into tokens differently from the coordinator's model folder: the files, \
+         --chat-template, --default-chat-template-kwargs, --generation-config and \
+         --override-generation-config must be the same", folder.display()
     )]
     OtherText {
         /// The folder.
@@ -189,7 +190,7 @@ impl Frontend {
             Some(folder) => folder.clone(),
             None => text_of(&serving.model, &options.hub).await?,
         };
-        let text = Arc::new(TextModel::load_with(&folder, options.api.chat_template.as_deref())?);
+        let text = Arc::new(TextModel::load_with(&folder, &options.api.text)?);
         if text.fingerprint != serving.text_fingerprint {
             return Err(FrontendError::OtherText { folder });
         }

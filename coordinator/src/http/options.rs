@@ -1,8 +1,7 @@
 //! The operator's options of the HTTP API, the same at the coordinator and at front ends.
-use std::path::PathBuf;
-
 use super::keys::ApiKeys;
 use super::tls::Tls;
+use crate::text::model::TextOptions;
 use crate::text::reply::{CallFormat, Reasoning};
 use crate::traces::Traces;
 
@@ -11,8 +10,10 @@ use crate::traces::Traces;
 pub struct ApiOptions {
     /// Keys that are admitted.
     pub keys: ApiKeys,
-    /// The chat template, instead of the model's own.
-    pub chat_template: Option<PathBuf>,
+    /// What is chosen about templates and sampling.
+    pub text: TextOptions,
+    /// Whether streams report usage although their requests do not ask for it.
+    pub reports_usage: bool,
     /// Maximum bytes of a request body; absent: enough for one full prompt.
     pub max_body_bytes: Option<u64>,
     /// Maximum number of alternatives that a request may ask for.
@@ -58,7 +59,8 @@ impl Default for ApiOptions {
     fn default() -> Self {
         Self {
             keys: ApiKeys::default(),
-            chat_template: None,
+            text: TextOptions::default(),
+            reports_usage: false,
             max_body_bytes: None,
             max_logprobs: MAX_LOGPROBS,
             allowed_origins: Vec::new(),
