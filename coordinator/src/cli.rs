@@ -20,6 +20,7 @@
 //! - `claims`, `heartbeat`, `open_files`, `signals`: GPUs in use, heartbeats, limits and signals of
 //!   a process
 //! - `hub`: models by their names on the hub
+//! - `traces`: starts the export of traces
 //! - `logging`, `output`: the log, and what is printed
 mod api;
 mod bench;
@@ -50,6 +51,7 @@ mod secret;
 mod serve;
 mod signals;
 mod speculative;
+mod traces;
 mod up;
 mod vllm;
 mod work;

@@ -49,6 +49,7 @@ use crate::http::tls::scheme;
 use crate::kept_actors::{ActorKeeper, ActorsLeft};
 use crate::links::{self, RefusedProcesses};
 use crate::metrics::membership;
+use crate::traces::Traces;
 
 use self::changes::Changes;
 pub use self::options::{CoordinatorOptions, LogStats, ModelSources, StartError};
@@ -57,6 +58,8 @@ pub use self::prepared::PreparedCoordinator;
 
 /// How long delivering the last events to clients may take.
 const FLUSH_PATIENCE: Duration = Duration::from_secs(1);
+/// How long the last spans may take to the collector of traces.
+pub(crate) const TRACES_PATIENCE: Duration = Duration::from_secs(2);
 /// How long connections may take to close after that.
 pub(crate) const CLOSE_PATIENCE: Duration = Duration::from_millis(300);
 
@@ -104,6 +107,7 @@ pub struct Coordinator {
     actors: ActorRuntime,
     /// Keeps created actors in etcd.
     keeper: Option<ActorKeeper>,
+    traces: Option<Traces>,
 }
 
 impl Coordinator {
@@ -136,7 +140,7 @@ impl Coordinator {
             metrics,
         } = prepared;
         let (http_addr, cluster_addr) = (http.address, bound.address);
-        let tls = options.api.tls.clone();
+        let (tls, traces) = (options.api.tls.clone(), options.api.traces.clone());
         let max_model_len = engine.max_model_len;
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
         let since_1970 = since_1970();
@@ -270,6 +274,7 @@ impl Coordinator {
             clock,
             actors,
             keeper,
+            traces,
         })
     }
 
@@ -417,6 +422,9 @@ impl Coordinator {
         let _ = tokio::time::timeout(CLOSE_PATIENCE, self.http.stop(true)).await;
         if let Some((_, metrics)) = self.metrics {
             metrics.stop(false).await;
+        }
+        if let Some(traces) = self.traces {
+            traces.flush(TRACES_PATIENCE).await;
         }
     }
 }

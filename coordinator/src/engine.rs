@@ -12,7 +12,7 @@ use std::time::Duration;
 use shared::ids::RequestId;
 use shared::mix::mix;
 pub use shared::protocol::{EngineError, EngineEvent, FinishReason};
-use shared::protocol::{GuideSpec, TokenMask};
+use shared::protocol::{GuideSpec, NOTES_MAX, TokenMask};
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
 
@@ -120,6 +120,8 @@ pub struct GenerateRequest {
     pub arrived: Duration,
     /// Id of the client's response, for exemplars.
     pub response_id: Arc<str>,
+    /// Whether to note what happens to it ([`EngineEvent::Note`]).
+    pub traced: bool,
     /// What a lost engine accepted for it; it continues from there.
     pub resumed: Option<Box<Resumed>>,
 }
@@ -169,6 +171,7 @@ impl GenerateRequest {
             goes_on: false,
             arrived: Duration::ZERO,
             response_id: Arc::default(),
+            traced: false,
             resumed: None,
         }
     }
@@ -367,7 +370,9 @@ impl EngineHandle {
         // A long prompt's log-probabilities may come in pieces.
         let pieces = request.prompt.len() / PROMPT_LOGPROBS_PIECE + 2;
         let all = choices * (request.max_tokens as usize + 1);
-        let bound = all.min(UNTAKEN_MAX) + pieces;
+        // As many as some coordinators make, one after another.
+        let notes = if request.traced { 4 * NOTES_MAX as usize } else { 0 };
+        let bound = all.min(UNTAKEN_MAX) + pieces + notes;
         let (sender, events) = mpsc::channel(bound);
         let events_to = EventSender::Local(sender);
         let command = EngineCommand::Submit { request: Box::new(request), events: events_to };

@@ -37,7 +37,7 @@ use tokio::sync::oneshot;
 use self::dial::Dialler;
 use self::uplink::Uplink;
 use crate::adapters::{AdapterChanges, ServedAdapters};
-use crate::coordinator::CLOSE_PATIENCE;
+use crate::coordinator::{CLOSE_PATIENCE, TRACES_PATIENCE};
 use crate::engine::EngineHandle;
 use crate::http::gate::Gate;
 use crate::http::metrics::MetricsPage;
@@ -50,6 +50,7 @@ use crate::http::tls::scheme;
 use crate::metrics::FrontendStats;
 use crate::metrics::exposition::PageOptions;
 use crate::text::model::{TextModel, TextModelError};
+use crate::traces::Traces;
 
 /// Time limit for leaving.
 const STOP_PATIENCE: Duration = Duration::from_secs(2);
@@ -94,8 +95,9 @@ pub enum FrontendError {
     Model(#[from] TextModelError),
     /// The model folder differs from the coordinator's.
     #[error(
-        "{} turns text into tokens differently from the coordinator's model folder: the files and \
-         --chat-template must be the same", folder.display()
+        "{} turns text into tokens differently from the coordinator's model folder: the files, \
+         --chat-template, --default-chat-template-kwargs, --generation-config and \
+         --override-generation-config must be the same", folder.display()
     )]
     OtherText {
         /// The folder.
@@ -156,6 +158,7 @@ pub struct Frontend {
     actors: ActorRuntime,
     stop: oneshot::Sender<()>,
     ended: oneshot::Receiver<FrontendError>,
+    traces: Option<Traces>,
 }
 
 impl Frontend {
@@ -187,7 +190,7 @@ impl Frontend {
             Some(folder) => folder.clone(),
             None => text_of(&serving.model, &options.hub).await?,
         };
-        let text = Arc::new(TextModel::load_with(&folder, options.api.chat_template.as_deref())?);
+        let text = Arc::new(TextModel::load_with(&folder, &options.api.text)?);
         if text.fingerprint != serving.text_fingerprint {
             return Err(FrontendError::OtherText { folder });
         }
@@ -235,7 +238,8 @@ impl Frontend {
                 let _ = end.send(error);
             }
         });
-        Ok(Self { http_addr, scheme, http: handle, gate, actors, stop, ended })
+        let traces = api.traces;
+        Ok(Self { http_addr, scheme, http: handle, gate, actors, stop, ended, traces })
     }
 
     /// The address that serves HTTP.
@@ -280,5 +284,8 @@ impl Frontend {
         let _ = tokio::time::timeout(STOP_PATIENCE, self.ended).await;
         // Does not wait for connections without a request.
         let _ = tokio::time::timeout(CLOSE_PATIENCE, self.http.stop(true)).await;
+        if let Some(traces) = self.traces {
+            traces.flush(TRACES_PATIENCE).await;
+        }
     }
 }

@@ -32,7 +32,7 @@
 //! - `adapters`: LoRA adapters loaded and unloaded while the cluster runs
 //! - [`admin`]: the operator's API
 //! - [`tokenize`]: tokenization without generation
-//! - [`trace`]: the trace that a request belongs to
+//! - [`trace`]: the trace that a request belongs to; [`traced`]: what is exported of it
 //! - [`tls`]: HTTPS, with certificates that may change
 //! - [`keys`]: who may use the API
 //! - [`options`]: the operator's options of the API
@@ -95,6 +95,7 @@ pub mod tls;
 pub mod tokenize;
 pub mod tools;
 pub mod trace;
+pub mod traced;
 mod traffic;
 mod turns;
 mod vectors;

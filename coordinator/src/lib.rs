@@ -19,6 +19,7 @@
 //! - [`private_file`]: checks that only a file's owner can read it
 //! - [`secret_file`]: the file of the cluster's secrets, read again when it changes
 //! - [`text`]: tokenizer, templates, incremental decoding, stop strings
+//! - [`traces`]: a span for each request, for collectors of traces
 //! - [`metrics`]: what is observed and how it is published
 #![forbid(unsafe_code)]
 
@@ -41,3 +42,4 @@ pub mod scheduler;
 pub mod secret_file;
 pub mod standby;
 pub mod text;
+pub mod traces;

@@ -9,6 +9,7 @@
 //! - [`guide`]: structured output as a front end requests it
 //! - [`lora`]: LoRA adapters
 //! - [`mask`]: which tokens structured output allows
+//! - [`note`]: what happens to a request, for whoever traces it
 //! - [`step`]: step plans and results
 //!
 //! A worker's life: it dials, sends [`Hello`], gets [`ToFetch`] and dials again when it has the
@@ -22,6 +23,7 @@ pub mod frontend;
 pub mod guide;
 pub mod lora;
 pub mod mask;
+pub mod note;
 pub mod step;
 
 pub use control::{
@@ -40,6 +42,7 @@ pub use lora::{
     Adapter, AdapterChange, AdapterCommand, AdapterDone, AdapterError, ChangeAdapter, Lora,
 };
 pub use mask::TokenMask;
+pub use note::{NOTES_MAX, RequestNote};
 use serde::{Deserialize, Serialize};
 pub use step::{
     Drafts, NewSequence, SequenceOutput, SequenceStep, StepFailed, StepMasks, StepPlan, StepResult,

@@ -34,6 +34,7 @@
 //! - [`structured`]: structured output of a real model, also when a worker dies
 //! - [`swapping`]: requests swapped to host memory
 //! - [`tls`]: HTTPS, its files, and its clients
+//! - [`traces`]: what traces tell of requests
 //! - [`by_hand`]: a coordinator and workers started one by one
 //! - `classes`: models that sort texts into classes, and a reranker with K and V in FP8
 //! - [`openai_client`]: the `openai` Python package
@@ -81,6 +82,7 @@ mod streams;
 mod structured;
 mod swapping;
 mod tls;
+mod traces;
 
 use serde_json::{Value, json};
 use testkit::local_cluster::LocalCluster;

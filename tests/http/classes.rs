@@ -1,6 +1,6 @@
 //! Models that sort texts into classes: `/classify`, `/pooling`, pairs of texts, and what they
 //! refuse.
-use coordinator::text::model::TextModel;
+use coordinator::text::model::{TextModel, TextOptions};
 use serde_json::{Value, json};
 use shared::model_config::{Activation, ClassHeadSource, Classifier};
 use testkit::models::{class_goldens, demo, variant};
@@ -145,8 +145,9 @@ async fn pairs_have_the_tokens_that_transformers_gives_them() {
     let pairs = class_goldens(&folder).pairs;
     let template = folder.join("score.jinja");
     for form in ["joined", "following", "templated"] {
-        let chosen = Some(template.as_path()).filter(|_| form == "templated");
-        let mut text = TextModel::load_with(&folder, chosen).unwrap();
+        let chat_template = Some(template.clone()).filter(|_| form == "templated");
+        let options = TextOptions { chat_template, ..TextOptions::default() };
+        let mut text = TextModel::load_with(&folder, &options).unwrap();
         text.classifier.as_mut().unwrap().separates = form != "following";
         let rig = Rig::of(Script::default(), text);
         for pair in &pairs {

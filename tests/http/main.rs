@@ -21,6 +21,7 @@
 //! - [`tokens`]: `/tokenize` and `/detokenize`
 //! - [`tools`]: tool calls and reasoning, parsed from the text
 //! - [`streams`]: Server-Sent Events, stop strings, failures, disconnects
+//! - [`traces`]: spans of requests, and collectors that are slow or away
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests panic")]
 
 mod bounds;
@@ -43,3 +44,4 @@ mod structured;
 mod tls;
 mod tokens;
 mod tools;
+mod traces;

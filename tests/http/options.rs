@@ -1,11 +1,13 @@
 //! Operators' options: API keys, origins, limits; and the routes of probes.
 use coordinator::http::keys::ApiKeys;
 use coordinator::http::options::ApiOptions;
+use coordinator::text::model::{SamplingDefaults, TextModel, TextOptions};
 use reqwest::{Method, Response};
 use serde_json::{Value, json};
+use testkit::models::demo;
 use testkit::scrape::Scrape;
 
-use crate::rig::Rig;
+use crate::rig::{Rig, Script};
 
 const COMPLETIONS: &str = "/v1/completions";
 
@@ -149,5 +151,63 @@ async fn compressed_bodies_are_refused_as_such() {
         assert_eq!(response.status(), status, "{encoding}");
         let text = response.text().await.unwrap();
         assert!(status == 200 || text.contains("Content-Encoding"), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn streams_report_usage_where_the_operator_wants_it() {
+    let rig = Rig::with_api(&ApiOptions { reports_usage: true, ..ApiOptions::default() });
+    for options in [Value::Null, json!({"include_usage": false})] {
+        let body =
+            json!({"prompt": "x", "max_tokens": 3, "stream": true, "stream_options": options});
+        let streamed = rig.client.stream(COMPLETIONS, &body).await.unwrap();
+        let (last, before) = streamed.events.split_last().unwrap();
+        assert_eq!(
+            (&last["choices"], &last["usage"]["completion_tokens"]),
+            (&json!([]), &json!(3))
+        );
+        assert!(before.iter().all(|event| event["usage"].is_null()));
+    }
+    // Of one that asks for more, more.
+    let more = json!({"include_usage": true, "continuous_usage_stats": true});
+    let body = json!({"prompt": "x", "max_tokens": 3, "stream": true, "stream_options": more});
+    let streamed = rig.client.stream(COMPLETIONS, &body).await.unwrap();
+    assert!(streamed.events.iter().all(|event| event["usage"]["prompt_tokens"].is_u64()));
+}
+
+#[tokio::test]
+async fn requests_get_the_operators_defaults_where_they_set_none() {
+    let overrides = r#"{"temperature": 0.25, "top_k": 7, "max_new_tokens": 4}"#;
+    let template = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(&template, "{{ tone }} {{ other }} {{ messages[0].content }}").unwrap();
+    let options = TextOptions {
+        chat_template: Some(template.path().to_owned()),
+        variables: json!({"tone": "calm", "other": 1}).as_object().unwrap().clone(),
+        sampling: SamplingDefaults::parse(overrides).unwrap(),
+        ..TextOptions::default()
+    };
+    let text = TextModel::load_with(&demo(), &options).unwrap();
+    let plain = TextModel::load(&demo()).unwrap().fingerprint;
+    assert_ne!(text.fingerprint, plain, "front ends must have the same");
+    let rig = Rig::of(Script { text: "a b c d e f g h".to_owned(), ..Script::default() }, text);
+    let taken = || rig.seen.lock().unwrap().requests.pop().unwrap();
+    let answer = rig.ask(COMPLETIONS, &json!({"prompt": "x", "max_tokens": 100})).await;
+    assert_eq!(answer["usage"]["completion_tokens"], 4);
+    assert_eq!(answer["choices"][0]["finish_reason"], "length");
+    let request = taken();
+    assert_eq!((request.max_tokens, request.sampling[0].top_k), (4, 7));
+    assert_eq!(request.sampling[0].temperature, 0.25);
+    let own = json!({"prompt": "x", "max_tokens": 2, "temperature": 0.5, "top_k": -1});
+    rig.ask(COMPLETIONS, &own).await;
+    let request = taken();
+    assert_eq!((request.max_tokens, request.sampling[0].top_k), (2, 0));
+    assert_eq!(request.sampling[0].temperature, 0.5);
+    for (given, expected) in
+        [(json!({}), "calm 1 Hi"), (json!({"tone": "gay", "third": 3}), "gay 1 Hi")]
+    {
+        let messages = json!([{"role": "user", "content": "Hi"}]);
+        let body = json!({"messages": messages, "chat_template_kwargs": given});
+        rig.ask("/v1/chat/completions", &body).await;
+        assert_eq!(rig.text.decode(&taken().prompt), expected);
     }
 }

@@ -20,10 +20,10 @@ use shared::protocol::{
     EngineEvent, ExitReason, FailedGroups, FinishReason, Form, FormFailed, Formed, FromFrontend,
     FromWorker, FrontendHello, FrontendId, FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec,
     HeldShard, Hello, KvCacheDtype, LoadProgress, Lora, MODEL_NAME_MAX, MODEL_NAMES_MAX,
-    NewSequence, NodeResources, Quantization, Rejoin, SequenceOutput, SequenceStep, Serving, Start,
-    Started, StepFailed, StepMasks, StepPlan, StepResult, StepTimings, SubmitRequest, Swap,
-    SwapPair, ToFetch, ToFrontend, ToWorker, TokenLogprobs, TokenMask, Trouble, Whitespace,
-    WorkerStats,
+    NewSequence, NodeResources, Quantization, Rejoin, RequestNote, SequenceOutput, SequenceStep,
+    Serving, Start, Started, StepFailed, StepMasks, StepPlan, StepResult, StepTimings,
+    SubmitRequest, Swap, SwapPair, ToFetch, ToFrontend, ToWorker, TokenLogprobs, TokenMask,
+    Trouble, Whitespace, WorkerStats,
 };
 use shared::sampling::{Pooling, SamplingParams};
 use shared::wire::codec::{self, CodecError};
@@ -476,6 +476,7 @@ fn submit() -> SubmitRequest {
         end_tokens: vec![0],
         waited_us: 12,
         response_id: "cmpl-1".to_owned(),
+        traced: true,
         accepted: vec![
             AcceptedChoice::GoesOn(vec![7, 70_000]),
             AcceptedChoice::Over { tokens: 300 },
@@ -520,6 +521,11 @@ fn every_message_of_front_ends_survives_and_every_cut_is_noticed() {
         EngineEvent::Failed(EngineError::Unavailable { message: "m".to_owned() }),
         EngineEvent::Failed(EngineError::Overloaded { message: "m".to_owned(), retry_after_s: 9 }),
         EngineEvent::Failed(EngineError::Broke { message: "m".to_owned() }),
+        EngineEvent::Note(RequestNote::Scheduled { replica: ReplicaId(2), ranks: 300 }),
+        EngineEvent::Note(RequestNote::Preempted { replica: ReplicaId(0) }),
+        EngineEvent::Note(RequestNote::Interrupted { replica: ReplicaId(1), failed: true }),
+        EngineEvent::Note(RequestNote::CoordinatorLost),
+        EngineEvent::Note(RequestNote::Drafted { tokens: 70_000, accepted: 3 }),
     ];
     round_trip(&ToFrontend::Events(events.into_iter().map(|event| (id, event)).collect()));
     round_trip(&ToFrontend::Readiness { ready: true, message: "serving".to_owned() });
@@ -608,6 +614,8 @@ fn the_form_of_messages_is_pinned() {
     );
     let embedding = EngineEvent::Embedding(vec![1.0, -0.5]);
     assert_eq!(hex(codec::encode(&embedding).unwrap()), "01020000803f000000bf");
+    let note = RequestNote::Interrupted { replica: ReplicaId(300), failed: true };
+    assert_eq!(hex(codec::encode(&EngineEvent::Note(note)).unwrap()), "0502fb2c0101");
     let sampling = codec::encode(&SamplingParams::greedy()).unwrap();
     let pooled = SamplingParams { pooling: Some(Pooling::Mean), ..SamplingParams::greedy() };
     let pooled = hex(codec::encode(&pooled).unwrap());

@@ -477,7 +477,8 @@ impl Rig {
                 assert!(place != RequestPlace::Running && !self.requests[&request].1.ended());
                 self.running.remove(&request);
             }
-            Effect::Drafted { tokens, accepted, emitted } => {
+            Effect::Drafted { request, tokens, accepted, emitted } => {
+                assert!(!self.requests[&request].1.ended(), "drafts_before_the_end");
                 assert!(accepted <= tokens && tokens > 0 && accepted <= emitted);
                 assert!(emitted <= accepted + 1, "one more than accepted at most");
                 self.drafted.0 += tokens;

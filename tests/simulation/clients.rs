@@ -10,6 +10,7 @@ use coordinator::engine::{
 use shared::ids::{ReplicaId, RequestId};
 use shared::metrics::catalogue::REQUEST_SUCCESS;
 use shared::metrics::labels::FinishedReason;
+use shared::protocol::{NOTES_MAX, RequestNote};
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc::{Receiver, channel, error::TryRecvError};
 
@@ -73,6 +74,51 @@ struct Open {
     waits_since: Option<Time>,
     /// How many tokens of each choice were accepted when an epoch that ran it ended.
     lost_at: Vec<Vec<usize>>,
+    notes: Notes,
+}
+
+/// What was noted of a request, if it is traced.
+#[derive(Default)]
+struct Notes {
+    are_asked: bool,
+    number: u16,
+    /// The replica that runs it.
+    runs_at: Option<ReplicaId>,
+}
+
+impl Notes {
+    /// Whether all of them are here.
+    fn are_complete(&self) -> bool {
+        self.are_asked && self.number + 1 < NOTES_MAX
+    }
+
+    fn take(&mut self, note: RequestNote) -> Result<(), String> {
+        self.number += 1;
+        let fits = match note {
+            RequestNote::Scheduled { replica, ranks } => {
+                self.runs_at = Some(replica);
+                ranks > 0
+            }
+            RequestNote::Preempted { replica } => self.runs_at == Some(replica),
+            RequestNote::Interrupted { replica, .. } => {
+                self.runs_at.take().is_none_or(|at| at == replica)
+            }
+            RequestNote::Drafted { tokens, accepted } => tokens > 0 && accepted <= tokens,
+            RequestNote::CoordinatorLost => false,
+        };
+        if !self.are_asked || self.number > NOTES_MAX || !fits {
+            return Err(format!("the note {note:?}, after {} others", self.number - 1));
+        }
+        Ok(())
+    }
+
+    /// Something was computed for it.
+    fn check_runs(&self) -> Result<(), String> {
+        if self.are_complete() && self.runs_at.is_none() {
+            return Err("computed by nobody, as its notes have it".to_owned());
+        }
+        Ok(())
+    }
 }
 
 pub(crate) struct Clients {
@@ -99,6 +145,7 @@ impl Clients {
                 replica: None,
                 waits_since: None,
                 lost_at: Vec::new(),
+                notes: Notes::default(),
                 client,
             }
         };
@@ -143,6 +190,7 @@ impl Clients {
             adapter,
             end_tokens: client.ends.end_tokens.clone(),
             arrived: Duration::from_micros(now),
+            traced: index.is_multiple_of(3),
             ..GenerateRequest::new(
                 RequestId(index as u64),
                 client.prompt.clone(),
@@ -150,7 +198,9 @@ impl Clients {
                 client.ends.max_tokens,
             )
         };
-        let (sender, events) = channel((client.n * (client.ends.max_tokens + 1) + 2) as usize);
+        open.notes.are_asked = request.traced;
+        let all = client.n * (client.ends.max_tokens + 1) + 2 + u32::from(NOTES_MAX);
+        let (sender, events) = channel(all as usize);
         open.events = Some(events);
         open.state = State::Submitted;
         (request, EventSender::Local(sender))
@@ -412,6 +462,7 @@ impl World {
                 {
                     return Err("gone before it was accepted".to_owned());
                 }
+                Ok(EngineEvent::Note(note)) => open.notes.take(note)?,
                 Ok(event) => return Err(format!("{event:?} before it was accepted")),
                 Err(_) => {}
             }
@@ -426,6 +477,7 @@ impl World {
                     if open.reasons[choice].is_some() {
                         return Err(format!("a token after the end of choice {choice}"));
                     }
+                    open.notes.check_runs()?;
                     tokens.push(u64::from(token));
                     let lost = switches.token_lost && token % 50 == 0;
                     let repeated = switches.token_repeated && token % 50 == 0;
@@ -475,6 +527,7 @@ impl World {
                     open.embedded = true;
                 }
                 Ok(EngineEvent::PromptLogprobs(_)) => return Err("nobody asked".to_owned()),
+                Ok(EngineEvent::Note(note)) => open.notes.take(note)?,
                 Err(TryRecvError::Empty) => break,
                 Err(TryRecvError::Disconnected) => break,
             }

@@ -3,6 +3,7 @@
 //! - [`local_cluster`]: `tutti up` (or its parts) as child processes, stopped and checked on drop
 //! - [`adapters`]: LoRA adapters with synthetic weights
 //! - [`certificates`]: an authority and certificates
+//! - [`collector`]: a stand-in for a collector of traces
 //! - [`contract`]: a server's description of its API, and what does not agree with it
 //! - [`etcd`]: a real etcd
 //! - [`fake_cuda`]: a stand-in for NVIDIA's driver, with this project's kernels emulated
@@ -24,6 +25,7 @@
 pub mod adapters;
 pub mod certificates;
 pub mod client;
+pub mod collector;
 pub mod contract;
 pub mod etcd;
 pub mod fake_cuda;

@@ -4,7 +4,7 @@ use crate::rust_code::{crate_mentions, imports, line_of, split, word_offsets};
 use crate::tree::{self, File};
 
 /// Modules that are pure.
-const PURE: [&str; 14] = [
+const PURE: [&str; 20] = [
     "coordinator/src/frontend/open_request",
     "coordinator/src/frontend/held",
     "coordinator/src/frontend/requests",
@@ -14,6 +14,12 @@ const PURE: [&str; 14] = [
     "coordinator/src/replica/completions",
     "coordinator/src/replica/deadlines",
     "coordinator/src/replica/core",
+    "coordinator/src/traces/otlp",
+    "coordinator/src/traces/record",
+    "coordinator/src/traces/retry",
+    "coordinator/src/traces/sampler",
+    "coordinator/src/traces/settings",
+    "coordinator/src/traces/span",
     "shared/src/actor/placement",
     "shared/src/hub/files",
     "shared/src/hub/name",

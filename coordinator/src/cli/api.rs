@@ -1,18 +1,21 @@
 //! The options of the HTTP API, of every role that serves it.
 use std::fmt;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use coordinator::http::keys::{ApiKey, ApiKeyError, ApiKeys, KeyFile, KeyLimits};
 use coordinator::http::options::{ApiOptions, ConnectionBound, MAX_LOGPROBS};
 use coordinator::http::tls::{Tls, TlsFiles};
 use coordinator::http::watch::LOOK_EVERY;
+use coordinator::text::model::{GenerationSource, SamplingDefaults, TextOptions};
 use coordinator::text::reply::{CallFormat, Reasoning};
+use coordinator::text::template::RESERVED;
+use serde_json::{Map, Value};
 use zeroize::Zeroizing;
 
-use super::CliError;
 use super::options::parse_bytes;
+use super::{CliError, traces};
 
 /// The variable that holds an API key if none is given otherwise.
 const VARIABLE: &str = "TUTTI_API_KEY";
@@ -58,6 +61,25 @@ pub(crate) struct ApiArgs {
     /// coordinator and all front ends
     #[arg(long, value_name = "FILE")]
     pub(crate) chat_template: Option<PathBuf>,
+    /// Variables of the chat template for requests that do not set them in `chat_template_kwargs`,
+    /// as a JSON object, such as {"enable_thinking": false}; must be the same for the coordinator and
+    /// all front ends
+    #[arg(long, value_name = "JSON", value_parser = parse_variables)]
+    pub(crate) default_chat_template_kwargs: Option<Variables>,
+    /// Where sampling defaults come from, for requests that do not set them: the model's own
+    /// generation_config.json (auto), this server (vllm: temperature 1, no top_p and so on), or
+    /// another such file or its folder; must be the same for the coordinator and all front ends
+    #[arg(long, value_name = "SOURCE", default_value = "auto", value_parser = parse_generation)]
+    pub(crate) generation_config: GenerationSource,
+    /// Sampling defaults that go before those of --generation-config, as a JSON object of
+    /// temperature, top_p, top_k, min_p, repetition_penalty; and max_new_tokens, which no answer
+    /// exceeds; must be the same for the coordinator and all front ends
+    #[arg(long, value_name = "JSON", value_parser = SamplingDefaults::parse)]
+    pub(crate) override_generation_config: Option<SamplingDefaults>,
+    /// Report usage at the end of every stream, as if each request set
+    /// `stream_options.include_usage`
+    #[arg(long)]
+    pub(crate) enable_force_include_usage: bool,
     /// Maximum size of a request body, in bytes or with a suffix KiB, MiB or GiB [default: 16 per
     /// token of --max-model-len, at least 16MiB]
     #[arg(long, value_name = "BYTES", value_parser = parse_body_bytes)]
@@ -93,11 +115,46 @@ pub(crate) struct ApiArgs {
     /// Log every HTTP request: its id, status and duration
     #[arg(long)]
     pub(crate) access_log: bool,
+    /// Export a trace of every request to a collector that takes OTLP over HTTP, such as
+    /// http://HOST:4318/v1/traces; this path is added if there is none. OpenTelemetry's environment
+    /// variables (OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER ..) apply
+    /// [default: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT in the
+    /// environment]
+    #[arg(long, value_name = "URL")]
+    pub(crate) otlp_traces_endpoint: Option<String>,
     /// Let all who may use the API load and unload LoRA adapters (/v1/load_lora_adapter,
     /// /v1/unload_lora_adapter); otherwise only operators may: holders of the cluster secret, or
     /// without one, users of this host
     #[arg(long)]
     pub(crate) allow_runtime_lora_updating: bool,
+}
+
+/// Variables of chat templates.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Variables(Map<String, Value>);
+
+/// Longest JSON of them, in bytes: every conversation is rendered with them.
+const VARIABLES_BYTES: usize = 64 << 10;
+
+fn parse_variables(text: &str) -> Result<Variables, String> {
+    if text.len() > VARIABLES_BYTES {
+        return Err(format!("it has {} bytes, the limit is {VARIABLES_BYTES}", text.len()));
+    }
+    let map: Map<String, Value> =
+        serde_json::from_str(text).map_err(|error| format!("not a JSON object: {error}"))?;
+    match map.keys().find(|key| RESERVED.contains(&key.as_str())) {
+        Some(key) => Err(format!("`{key}` cannot be given here: each request has its own")),
+        None => Ok(Variables(map)),
+    }
+}
+
+fn parse_generation(text: &str) -> Result<GenerationSource, String> {
+    match text {
+        "auto" => Ok(GenerationSource::Model),
+        "vllm" => Ok(GenerationSource::None),
+        path if Path::new(path).exists() => Ok(GenerationSource::Other(path.into())),
+        _ => Err("it must be auto, vllm, or a file or folder that exists".to_owned()),
+    }
 }
 
 /// A key, never shown.
@@ -149,13 +206,20 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
     }
     Ok(ApiOptions {
         keys,
-        chat_template: args.chat_template.clone(),
+        text: TextOptions {
+            chat_template: args.chat_template.clone(),
+            variables: args.default_chat_template_kwargs.clone().unwrap_or_default().0,
+            generation: args.generation_config.clone(),
+            sampling: args.override_generation_config.unwrap_or_default(),
+        },
+        reports_usage: args.enable_force_include_usage,
         max_body_bytes: args.max_body_bytes,
         max_logprobs: args.max_logprobs,
         allowed_origins: args.allowed_origins.clone(),
         access_log: args.access_log,
         runtime_adapters: args.allow_runtime_lora_updating,
         tls: tls(args)?,
+        traces: traces::start(args.otlp_traces_endpoint.as_deref())?,
         tool_calls: args.tool_call_parser,
         reasoning,
         share_prefix_cache: args.share_prefix_cache,
@@ -390,6 +454,36 @@ mod tests {
         assert!(error.contains("--chat-template /no/such.jinja"), "{error}");
         let error = parse(&["--max-body-bytes", "1"]).unwrap_err();
         assert!(error.contains("--max-body-bytes") && error.contains("1024"), "{error}");
+    }
+
+    #[test]
+    fn defaults_of_requests_are_checked_at_the_start() {
+        let options = parse(&[
+            "--default-chat-template-kwargs",
+            r#"{"enable_thinking": false}"#,
+            "--generation-config",
+            "vllm",
+            "--override-generation-config",
+            r#"{"temperature": 0.5}"#,
+            "--enable-force-include-usage",
+        ])
+        .unwrap();
+        assert_eq!(options.text.variables["enable_thinking"], false);
+        assert_eq!(options.text.generation, GenerationSource::None);
+        assert_eq!(options.text.sampling.temperature, Some(0.5));
+        assert!(options.reports_usage);
+        assert_eq!(parse(&[]).unwrap().text, TextOptions::default());
+        for (option, value, what) in [
+            ("--default-chat-template-kwargs", "[]", "JSON object"),
+            ("--default-chat-template-kwargs", r#"{"messages": 1}"#, "`messages`"),
+            ("--generation-config", "/no/such", "auto, vllm"),
+            ("--override-generation-config", r#"{"top_p": 2}"#, "`top_p` is 2"),
+        ] {
+            let error = parse(&[option, value]).unwrap_err();
+            assert!(error.contains(option) && error.contains(what), "{error}");
+        }
+        let long = format!("{{\"a\": \"{}\"}}", "x".repeat(VARIABLES_BYTES));
+        assert!(parse(&["--default-chat-template-kwargs", &long]).unwrap_err().contains("65536"));
     }
 
     #[test]

@@ -49,7 +49,7 @@ pub(crate) fn make_agent(
 ) -> Result<Agent, CliError> {
     let config = Agent::config_builder().timeout_global(Some(deadline)).http_status_as_error(false);
     let identity = match (&trust.tls_client_certificate, &trust.tls_client_key) {
-        (Some(certificate), Some(key)) => Some(identity(certificate, key)?),
+        (Some(certificate), Some(key)) => Some(identity(&OPTIONS, certificate, key)?),
         (None, None) => None,
         _ => {
             let message =
@@ -67,7 +67,10 @@ pub(crate) fn make_agent(
     }
     let tls = TlsConfig::builder()
         .unversioned_rustls_crypto_provider(Arc::new(ring::default_provider()))
-        .root_certs(RootCerts::new_with_certs(&authorities(trust.tls_ca.as_deref())?))
+        .root_certs(RootCerts::new_with_certs(&authorities(
+            OPTIONS.authorities,
+            trust.tls_ca.as_deref(),
+        )?))
         .client_cert(identity);
     Ok(config.tls_config(tls.build()).build().into())
 }
@@ -114,19 +117,35 @@ fn is_no_http(error: &ureq::Error) -> bool {
     }
 }
 
-fn authorities(file: Option<&Path>) -> Result<Vec<Certificate<'static>>, CliError> {
-    const OPTION: &str = "--tls-ca";
+/// What names the files, for errors about them.
+pub(crate) struct FileNames {
+    pub(crate) authorities: &'static str,
+    pub(crate) certificate: &'static str,
+    pub(crate) key: &'static str,
+}
+
+const OPTIONS: FileNames = FileNames {
+    authorities: "--tls-ca",
+    certificate: "--tls-client-certificate",
+    key: "--tls-client-key",
+};
+
+/// Reads whom to trust: the file that `name` names, or the authorities of this host.
+pub(crate) fn authorities(
+    name: &'static str,
+    file: Option<&Path>,
+) -> Result<Vec<Certificate<'static>>, CliError> {
     let certificates = match file {
         Some(file) => {
-            read_authorities(OPTION, file).map_err(|error| CliError::Usage(error.to_string()))?;
-            read_certificates(OPTION, file).map_err(|error| CliError::Usage(error.to_string()))?
+            read_authorities(name, file).map_err(|error| CliError::Usage(error.to_string()))?;
+            read_certificates(name, file).map_err(|error| CliError::Usage(error.to_string()))?
         }
         None => {
             let found = rustls_native_certs::load_native_certs();
             if found.certs.is_empty() {
                 let why = found.errors.first().map(|error| format!(" ({error})"));
                 return Err(CliError::Usage(format!(
-                    "this host trusts no authorities{}: name the server's with --tls-ca FILE",
+                    "this host trusts no authorities{}: name the server's with {name} FILE",
                     why.unwrap_or_default()
                 )));
             }
@@ -136,14 +155,19 @@ fn authorities(file: Option<&Path>) -> Result<Vec<Certificate<'static>>, CliErro
     Ok(certificates.iter().map(|der| Certificate::from_der(der).to_owned()).collect())
 }
 
-fn identity(certificate: &Path, key: &Path) -> Result<ClientCert, CliError> {
-    let options = (("--tls-client-certificate", certificate), ("--tls-client-key", key));
+/// Reads what to present to a server.
+pub(crate) fn identity(
+    names: &FileNames,
+    certificate: &Path,
+    key: &Path,
+) -> Result<ClientCert, CliError> {
+    let options = ((names.certificate, certificate), (names.key, key));
     let failed = |error: &dyn std::fmt::Display| CliError::Usage(error.to_string());
     // Both are checked like a server's.
     let pair = read_pair(options.0, options.1).map_err(|error| failed(&error))?;
     let chain: Vec<_> = pair.cert.iter().map(|der| Certificate::from_der(der).to_owned()).collect();
     let at =
-        |problem: String| CliError::Usage(format!("--tls-client-key {}: {problem}", key.display()));
+        |problem: String| CliError::Usage(format!("{} {}: {problem}", names.key, key.display()));
     let text = std::fs::read(key).map_err(|error| at(error.to_string()))?;
     let key = PrivateKey::from_pem(&text).map_err(|error| at(error.to_string()))?;
     Ok(ClientCert::new_with_certs(&chain, key))

@@ -163,7 +163,7 @@ pub(crate) fn random_secret() -> Result<Secret, CliError> {
     Ok(Secret::of_random(bytes))
 }
 
-fn hostname() -> String {
+pub(crate) fn hostname() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname")
         .map_or_else(|_| "host".to_owned(), |name| name.trim().to_owned())
 }

@@ -63,8 +63,7 @@ impl PreparedCoordinator {
             .lora
             .check(names.iter().map(String::as_str))
             .map_err(|why| StartError::Sizes(format!("--lora-modules: {why}")))?;
-        let text =
-            Arc::new(TextModel::load_with(&options.model, options.api.chat_template.as_deref())?);
+        let text = Arc::new(TextModel::load_with(&options.model, &options.api.text)?);
         let max_model_len = options.max_model_len.unwrap_or(text.usual_positions);
         if options.max_model_len.is_none() && max_model_len < text.max_positions {
             let most = text.max_positions;

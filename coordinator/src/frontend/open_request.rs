@@ -107,6 +107,11 @@ impl OpenRequest {
         }
     }
 
+    /// Whether what happens to it is noted.
+    pub(super) fn is_traced(&self) -> bool {
+        self.submit.traced
+    }
+
     /// Its coordinator is lost; returns how often that has happened.
     pub(super) fn record_lost_link(&mut self) -> u32 {
         self.lost += 1;
@@ -159,6 +164,8 @@ impl OpenRequest {
                 self.left = 0;
                 return Some(event);
             }
+            // Nothing that its client is told.
+            EngineEvent::Note(_) => return Some(event),
         };
         self.has_begun = true;
         Some(news)
@@ -213,6 +220,7 @@ fn submit(request: GenerateRequest) -> Option<SubmitRequest> {
         end_tokens: request.end_tokens,
         waited_us: 0,
         response_id: request.response_id.as_ref().to_owned(),
+        traced: request.traced,
         accepted: Vec::new(),
     })
 }

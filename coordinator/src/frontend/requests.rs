@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use shared::ids::RequestId;
 use shared::metrics::labels::RejectReason;
-use shared::protocol::{EngineError, EngineEvent, FromFrontend};
+use shared::protocol::{EngineError, EngineEvent, FromFrontend, RequestNote};
 
 use super::held::{HELD_FOR, HeldRequest, HeldRequests, Outage, TOKENS_MAX};
 use super::open_request::OpenRequest;
@@ -151,6 +151,7 @@ impl Requests {
             if live.open_request.is_kept()
                 && let Some(RunningRequest { open_request, events, .. }) = self.forget(id)
             {
+                note_lost(&open_request, &events);
                 let error = EngineError::ShuttingDown;
                 return self.hold(HeldRequest { open_request, events, since: now, error });
             }
@@ -216,6 +217,7 @@ impl Requests {
             let message = format!("the link to the coordinator ended: {reason}{why}");
             let error = EngineError::Unavailable { message };
             if why.is_empty() {
+                note_lost(&open_request, &events);
                 self.hold(HeldRequest { open_request, events, since: now, error });
             } else {
                 let _ = events.send(EngineEvent::Failed(error));
@@ -264,6 +266,13 @@ impl Requests {
         let live = self.live.remove(&id)?;
         self.live_tokens -= live.open_request.weight();
         Some(live)
+    }
+}
+
+/// Notes that a request goes on at another coordinator, if it is traced.
+fn note_lost(open_request: &OpenRequest, events: &EventSender) {
+    if open_request.is_traced() {
+        let _ = events.send(EngineEvent::Note(RequestNote::CoordinatorLost));
     }
 }
 

@@ -108,6 +108,7 @@ impl Frontends {
             goes_on: submit.goes_on,
             arrived: self.clock.now().saturating_sub(waited),
             response_id: submit.response_id.into(),
+            traced: submit.traced,
             resumed,
         })
     }

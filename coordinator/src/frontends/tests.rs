@@ -91,6 +91,7 @@ fn request() -> SubmitRequest {
         end_tokens: vec![1; SUPPRESSED_MAX],
         waited_us: 0,
         response_id: "cmpl-1".into(),
+        traced: false,
         accepted: Vec::new(),
     }
 }

@@ -1,6 +1,6 @@
 //! Every request has an id: the client's `X-Request-Id`, or one made here. The answer's header and
-//! the response's `id` show it. So does the access log, if enabled, with the answer's token counts
-//! and the request's trace.
+//! the response's `id` show it. So do the access log, if enabled, with the answer's token counts
+//! and the request's trace, and the span that is exported of it.
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,6 +21,8 @@ use super::keys::Meter;
 use super::messages;
 use super::state::AppState;
 use super::trace::TraceParent;
+use super::traced::RequestTrace;
+use crate::traces::record::{CLIENT_LEFT, End};
 
 const HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
@@ -28,12 +30,13 @@ const HEADER: HeaderName = HeaderName::from_static("x-request-id");
 #[derive(Clone, Debug)]
 struct RequestName(String);
 
-/// Counts the tokens of a request for the access log and for its key's limit, as far as there are
-/// such. Clones share the counts.
+/// Counts the tokens of a request for the access log, its trace and its key's limit, as far as
+/// there are such. Clones share the counts.
 #[derive(Clone, Debug, Default)]
 pub struct Tally {
     counts: Option<Arc<Counts>>,
     meter: Option<Meter>,
+    trace: Option<Arc<RequestTrace>>,
 }
 
 #[derive(Debug, Default)]
@@ -46,7 +49,13 @@ struct Counts {
 
 impl Tally {
     pub(super) fn counting() -> Self {
-        Self { counts: Some(Arc::default()), meter: None }
+        Self { counts: Some(Arc::default()), meter: None, trace: None }
+    }
+
+    /// What is gathered of the request, if it is traced.
+    #[must_use]
+    pub fn trace(&self) -> Option<&RequestTrace> {
+        self.trace.as_deref()
     }
 
     /// Counts against a key's limit, too.
@@ -145,7 +154,10 @@ pub async fn identify<B: MessageBody + 'static>(
     let header = HeaderValue::from_str(&id);
     let is_anthropic = messages::is_at(request.path());
     request.extensions_mut().insert(RequestName(id.clone()));
-    let mut line = state.access_log.then(|| Line {
+    let parent =
+        if state.access_log || state.traces.is_some() { trace(request.headers()) } else { None };
+    let traced = RequestTrace::begin(&state, &request, &id, parent.as_ref());
+    let mut line = (state.access_log || traced.is_some()).then(|| Line {
         began: state.clock.now(),
         id,
         method: request.method().clone(),
@@ -153,8 +165,9 @@ pub async fn identify<B: MessageBody + 'static>(
         peer: request.peer_addr(),
         status: None,
         sent: false,
-        tally: Tally::counting(),
-        trace: trace(request.headers()),
+        code: None,
+        tally: Tally { trace: traced, ..Tally::counting() },
+        trace: parent,
         state: state.clone(),
     });
     if let Some(line) = &line {
@@ -167,6 +180,11 @@ pub async fn identify<B: MessageBody + 'static>(
             Err(error) => error.as_response_error().status_code().as_u16(),
         });
         line.sent = response.is_err();
+        let error = match &response {
+            Ok(response) => response.response().error(),
+            Err(error) => Some(error),
+        };
+        line.code = error.and_then(|error| error.as_error::<ApiError>()?.code());
     }
     let mut response = response?;
     end_as_client_knows(&mut response);
@@ -190,7 +208,8 @@ fn trace(headers: &HeaderMap) -> Option<TraceParent> {
     header.to_str().ok().and_then(TraceParent::parse)
 }
 
-/// A line of the access log, written when the answer is sent or its client has left.
+/// A line of the access log, written when the answer is sent or its client has left; the request's
+/// trace ends there, too.
 #[derive(Debug)]
 struct Line {
     state: Data<AppState>,
@@ -204,14 +223,31 @@ struct Line {
     status: Option<u16>,
     /// Whether the answer was sent to its end.
     sent: bool,
+    /// Of the error that was the answer.
+    code: Option<&'static str>,
     tally: Tally,
     trace: Option<TraceParent>,
 }
 
 impl Drop for Line {
     fn drop(&mut self) {
+        let tokens = self.tally.counted();
+        let status = self.status.unwrap_or(CLIENT_LEFT);
+        if let Some(trace) = self.tally.trace() {
+            trace.ended(End {
+                status,
+                sent: self.sent,
+                tokens,
+                key: self.tally.known_key(),
+                code: self.code,
+                ..End::default()
+            });
+        }
+        if !self.state.access_log {
+            return;
+        }
         let duration = self.state.clock.now().saturating_sub(self.began);
-        let (prompt, output) = self.tally.counted().unzip();
+        let (prompt, output) = tokens.unzip();
         let trace = self.trace.as_ref();
         tracing::info!(
             request = %self.id,
@@ -219,7 +255,7 @@ impl Drop for Line {
             key = self.tally.known_key(),
             method = %self.method,
             path = %self.path,
-            status = self.status.unwrap_or(499),
+            status,
             whole = self.sent,
             duration_ms = duration.as_millis() as u64,
             prompt_tokens = prompt,

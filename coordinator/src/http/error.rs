@@ -225,6 +225,12 @@ impl ApiError {
             .counted_as(RejectReason::Overloaded)
     }
 
+    /// Its code, if it has one.
+    #[must_use]
+    pub fn code(&self) -> Option<&'static str> {
+        self.code
+    }
+
     /// Returns the reason that a rejected request is counted under; `None` if it is counted already
     /// (the engine counts its own refusals) or is the server's own fault.
     #[must_use]

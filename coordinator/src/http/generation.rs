@@ -6,7 +6,7 @@ use std::task::{Context, Poll, ready};
 
 use serde::Serialize;
 use shared::metrics::labels::{ExpiryReason, RejectReason};
-use shared::protocol::TokenLogprobs;
+use shared::protocol::{RequestNote, TokenLogprobs};
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::access::Tally;
@@ -67,6 +67,8 @@ pub struct RunningPrompt {
     /// When its client no longer wants it.
     deadline: Option<Pin<Box<Sleep>>>,
     stats: FrontendStats,
+    /// Whether it was in a step, as far as that is noted.
+    has_run: bool,
     /// An event received while looking for the end of a token's choice.
     next: Option<EngineEvent>,
     choices: Vec<TextStream>,
@@ -142,14 +144,23 @@ impl RunningPrompt {
             goes_on: common.goes_on,
             arrived,
             response_id: response_id.clone(),
+            traced: common.tally.trace().is_some(),
             resumed: None,
         };
         // An embedding's caller may retry, and counts prompts and errors itself.
         let is_asked_once = common.sampling.pooling.is_none();
         let counts = is_asked_once.then(|| state.stats.clone());
-        let generation = state.engine.submit(request).inspect_err(|error| match error {
-            EngineError::QueueFull { .. } => count_full(counts.as_ref(), error),
-            _ => state.stats.rejected(error.into()),
+        if let Some(trace) = common.tally.trace() {
+            trace.asked(state, common, max_tokens, response_id);
+        }
+        let generation = state.engine.submit(request).inspect_err(|error| {
+            if let Some(trace) = common.tally.trace().filter(|_| counts.is_some()) {
+                trace.failed(error);
+            }
+            match error {
+                EngineError::QueueFull { .. } => count_full(counts.as_ref(), error),
+                _ => state.stats.rejected(error.into()),
+            }
         })?;
         let choices = vec![stream; common.n as usize];
         if is_asked_once {
@@ -160,6 +171,7 @@ impl RunningPrompt {
             counts,
             deadline: common.deadline.map(|deadline| Box::pin(sleep_until(deadline))),
             stats: state.stats.clone(),
+            has_run: false,
             next: None,
             choices,
             tally: common.tally.clone(),
@@ -196,11 +208,14 @@ impl RunningPrompt {
             self.generation.cancel();
             self.next = None;
             self.stats.expired(ExpiryReason::Deadline);
+            if let Some(trace) = self.tally.trace() {
+                trace.expired();
+            }
             return Poll::Ready(Some(Err(ApiError::expired())));
         }
         let event = match self.next.take() {
             Some(event) => Some(event),
-            None => ready!(self.generation.poll_next(context)),
+            None => ready!(self.poll_event(context)),
         };
         let Some(event) = event else { return Poll::Ready(None) };
         let mut next = self.take(event);
@@ -212,6 +227,21 @@ impl RunningPrompt {
         Poll::Ready(Some(next))
     }
 
+    /// The engine's next event but its notes, which are for the request's trace.
+    fn poll_event(&mut self, context: &mut Context<'_>) -> Poll<Option<EngineEvent>> {
+        loop {
+            match ready!(self.generation.poll_next(context)) {
+                Some(EngineEvent::Note(note)) => {
+                    if let Some(trace) = self.tally.trace() {
+                        trace.note(note, self.has_run);
+                    }
+                    self.has_run |= matches!(note, RequestNote::Scheduled { .. });
+                }
+                event => return Poll::Ready(event),
+            }
+        }
+    }
+
     /// Whether its time has expired before it is complete.
     fn is_over(&mut self, context: &mut Context<'_>) -> bool {
         let Some(deadline) = &mut self.deadline else { return false };
@@ -221,7 +251,7 @@ impl RunningPrompt {
     /// Reports a choice's end with its last token, if it has arrived already: a separate event
     /// would look like another token to clients that measure the time between tokens.
     fn end_with(&mut self, piece: &mut Piece, context: &mut Context<'_>) {
-        match self.generation.poll_next(context) {
+        match self.poll_event(context) {
             Poll::Ready(Some(EngineEvent::Finished { choice, reason, cached }))
                 if choice == piece.choice =>
             {
@@ -239,6 +269,11 @@ impl RunningPrompt {
             EngineEvent::PromptLogprobs(logprobs) => Ok(Next::Prompt(logprobs)),
             EngineEvent::Embedding(vector) => Ok(Next::Embedding(vector)),
             EngineEvent::Token { choice, token, logprobs } => {
+                if self.completion_tokens == 0
+                    && let Some(trace) = self.tally.trace()
+                {
+                    trace.first_token();
+                }
                 self.completion_tokens += 1;
                 self.tally.output(1);
                 let mut text = String::new();
@@ -259,11 +294,19 @@ impl RunningPrompt {
             EngineEvent::Failed(error) => {
                 self.has_failed = true;
                 count_full(self.counts.as_ref(), &error);
+                // One of several texts may be asked for again.
+                if let Some(trace) = self.tally.trace()
+                    && (self.counts.is_some() || !matches!(error, EngineError::QueueFull { .. }))
+                {
+                    trace.failed(&error);
+                }
                 if self.completion_tokens == 0 && self.counts.is_some() {
                     self.tally.failed(self.prompt_tokens);
                 }
                 Err(error.into())
             }
+            // Not among those that are polled for.
+            EngineEvent::Note(_) => Ok(Next::Piece(Piece::default())),
         }
     }
 }
@@ -279,10 +322,14 @@ impl RunningPrompt {
         if let Some(stream) = self.choices.get_mut(choice as usize) {
             stream.finish(&mut text);
         }
-        let finish_reason = Some(match reason {
+        let told = match reason {
             FinishReason::EndToken(_) | FinishReason::StopString | FinishReason::Complete => "stop",
             FinishReason::Length => "length",
-        });
+        };
+        if let Some(trace) = self.tally.trace() {
+            trace.choice_ended(told, if choice == 0 { self.cached_tokens } else { 0 });
+        }
+        let finish_reason = Some(told);
         let stop_reason = self.stop_reason(choice, reason);
         Piece { choice, text, is_token: false, logprobs: None, finish_reason, stop_reason }
     }

@@ -54,6 +54,8 @@ pub struct Limits {
     pub priorities: bool,
     /// Whether replies are in harmony format: its marks end them, too.
     pub harmony: bool,
+    /// Whether streams report usage although their requests do not ask for it.
+    pub reports_usage: bool,
 }
 
 /// Most bytes that the messages of a conversation may make of its body, each of its length:
@@ -106,6 +108,7 @@ impl Limits {
             body_bytes: body_bytes.unwrap_or(self.body_bytes),
             logprobs: options.max_logprobs,
             top_logprobs: options.max_logprobs,
+            reports_usage: options.reports_usage,
             ..self
         }
     }
@@ -146,6 +149,7 @@ impl Limits {
             user_bytes: 256,
             priorities: false,
             harmony: false,
+            reports_usage: false,
             max_model_len,
             prompt_tokens: (8 * max_model_len as usize).max(1 << 20),
             echoed_bytes: 64 << 20,

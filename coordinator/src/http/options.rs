@@ -1,17 +1,19 @@
 //! The operator's options of the HTTP API, the same at the coordinator and at front ends.
-use std::path::PathBuf;
-
 use super::keys::ApiKeys;
 use super::tls::Tls;
+use crate::text::model::TextOptions;
 use crate::text::reply::{CallFormat, Reasoning};
+use crate::traces::Traces;
 
 /// See the module's documentation.
 #[derive(Clone, Debug)]
 pub struct ApiOptions {
     /// Keys that are admitted.
     pub keys: ApiKeys,
-    /// The chat template, instead of the model's own.
-    pub chat_template: Option<PathBuf>,
+    /// What is chosen about templates and sampling.
+    pub text: TextOptions,
+    /// Whether streams report usage although their requests do not ask for it.
+    pub reports_usage: bool,
     /// Maximum bytes of a request body; absent: enough for one full prompt.
     pub max_body_bytes: Option<u64>,
     /// Maximum number of alternatives that a request may ask for.
@@ -20,6 +22,8 @@ pub struct ApiOptions {
     pub allowed_origins: Vec<String>,
     /// Whether each request is logged.
     pub access_log: bool,
+    /// Traces requests, if traces are exported.
+    pub traces: Option<Traces>,
     /// Format of the model's tool calls, if its chat template does not tell.
     pub tool_calls: Option<CallFormat>,
     /// How reasoning is told apart from the answer, if the call format does not imply it.
@@ -55,11 +59,13 @@ impl Default for ApiOptions {
     fn default() -> Self {
         Self {
             keys: ApiKeys::default(),
-            chat_template: None,
+            text: TextOptions::default(),
+            reports_usage: false,
             max_body_bytes: None,
             max_logprobs: MAX_LOGPROBS,
             allowed_origins: Vec::new(),
             access_log: false,
+            traces: None,
             tool_calls: None,
             reasoning: None,
             tls: None,

@@ -29,6 +29,8 @@ pub struct Common {
     pub n: u32,
     /// Tokens per choice; absent: what the context leaves.
     pub max_tokens: Option<u32>,
+    /// Most tokens per choice, whatever is asked for.
+    new_tokens_max: u32,
     /// Whether `max_tokens` is only an upper bound: see [`Common::cap_output`].
     is_capped: bool,
     /// Sampling parameters; `choice` is set per choice, `seed` if the client names one.
@@ -177,11 +179,12 @@ impl Common {
             prompt_logprobs: None,
             pooling: None,
         };
-        let usage = stream_usage(fields, stream)?;
+        let usage = stream_usage(fields, stream, limits.reports_usage)?;
         let asked = structured::read(fields, text.vocab_size, &end_tokens)?;
         Ok(Self {
             n,
             max_tokens: None,
+            new_tokens_max: defaults.max_new_tokens.unwrap_or(u32::MAX),
             is_capped: false,
             sampling,
             seeded: seed.is_some(),
@@ -292,6 +295,7 @@ impl Common {
         let context = limits.max_model_len;
         let prompt = u32::try_from(prompt).unwrap_or(u32::MAX);
         let asked = self.max_tokens.unwrap_or_else(|| context.saturating_sub(prompt).max(1));
+        let asked = asked.min(self.new_tokens_max);
         if u64::from(prompt) + u64::from(asked) <= u64::from(context) {
             return Ok(asked);
         }
@@ -306,10 +310,11 @@ impl Common {
     }
 }
 
-fn stream_usage(fields: &Fields, stream: bool) -> Result<StreamUsage, ApiError> {
+fn stream_usage(fields: &Fields, stream: bool, always: bool) -> Result<StreamUsage, ApiError> {
     let name = "stream_options";
+    let unasked = if always { StreamUsage::Last } else { StreamUsage::Never };
     let options = match fields.get(name) {
-        None => return Ok(StreamUsage::Never),
+        None => return Ok(unasked),
         Some(Value::Object(options)) if !stream && !options.is_empty() => {
             let message = format!("`{name}` is allowed only with `stream`: true");
             return Err(ApiError::field(name, message));
@@ -323,7 +328,7 @@ fn stream_usage(fields: &Fields, stream: bool) -> Result<StreamUsage, ApiError> 
         Some(other) => Err(Fields::wrong(&format!("{name}.{option}"), other, "true or false")),
     };
     // As in vLLM: usage in every event requires usage in the last one.
-    Ok(match (flag("include_usage")?, flag("continuous_usage_stats")?) {
+    Ok(match (flag("include_usage")? || always, flag("continuous_usage_stats")?) {
         (false, _) => StreamUsage::Never,
         (true, false) => StreamUsage::Last,
         (true, true) => StreamUsage::Every,

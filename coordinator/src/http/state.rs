@@ -32,6 +32,7 @@ use crate::metrics::FrontendStats;
 use crate::text::model::TextModel;
 use crate::text::reply::{CallFormat, Reasoning};
 use crate::text::template::ChatTemplate;
+use crate::traces::Traces;
 
 /// Whether requests can be served now.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -90,6 +91,8 @@ pub struct AppState {
     pub allowed_origins: Arc<[String]>,
     /// Whether each request is logged.
     pub access_log: bool,
+    /// Traces requests, if traces are exported.
+    pub traces: Option<Traces>,
     /// Format of the model's tool calls, if known.
     pub tool_calls: Option<CallFormat>,
     /// How reasoning is told apart from answers.
@@ -151,6 +154,7 @@ impl AppState {
             keys: ApiKeys::default(),
             allowed_origins: Arc::default(),
             access_log: false,
+            traces: None,
             tool_calls: None,
             reasoning: Reasoning::default(),
             tls: None,
@@ -175,12 +179,16 @@ impl AppState {
         if let Some(tls) = &options.tls {
             tls.count_in(&self.stats);
         }
+        if let Some(traces) = &options.traces {
+            traces.count_in(&self.stats);
+        }
         Self {
             room: Room::new(limits.body_bytes),
             limits: Arc::new(limits),
             keys: options.keys.clone(),
             allowed_origins: options.allowed_origins.as_slice().into(),
             access_log: options.access_log,
+            traces: options.traces.clone(),
             tool_calls,
             reasoning,
             tls: options.tls.clone(),

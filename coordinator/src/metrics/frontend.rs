@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use shared::metrics::labels::{
-    ExpiryReason, LabelValue, Method, RejectReason, ReloadOutcome, SecretFile,
+    ExpiryReason, LabelValue, Method, RejectReason, ReloadOutcome, SecretFile, SpanLoss,
 };
 use shared::metrics::local::PerValue;
 use shared::metrics::{Counter, Histogram, LocalStats, PartialSnapshot, catalogue};
@@ -49,6 +49,8 @@ struct Cells {
     expired: PerValue<Counter>,
     connections_refused: Counter,
     reloads: BTreeMap<(SecretFile, ReloadOutcome), Counter>,
+    spans_exported: Counter,
+    spans_dropped: PerValue<Counter>,
     in_flight: UpDownGauge,
     /// The route is the pattern from our own route table, never the requested path, so that clients
     /// cannot create series.
@@ -95,6 +97,10 @@ impl FrontendStats {
             }),
             connections_refused: stats.counter(catalogue::HTTP_CONNECTIONS_REFUSED, []),
             reloads: reloads(&mut stats),
+            spans_exported: stats.counter(catalogue::TRACE_SPANS_EXPORTED, []),
+            spans_dropped: PerValue::new::<SpanLoss>(|reason| {
+                stats.counter(catalogue::TRACE_SPANS_DROPPED, [reason])
+            }),
             in_flight: UpDownGauge::permanent(&mut stats, in_flight),
             requests,
             durations,
@@ -156,6 +162,18 @@ impl FrontendStats {
         if let Some(counter) = reloads.get(&(file, outcome)) {
             stats.add(*counter, 1);
         }
+    }
+
+    /// The collector of traces took spans.
+    pub fn spans_exported(&self, spans: u64) {
+        let Cells { stats, spans_exported, .. } = &mut *self.cells();
+        stats.add(*spans_exported, spans);
+    }
+
+    /// Spans of traces were dropped.
+    pub fn spans_dropped(&self, reason: SpanLoss, spans: u64) {
+        let Cells { stats, spans_dropped, .. } = &mut *self.cells();
+        stats.add(spans_dropped.get(reason), spans);
     }
 
     /// Returns all totals at one moment, with a sequence number that grows with each call.

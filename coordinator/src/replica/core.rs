@@ -180,6 +180,7 @@ impl ReplicaCore {
     ) -> Vec<MovedRequest> {
         self.epoch = Some(epoch);
         self.ranks = workers.into_iter().map(|worker| Rank { worker, done: StepId(0) }).collect();
+        self.driver.set_ranks(u32::try_from(self.ranks.len()).unwrap_or(u32::MAX));
         let too_large = self.driver.ready(now, epoch, num_blocks, host_blocks);
         // The first canary goes out at once: readiness waits for it.
         self.last_step_sent = None;

@@ -6,9 +6,11 @@
 //! - `deliver`: carries out what the scheduler decided
 //! - `leaving`: requests that nobody waits for, and requests that hold up everybody
 //! - `moving`: requests that continue at another replica
+//! - `notes`: what happens to requests that are traced
 mod deliver;
 mod leaving;
 mod moving;
+mod notes;
 
 use std::collections::VecDeque;
 use std::task::Waker;
@@ -17,8 +19,9 @@ use std::time::Duration;
 pub use moving::MovedRequest;
 use shared::ids::{Epoch, ReplicaId, RequestId, SeqId, StepId};
 use shared::mix::IdMap;
-use shared::protocol::{StepMasks, StepPlan, StepResult};
+use shared::protocol::{RequestNote, StepMasks, StepPlan, StepResult};
 
+use self::notes::Notes;
 use super::completions::Completions;
 use super::deadlines::{Deadlines, OverdueStep, StepSize};
 use crate::engine::{
@@ -57,6 +60,8 @@ struct LiveRequest {
     unscheduled_since: Option<Duration>,
     /// Whether it has been in a step of this coordinator.
     has_run: bool,
+    /// Set if it is traced.
+    notes: Option<Notes>,
 }
 
 /// A step in flight.
@@ -75,6 +80,8 @@ const LOOK_MAX: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub struct ReplicaDriver {
     id: ReplicaId,
+    /// Number of ranks of the epoch.
+    ranks: u32,
     scheduler: Scheduler,
     observer: Observer,
     limits: DriverLimits,
@@ -112,6 +119,7 @@ impl ReplicaDriver {
     ) -> Self {
         Self {
             id,
+            ranks: 0,
             scheduler,
             observer,
             limits,
@@ -186,7 +194,7 @@ impl ReplicaDriver {
         let (arrived, response_id) = (request.arrived, request.response_id.clone());
         let (guide_spec, adapter) = (request.guide_spec.take(), request.adapter.clone());
         let pools = request.sampling.first().is_some_and(|it| it.pooling.is_some());
-        let resumed = request.resumed.clone();
+        let (resumed, notes) = (request.resumed.clone(), Notes::of(request.traced));
         match self.scheduler.submit(request) {
             Ok(seqs) => {
                 let mut recording = self.observer.record();
@@ -212,6 +220,7 @@ impl ReplicaDriver {
                     waits_since,
                     unscheduled_since: resumed.is_none().then_some(arrived),
                     has_run: false,
+                    notes,
                 };
                 self.live.insert(id, live);
                 if let Some(resumed) = resumed {
@@ -258,6 +267,12 @@ impl ReplicaDriver {
         self.scheduler.limit_steps(tokens);
     }
 
+    /// Sets how many ranks the next epoch has, for those who ask where a request runs; call it
+    /// before [`ReplicaDriver::ready`].
+    pub fn set_ranks(&mut self, ranks: u32) {
+        self.ranks = ranks;
+    }
+
     /// The ranks are formed: steps can run. Returns requests that their KV cache can never hold;
     /// another replica's may.
     pub fn ready(
@@ -299,7 +314,11 @@ impl ReplicaDriver {
             EpochEnd::Planned => recording.replica_gone(self.id),
         }
         for live in self.live.values_mut() {
-            recording.interrupted(&mut live.track, end == EpochEnd::Failed);
+            let failed = end == EpochEnd::Failed;
+            recording.interrupted(&mut live.track, failed);
+            if live.has_run {
+                live.note(RequestNote::Interrupted { replica: self.id, failed });
+            }
             live.waits_since = now;
         }
         drop(recording);

@@ -175,6 +175,7 @@ impl Scheduler {
             match drafts.filter(|_| !is_rushed) {
                 Some(drafts) => {
                     verification.drafts = drafts;
+                    verification.of = Some((request, effects.len()));
                     if self.accept(entry.slot, output.take(), entry.samples, stopped, effects) {
                         verification.count_token(token);
                     }

@@ -1,5 +1,5 @@
 //! PURE: which sequences draft tokens in the next step, and what becomes of their drafts.
-use shared::ids::SeqId;
+use shared::ids::{RequestId, SeqId};
 use shared::protocol::{Drafts, SequenceOutput};
 
 use super::plan::{Entry, PlanBuilder};
@@ -25,6 +25,8 @@ pub(super) struct DraftVerification {
     /// Tokens taken so far, and how many of them were drafted.
     pub(super) emitted: u32,
     accepted: u32,
+    /// The sequence's request, and where in the effects its tokens begin.
+    pub(super) of: Option<(RequestId, usize)>,
 }
 
 /// Stands for a wrong draft, whose token is not known here.
@@ -299,10 +301,14 @@ impl Scheduler {
         verification: DraftVerification,
         effects: &mut Vec<Effect>,
     ) {
-        let DraftVerification { drafts, emitted, accepted } = verification;
+        let DraftVerification { drafts, emitted, accepted, of } = verification;
         let tokens = drafts.len() as u32;
-        if tokens > 0 {
-            effects.push(Effect::Drafted { tokens, accepted, emitted });
+        if let Some((request, at)) = of
+            && tokens > 0
+        {
+            // Before the end of the request, which may be among its tokens.
+            let at = at.min(effects.len());
+            effects.insert(at, Effect::Drafted { request, tokens, accepted, emitted });
         }
         let most = self.config.speculation.map_or(0, |config| config.num_speculative_tokens);
         if let Some(seq) = self.current(entry).filter(|_| entry.asks) {

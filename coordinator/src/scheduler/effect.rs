@@ -91,8 +91,10 @@ pub enum Effect {
         /// Where it is now.
         place: RequestPlace,
     },
-    /// Drafts were verified.
+    /// Drafts were verified; reported before the tokens that come of it.
     Drafted {
+        /// The request.
+        request: RequestId,
         /// Tokens drafted, at least 1.
         tokens: u32,
         /// How many of them were accepted; always the first ones.

@@ -1,9 +1,11 @@
 //! The text side of a model folder: tokenizer, chat template, end tokens, sampling defaults, and
 //! the sizes that bound a request.
 //!
+//! - `generation`: sampling defaults and end tokens
 //! - `pairs`: pairs of texts that are judged together
 //! - `pooling`: how embeddings are pooled
 //! - `templates`: where the chat templates are
+mod generation;
 mod pairs;
 mod pooling;
 mod templates;
@@ -12,12 +14,12 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 use shared::model_config::{self, Classifier};
 use shared::sampling::Pooling;
 use tokenizers::{PostProcessor as _, Tokenizer, TruncationDirection};
 
+pub use self::generation::{GenerationSource, SamplingDefaults};
 use self::templates::TemplateSources;
 use super::bound;
 use super::dialect::Dialect;
@@ -40,20 +42,18 @@ impl TextModelError {
     }
 }
 
-/// A model's sampling defaults, from its `generation_config.json`, for parameters that a request
-/// does not set.
-#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq)]
-pub struct SamplingDefaults {
-    /// Softmax temperature.
-    pub temperature: Option<f32>,
-    /// Probability mass of nucleus sampling.
-    pub top_p: Option<f32>,
-    /// Number of most likely tokens to keep.
-    pub top_k: Option<u32>,
-    /// Smallest probability to keep, relative to the largest.
-    pub min_p: Option<f32>,
-    /// Penalty on repeated tokens.
-    pub repetition_penalty: Option<f32>,
+/// What an operator chooses about a model's text side. Coordinator and front ends must be given the
+/// same.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct TextOptions {
+    /// A chat template in place of the folder's own.
+    pub chat_template: Option<PathBuf>,
+    /// Variables of the chat template that requests do not set.
+    pub variables: Map<String, Value>,
+    /// Where sampling defaults come from.
+    pub generation: GenerationSource,
+    /// Sampling defaults that go before those.
+    pub sampling: SamplingDefaults,
 }
 
 /// A model's text side.
@@ -104,14 +104,15 @@ impl TextModel {
     /// # Errors
     /// [`TextModelError`].
     pub fn load(folder: &Path) -> Result<Self, TextModelError> {
-        Self::load_with(folder, None)
+        Self::load_with(folder, &TextOptions::default())
     }
 
-    /// Reads a model folder; `chat_template`, if given, replaces the folder's own template.
+    /// Reads a model folder with what its operator chooses.
     ///
     /// # Errors
     /// [`TextModelError`].
-    pub fn load_with(folder: &Path, chat_template: Option<&Path>) -> Result<Self, TextModelError> {
+    pub fn load_with(folder: &Path, options: &TextOptions) -> Result<Self, TextModelError> {
+        let chat_template = options.chat_template.as_deref();
         if !folder.is_dir() {
             return Err(TextModelError::new(folder, "there is no such model folder"));
         }
@@ -141,15 +142,10 @@ impl TextModel {
         // Padding and truncation only matter in training.
         tokenizer.with_padding(None);
         let _ = tokenizer.with_truncation(None);
-        let generation = optional_json(&folder.join("generation_config.json"))?;
-        let ends = |source: &Value| match source.get("eos_token_id") {
-            Some(Value::Number(id)) => id.as_u64().into_iter().collect(),
-            Some(Value::Array(ids)) => ids.iter().filter_map(Value::as_u64).collect(),
-            _ => Vec::new(),
-        };
-        let mut end_ids: Vec<u64> = ends(&generation);
+        let (defaults, mut end_ids) =
+            generation::read(folder, &options.generation, &options.sampling)?;
         if end_ids.is_empty() {
-            end_ids = ends(&config);
+            end_ids = generation::end_ids(&config);
         }
         // An additional end token: in many models it ends a turn, where the others end a document.
         let told = optional_json(&folder.join("tokenizer_config.json"))?;
@@ -163,10 +159,10 @@ impl TextModel {
             .collect();
         end_tokens.sort_unstable();
         end_tokens.dedup();
-        let defaults = serde_json::from_value(generation).unwrap_or_default();
         let bytes_per_token = serde_json::from_slice(&bytes).ok();
         let bytes_per_token = bytes_per_token.as_ref().and_then(bound::bytes_per_token);
-        let template = load_template(folder, chat_template)?;
+        let template = load_template(folder, chat_template)?
+            .map(|template| template.with_variables(options.variables.clone()));
         if let Some(Err(error)) = template.as_ref().map(ChatTemplate::probe)
             && classifier.is_none()
         {
@@ -215,7 +211,7 @@ impl TextModel {
             guides: OnceLock::new(),
             grammars: GrammarCompiler::default(),
             bytes_per_token,
-            fingerprint: fingerprint(folder, chat_template),
+            fingerprint: fingerprint(folder, options),
         })
     }
 
@@ -349,11 +345,12 @@ fn load_template(
     template.transpose()
 }
 
-/// FNV-1a hash over the names and contents of the files that concern text.
-fn fingerprint(folder: &Path, chat_template: Option<&Path>) -> u64 {
+/// FNV-1a hash over the names and contents of the files that concern text, and of what the operator
+/// chooses beside them.
+fn fingerprint(folder: &Path, options: &TextOptions) -> u64 {
     let files = [
         "config.json",
-        "generation_config.json",
+        generation::FILE,
         "tokenizer.json",
         "tokenizer_config.json",
         templates::FILES[0],
@@ -362,12 +359,26 @@ fn fingerprint(folder: &Path, chat_template: Option<&Path>) -> u64 {
         pooling::FILES[0],
         pooling::FILES[1],
     ];
+    // An unreadable file counts as empty: whoever needs it has already reported the error.
+    let content = |file: &Path| std::fs::read(file).unwrap_or_default();
+    let mut parts: Vec<(&str, Vec<u8>)> =
+        files.into_iter().map(|name| (name, content(&folder.join(name)))).collect();
+    parts.extend(options.chat_template.as_deref().map(|file| ("chat-template", content(file))));
+    if !options.variables.is_empty() {
+        parts.push(("variables", serde_json::to_vec(&options.variables).unwrap_or_default()));
+    }
+    match &options.generation {
+        GenerationSource::Model => {}
+        GenerationSource::None => parts.push(("generation", Vec::new())),
+        other @ GenerationSource::Other(_) => {
+            parts.extend(other.file().map(|file| ("generation", content(&file))));
+        }
+    }
+    if options.sampling != SamplingDefaults::default() {
+        parts.push(("sampling", format!("{:?}", options.sampling).into_bytes()));
+    }
     let mut state = 0xcbf2_9ce4_8422_2325u64;
-    let files = files.into_iter().map(|name| (name, folder.join(name)));
-    let chosen = chat_template.map(|file| ("chat-template", file.to_owned()));
-    for (name, file) in files.chain(chosen) {
-        // An unreadable file counts as empty: whoever needs it has already reported the error.
-        let content = std::fs::read(file).unwrap_or_default();
+    for (name, content) in parts {
         let length = (content.len() as u64).to_le_bytes();
         for byte in name.as_bytes().iter().chain(&length).chain(&content) {
             state = (state ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);

@@ -108,6 +108,8 @@ pub struct ChatTemplate {
     calls: Option<CallFormat>,
     /// There is a separate template for conversations with tools.
     has_tool_use: bool,
+    /// Variables that a conversation does not set.
+    variables: Map<String, serde_json::Value>,
 }
 
 /// The template's name in its environment.
@@ -147,6 +149,7 @@ impl ChatTemplate {
             eos_token,
             calls: CallFormat::of_template(source),
             has_tool_use: false,
+            variables: Map::new(),
         };
         // A template may show how earlier calls are written, but not tell the model about tools.
         if !template.knows("tools", true) {
@@ -166,6 +169,12 @@ impl ChatTemplate {
         self.calls = CallFormat::of_template(source).or(self.calls);
         self.has_tool_use = true;
         Ok(self)
+    }
+
+    /// Sets variables for conversations that do not set them.
+    #[must_use]
+    pub fn with_variables(self, variables: Map<String, serde_json::Value>) -> Self {
+        Self { variables, ..self }
     }
 
     /// The name of the template for conversations with or without tools.
@@ -233,7 +242,8 @@ impl ChatTemplate {
         };
         let name = self.name(conversation.tools.is_some());
         let template = self.environment.get_template(name).map_err(failed)?;
-        let mut variables = conversation.variables.clone();
+        let mut variables = self.variables.clone();
+        variables.extend(conversation.variables.clone());
         if conversation.continue_final_message {
             mark_end(&mut messages)?;
         }

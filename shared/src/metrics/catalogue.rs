@@ -12,8 +12,8 @@ use super::labels::{
     FRONTEND, FinishedReason, GPU, GuideKind, HOST, HandshakeRefusal, Label, LabelValue, LinkEnd,
     MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MemberRole, MessageRefusal, Method, NAME,
     NODE, NUM_BLOCKS, NUM_HOST_BLOCKS, ObservationRefusal, POSITION, PROCESS, PromptSource, RANK,
-    REPLICA, ROUTE, RejectReason, ReloadOutcome, ReportRefusal, STATUS, SecretFile, SwapDirection,
-    TENSOR_PARALLEL, UUID, VERSION, WORKER, WaitingReason,
+    REPLICA, ROUTE, RejectReason, ReloadOutcome, ReportRefusal, STATUS, SecretFile, SpanLoss,
+    SwapDirection, TENSOR_PARALLEL, UUID, VERSION, WORKER, WaitingReason,
 };
 
 mod buckets;
@@ -439,6 +439,11 @@ catalogue! {
     counter FILE_RELOADS: "tutti_secret_file_reloads_total", Events,
         [SecretFile::LABEL, ReloadOutcome::LABEL], Frontend,
         "Files of API keys and of TLS that were read again because they changed, by outcome.";
+
+    counter TRACE_SPANS_EXPORTED: "tutti_trace_spans_exported_total", Events, [], Frontend,
+        "Spans of traces that the collector has taken (--otlp-traces-endpoint).";
+    counter TRACE_SPANS_DROPPED: "tutti_trace_spans_dropped_total", Events, [SpanLoss::LABEL],
+        Frontend, "Spans of traces that were dropped, by reason; requests never wait for them.";
 
     // Processes, hosts and devices. Processes on one host see the same host: maximum, not sum.
     counter PROCESS_CPU: "tutti_process_cpu_seconds_total", Seconds, [PROCESS], Process,

@@ -192,6 +192,18 @@ label_enum! {
 }
 
 label_enum! {
+    /// Why spans of traces were dropped.
+    SpanLoss, "reason" {
+        /// The queue for the collector is full.
+        QueueFull = "queue_full",
+        /// The collector does not take them.
+        Refused = "refused",
+        /// The collector did not answer, or was busy for too long.
+        Unreachable = "unreachable",
+    }
+}
+
+label_enum! {
     /// Outcome of reading a changed file again.
     ReloadOutcome, "outcome" {
         /// It cannot be used: the previous content stays in use.

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::control::WorkerStats;
 use super::guide::GuideSpec;
 use super::lora::{Adapter, AdapterCommand, AdapterError};
+use super::note::RequestNote;
 use super::step::TokenLogprobs;
 use crate::actor::peer::RemoteMessage;
 use crate::hub::HubModel;
@@ -163,6 +164,8 @@ pub struct SubmitRequest {
     pub waited_us: u64,
     /// Response id that the client sees.
     pub response_id: String,
+    /// Whether to note what happens to it ([`EngineEvent::Note`]).
+    pub traced: bool,
     /// What a previous coordinator accepted of it, one entry per choice; it continues from there.
     /// Empty if no token was accepted and no choice has ended.
     pub accepted: Vec<AcceptedChoice>,
@@ -219,6 +222,8 @@ pub enum EngineEvent {
     },
     /// The request failed as a whole.
     Failed(EngineError),
+    /// Something happened to a request that is traced.
+    Note(RequestNote),
 }
 
 impl EngineEvent {
@@ -228,7 +233,9 @@ impl EngineEvent {
         match self {
             Self::Failed(_) => 0,
             Self::Finished { .. } => left.saturating_sub(1),
-            Self::Token { .. } | Self::PromptLogprobs(_) | Self::Embedding(_) => left,
+            Self::Token { .. } | Self::PromptLogprobs(_) | Self::Embedding(_) | Self::Note(_) => {
+                left
+            }
         }
     }
 }

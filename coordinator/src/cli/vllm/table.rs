@@ -136,10 +136,6 @@ pub(crate) const ROWS: &[Row] = &[
         Other("edit the folder's `config.json` ([Long contexts](configuration.md#long-contexts))"),
     ),
     row(
-        &["generation-config", "override-generation-config"],
-        Other("edit the folder's `generation_config.json`"),
-    ),
-    row(
         &["tokenizer", "tokenizer-mode", "skip-tokenizer-init"],
         Other("the folder's `tokenizer.json` is always used"),
     ),
@@ -277,13 +273,6 @@ pub(crate) const ROWS: &[Row] = &[
         &["chat-template-content-format"],
         Other("templates get text as a string: parts are joined by line breaks"),
     ),
-    row(
-        &["default-chat-template-kwargs"],
-        Other(
-            "set the variable in a copy of the template: `--chat-template FILE`. For \
-             `enable_thinking`, clients can also send `reasoning_effort` `none`",
-        ),
-    ),
     row(&["trust-request-chat-template"], Flag("`--chat-template FILE`, one for all requests")),
     row(&["response-role"], Other("answers have the role `assistant`")),
     row(
@@ -291,7 +280,6 @@ pub(crate) const ROWS: &[Row] = &[
         Flag("the template is told of all `tools` of a request"),
     ),
     row(&["tool-server"], Other("the server runs no tools: clients do")),
-    row(&["enable-force-include-usage"], Flag("set `stream_options.include_usage` in requests")),
     row(&["return-tokens-as-token-ids"], Flag("tokens are told as text")),
     row(&["enable-prompt-embeds"], Flag("prompts are text or tokens")),
     row(&["seed"], Other("set `seed` in requests")),
@@ -349,11 +337,13 @@ pub(crate) const ROWS: &[Row] = &[
         &["uvicorn-log-level", "log-config-file", "log-error-stack"],
         Other("`--log-level`, `--access-log`"),
     ),
+    row(
+        &["collect-detailed-traces"],
+        Other("leave it out: spans always have their parts, queue, prefill and decode"),
+    ),
     row(&["disable-log-stats"], Flag("`--log-stats-interval 0`")),
     row(
         &[
-            "otlp-traces-endpoint",
-            "collect-detailed-traces",
             "profiler-config",
             "enable-layerwise-nvtx-tracing",
             "enable-logging-iteration-details",
@@ -363,6 +353,6 @@ pub(crate) const ROWS: &[Row] = &[
             "enable-mfu-metrics",
             "show-hidden-metrics-for-version",
         ],
-        Other("no traces are written; `/metrics` has what is measured ([metrics.md](metrics.md))"),
+        Other("`/metrics` has what is measured ([metrics.md](metrics.md))"),
     ),
 ];

@@ -5,6 +5,7 @@ use std::time::Duration;
 use shared::ids::{ReplicaId, RequestId, SeqId};
 use shared::metrics::labels::FinishedReason;
 use shared::mix::IdMap;
+use shared::protocol::RequestNote;
 
 use super::{LiveRequest, ReplicaDriver};
 use crate::engine::{EngineError, EngineEvent, FinishReason, ReceiverGone, StopCheck};
@@ -17,10 +18,11 @@ impl ReplicaDriver {
     /// Carries out what the scheduler decided. Everything is counted under one lock, so that a
     /// scrape sees a step whole or not at all.
     pub(super) fn deliver(&mut self, now: Duration) {
-        let Self { id, observer, live, stop_checks, gone, completions, .. } = self;
+        let Self { id, ranks, observer, live, stop_checks, gone, completions, .. } = self;
         let recording = observer.record();
+        let (id, ranks) = (*id, *ranks);
         let mut delivery =
-            Delivery { id: *id, now, recording, live, stop_checks, gone, completions };
+            Delivery { id, ranks, now, recording, live, stop_checks, gone, completions };
         let mut effects = self.effects.drain(..).peekable();
         // Tokens that a choice got at once: the time since the previous one covers all of them.
         let mut together = 0;
@@ -38,8 +40,8 @@ impl ReplicaDriver {
         }
         if self.epoch.is_some() {
             let (gauges, mut recording) = (self.scheduler.gauges(), delivery.recording);
-            recording.kv_blocks(*id, gauges.blocks_used, gauges.blocks_total);
-            recording.host_kv_blocks(*id, gauges.host_used);
+            recording.kv_blocks(id, gauges.blocks_used, gauges.blocks_total);
+            recording.host_kv_blocks(id, gauges.host_used);
         }
     }
 }
@@ -47,6 +49,8 @@ impl ReplicaDriver {
 /// Where effects go.
 struct Delivery<'a> {
     id: ReplicaId,
+    /// Number of its ranks.
+    ranks: u32,
     now: Duration,
     recording: Recording<'a>,
     live: &'a mut IdMap<RequestId, LiveRequest>,
@@ -79,13 +83,16 @@ impl Delivery<'_> {
             }
             Effect::Finished { request, seq, choice, reason, cached, last } => {
                 self.stop_checks.remove(&seq);
-                self.finished(request, choice, reason, cached);
+                self.finished(request, choice, (reason, cached), last);
                 if last {
                     self.ended(request);
                 }
             }
             Effect::Dropped { request, seqs, error } => self.dropped(request, seqs, error),
-            Effect::Drafted { tokens, accepted, emitted } => {
+            Effect::Drafted { request, tokens, accepted, emitted } => {
+                if let Some(live) = self.live.get_mut(&request) {
+                    live.drafted(tokens, accepted);
+                }
                 self.recording.drafted(self.id, tokens, accepted, emitted);
             }
             Effect::StepDone(tokens) => self.recording.step(self.id, step_tokens(tokens)),
@@ -97,6 +104,7 @@ impl Delivery<'_> {
             live.unscheduled_since = None;
             live.has_run = true;
             self.recording.scheduled(&mut live.track, self.id, self.now);
+            live.note(RequestNote::Scheduled { replica: self.id, ranks: self.ranks });
         }
     }
 
@@ -112,6 +120,7 @@ impl Delivery<'_> {
                 Some(blocks) => self.recording.swapped_out(&mut live.track, self.id, blocks),
                 None => self.recording.preempted(&mut live.track, self.id, u64::from(tokens)),
             }
+            live.note(RequestNote::Preempted { replica: self.id });
         }
         self.placed(request, place);
     }
@@ -135,10 +144,19 @@ impl Delivery<'_> {
     }
 
     /// A choice has ended.
-    fn finished(&mut self, request: RequestId, choice: u32, reason: FinishReason, cached: u32) {
+    fn finished(
+        &mut self,
+        request: RequestId,
+        choice: u32,
+        (reason, cached): (FinishReason, u32),
+        last: bool,
+    ) {
         if let Some(live) = self.live.get_mut(&request) {
             live.by_length |= reason == FinishReason::Length;
             live.summary.cached_tokens += u64::from(cached);
+            if last {
+                live.note_end();
+            }
         }
         self.send(request, EngineEvent::Finished { choice, reason, cached });
     }
@@ -179,12 +197,13 @@ impl Delivery<'_> {
 /// gone.
 pub(super) fn dropped(
     recording: &mut Recording<'_>,
-    live: LiveRequest,
+    mut live: LiveRequest,
     error: Option<EngineError>,
 ) {
     match error {
         None => recording.aborted(live.track, live.summary),
         Some(error) => {
+            live.note_end();
             // A front end in another process asks the next coordinator for the rest.
             if error == EngineError::ShuttingDown && live.events.is_remote() {
                 recording.handed_over(live.track);

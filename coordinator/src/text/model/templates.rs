@@ -75,7 +75,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::text::model::TextModel;
+    use crate::text::model::{TextModel, TextOptions};
     use crate::text::template::Conversation;
 
     /// The prompts of a conversation without tools and of one with tools, given these files.
@@ -94,7 +94,8 @@ mod tests {
         write("tokenizer_config.json", &json!({"chat_template": config}).to_string());
         files.iter().for_each(|(name, text)| drop(write(name, text)));
         let chosen = chosen.map(|text| write("chosen.jinja", text));
-        let template = TextModel::load_with(folder.path(), chosen.as_deref()).unwrap().template;
+        let options = TextOptions { chat_template: chosen, ..TextOptions::default() };
+        let template = TextModel::load_with(folder.path(), &options).unwrap().template;
         let plain = Conversation::new(vec![json!({"role": "user", "content": "x"})]);
         let tools = Some(json!([{"type": "function", "function": {"name": "f"}}]));
         let tools = Conversation { tools, ..plain.clone() };

@@ -4,11 +4,12 @@
 //! names, so that a Prometheus server that scrapes both counts nothing twice.
 use super::{
     FILE_RELOADS, HTTP_CONNECTIONS_REFUSED, HTTP_REQUEST_DURATION, HTTP_REQUESTS,
-    HTTP_REQUESTS_IN_FLIGHT, REQUESTS_EXPIRED, REQUESTS_REJECTED, SeriesId,
+    HTTP_REQUESTS_IN_FLIGHT, REQUESTS_EXPIRED, REQUESTS_REJECTED, SeriesId, TRACE_SPANS_DROPPED,
+    TRACE_SPANS_EXPORTED,
 };
 
 /// Names at a front end, and the coordinator's series that they are part of.
-pub const FRONTEND_PAGE: [(&str, SeriesId); 7] = [
+pub const FRONTEND_PAGE: [(&str, SeriesId); 9] = [
     ("tutti_frontend_http_requests_total", HTTP_REQUESTS.series()),
     ("tutti_frontend_http_request_duration_seconds", HTTP_REQUEST_DURATION.series()),
     ("tutti_frontend_http_requests_in_flight", HTTP_REQUESTS_IN_FLIGHT.series()),
@@ -16,6 +17,8 @@ pub const FRONTEND_PAGE: [(&str, SeriesId); 7] = [
     ("tutti_frontend_requests_rejected_total", REQUESTS_REJECTED.series()),
     ("tutti_frontend_requests_expired_total", REQUESTS_EXPIRED.series()),
     ("tutti_frontend_secret_file_reloads_total", FILE_RELOADS.series()),
+    ("tutti_frontend_trace_spans_exported_total", TRACE_SPANS_EXPORTED.series()),
+    ("tutti_frontend_trace_spans_dropped_total", TRACE_SPANS_DROPPED.series()),
 ];
 
 #[cfg(test)]
