@@ -11,6 +11,7 @@
 //! - `headed`: calls as a name and its arguments with marks between
 //! - [`harmony`]: the replies of gpt-oss
 //! - `json`: a call's JSON object
+//! - `marks`: marks in a text that goes on
 //! - `opening`: what precedes a call
 //! - `prefix`: the result of matching the beginning of a text
 //! - `python`: calls written as in Python
@@ -22,6 +23,7 @@ pub mod grammar;
 pub mod harmony;
 mod headed;
 mod json;
+mod marks;
 mod opening;
 mod prefix;
 mod python;
@@ -38,6 +40,7 @@ use self::format::Syntax;
 pub use self::harmony::Harmony;
 pub use self::headed::kimi_call_id;
 use self::json::{CallObject, Progress};
+use self::marks::{first_of, undecided};
 use self::prefix::Prefix;
 pub use self::rules::{Part, Reasoning, ReplyRules, ThinkMarks};
 use self::xml::Notation;
@@ -490,26 +493,6 @@ impl ReplyReader {
         let rest = self.held.trim_start_matches(which).len();
         self.held.drain(..self.held.len() - rest);
     }
-}
-
-/// The first of `marks` in the text, and where.
-fn first_of<'a>(text: &str, marks: impl Iterator<Item = &'a str>) -> Option<(usize, &'a str)> {
-    marks.filter_map(|mark| Some((text.find(mark)?, mark))).min()
-}
-
-/// Number of bytes at the end of `text` that the following text decides about: the beginning of one
-/// of `marks`, and the white space before it.
-fn undecided<'a>(text: &str, marks: impl Iterator<Item = &'a str> + Clone) -> usize {
-    let Some(longest) = marks.clone().map(str::len).max() else { return 0 };
-    let most = longest.saturating_sub(1).min(text.len());
-    let begun = (1..=most).rev().find(|length| {
-        let at = text.len() - length;
-        text.is_char_boundary(at) && marks.clone().any(|mark| mark.starts_with(&text[at..]))
-    });
-    let begun = begun.unwrap_or(0);
-    let before = &text[..text.len() - begun];
-    let space = before.len() - before.trim_end().len();
-    if space > SPACE_MAX { begun } else { space + begun }
 }
 
 fn content(text: &str, parts: &mut Vec<Part>) {
