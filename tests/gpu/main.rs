@@ -11,8 +11,8 @@
 //!   many
 //! - `ranks-threads`: the latency of a sum when two and four ranks run concurrently on one GPU
 //! - `torch`: decode of the same shapes by torch, as a CUDA graph, and products by its cuBLAS
-//! - `sanitizer`: `operations` in small sizes within NVIDIA's compute-sanitizer, once for each of its
-//!   tools
+//! - `sanitizer`: `operations` in small sizes within NVIDIA's compute-sanitizer, once for each of
+//!   its tools
 //!
 //! Each part is a separate process with a time limit (`supervisor`), so a kernel that hangs or
 //! accesses invalid memory costs only its own step. Lines are printed as they come, and appended to

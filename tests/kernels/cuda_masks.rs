@@ -146,8 +146,8 @@ fn the_best_allowed_of_all_parts_is_the_best_allowed_of_the_whole() {
     }
 }
 
-/// Id and bits of the largest allowed logit in `part`, or the marker for none. Whether a row without
-/// any is corrupted depends on its other parts.
+/// Id and bits of the largest allowed logit in `part`, or the marker for none. Whether a row
+/// without any is corrupted depends on its other parts.
 fn best(row: &[f32], mask: Option<&[u32]>, part: std::ops::Range<usize>) -> [u32; 2] {
     if row[part.clone()].iter().any(|x| x.is_nan()) {
         return [CORRUPTED, 0];

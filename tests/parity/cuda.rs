@@ -11,7 +11,7 @@ use testkit::models::{demo, goldens, variant};
 
 use kernels::KernelError;
 use kernels::backend::prelude::*;
-use kernels::backend::{Buffer as _, KvShape, KvStorage};
+use kernels::backend::{KvShape, KvStorage};
 use kernels::collective::single_rank;
 use kernels::cuda::bucket::decode_buckets;
 use kernels::cuda::held::is_gpu_held;

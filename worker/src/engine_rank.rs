@@ -42,9 +42,9 @@ mod loaded;
 
 /// Error before a rank is formed.
 const NOTHING_LOADED: &str = "nothing is loaded";
-/// How much longer than the coordinator a rank waits for a step on its device: the coordinator gives
-/// up first, and ranks that wait for another leave their exchange and keep their weights. A device
-/// that is still not done after that costs the process.
+/// How much longer than the coordinator a rank waits for a step on its device: the coordinator
+/// gives up first, and ranks that wait for another leave their exchange and keep their weights. A
+/// device that is still not done after that costs the process.
 const STEP_GRACE: Duration = Duration::from_secs(10);
 
 /// A rank on a device; see the module's documentation.

@@ -4,8 +4,8 @@
 //! names without a version first, so that a toolkit's copy in the loader's path would win over
 //! `--cuda-lib-dir`; and they panic if there is none.
 //!
-//! Statuses are numbers here, not `cudarc`'s enumerations: a later driver can return some that those
-//! do not have.
+//! Statuses are numbers here, not `cudarc`'s enumerations: a later driver can return some that
+//! those do not have.
 pub(super) mod cublaslt;
 pub(super) mod driver;
 

@@ -17,9 +17,9 @@ use super::stream::{Stream, pause};
 use crate::collective::AbortHandle;
 use crate::error::{CollectiveError, KernelError};
 
-/// Maximum time for a stream to become idle after the exchange that it waits for was aborted, beyond
-/// that of its own work: twice the longest so far, since two steps can be in flight. The largest
-/// steps have run before a rank exchanges anything.
+/// Maximum time for a stream to become idle after the exchange that it waits for was aborted,
+/// beyond that of its own work: twice the longest so far, since two steps can be in flight. The
+/// largest steps have run in the profile, without other ranks.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Ranks that exchange data in GPU memory, in stream order. Dropped after the graphs that recorded

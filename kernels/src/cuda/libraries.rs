@@ -28,8 +28,8 @@ impl CudaLibrary {
         }
     }
 
-    /// File names, the preferred one first: within a folder, and for the loader. Names without a version come last: a toolkit's folder of stubs has such a driver,
-    /// which does nothing.
+    /// File names, the preferred one first: within a folder, and for the loader. Names without a
+    /// version come last: a toolkit's folder of stubs has such a driver, which does nothing.
     fn files(self) -> &'static [&'static str] {
         match self {
             Self::Driver => &["libcuda.so.1", "libcuda.so"],
@@ -182,8 +182,8 @@ fn load(library: CudaLibrary, folders: &[PathBuf]) -> Result<Library, String> {
     Err(if faults.is_empty() { absent.unwrap_or_default() } else { faults.join("; ") })
 }
 
-/// Loads a library by its path, or by a name that the system's loader knows. Its symbols stay local:
-/// they must not be mixed with those of another copy.
+/// Loads a library by its path, or by a name that the system's loader knows. Its symbols stay
+/// local: they must not be mixed with those of another copy.
 fn open(path: &Path) -> Result<Library, String> {
     // SAFETY: NVIDIA's libraries run initialisers that are safe to run in any process.
     unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| reason(&error))

@@ -22,7 +22,11 @@ functions! {
     fn cuCtxSetCurrent(context: CUcontext) -> Status;
     fn cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, peer: CUdevice) -> Status;
     fn cuDeviceGet(device: *mut CUdevice, ordinal: c_int) -> Status;
-    fn cuDeviceGetAttribute(value: *mut c_int, attribute: CUdevice_attribute, device: CUdevice) -> Status;
+    fn cuDeviceGetAttribute(
+        value: *mut c_int,
+        attribute: CUdevice_attribute,
+        device: CUdevice,
+    ) -> Status;
     fn cuDeviceGetCount(count: *mut c_int) -> Status;
     fn cuDeviceGetName(name: *mut c_char, length: c_int, device: CUdevice) -> Status;
     fn cuDeviceGetPCIBusId(id: *mut c_char, length: c_int, device: CUdevice) -> Status;
@@ -37,10 +41,18 @@ functions! {
     fn cuEventQuery(event: CUevent) -> Status;
     fn cuEventRecord(event: CUevent, stream: CUstream) -> Status;
     fn cuFuncLoad(function: CUfunction) -> Status;
-    fn cuFuncSetAttribute(function: CUfunction, attribute: CUfunction_attribute, value: c_int) -> Status;
+    fn cuFuncSetAttribute(
+        function: CUfunction,
+        attribute: CUfunction_attribute,
+        value: c_int,
+    ) -> Status;
     fn cuGraphDestroy(graph: CUgraph) -> Status;
     fn cuGraphExecDestroy(exec: CUgraphExec) -> Status;
-    fn cuGraphInstantiateWithFlags(exec: *mut CUgraphExec, graph: CUgraph, flags: c_ulonglong) -> Status;
+    fn cuGraphInstantiateWithFlags(
+        exec: *mut CUgraphExec,
+        graph: CUgraph,
+        flags: c_ulonglong,
+    ) -> Status;
     fn cuGraphLaunch(exec: CUgraphExec, stream: CUstream) -> Status;
     fn cuGraphUpload(exec: CUgraphExec, stream: CUstream) -> Status;
     fn cuInit(flags: c_uint) -> Status;
@@ -58,11 +70,30 @@ functions! {
     fn cuMemFreeHost(at: *mut c_void) -> Status;
     fn cuMemFree_v2(at: CUdeviceptr) -> Status;
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> Status;
-    fn cuMemcpyDtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream) -> Status;
-    fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream) -> Status;
-    fn cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream) -> Status;
+    fn cuMemcpyDtoDAsync_v2(
+        to: CUdeviceptr,
+        from: CUdeviceptr,
+        bytes: usize,
+        stream: CUstream,
+    ) -> Status;
+    fn cuMemcpyDtoHAsync_v2(
+        to: *mut c_void,
+        from: CUdeviceptr,
+        bytes: usize,
+        stream: CUstream,
+    ) -> Status;
+    fn cuMemcpyHtoDAsync_v2(
+        to: CUdeviceptr,
+        from: *const c_void,
+        bytes: usize,
+        stream: CUstream,
+    ) -> Status;
     fn cuMemsetD8Async(to: CUdeviceptr, byte: c_uchar, bytes: usize, stream: CUstream) -> Status;
-    fn cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char) -> Status;
+    fn cuModuleGetFunction(
+        function: *mut CUfunction,
+        module: CUmodule,
+        name: *const c_char,
+    ) -> Status;
     fn cuModuleLoadData(module: *mut CUmodule, image: *const c_void) -> Status;
     fn cuModuleUnload(module: CUmodule) -> Status;
     fn cuStreamBeginCapture_v2(stream: CUstream, mode: CUstreamCaptureMode) -> Status;
