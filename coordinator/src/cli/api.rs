@@ -62,8 +62,8 @@ pub(crate) struct ApiArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) chat_template: Option<PathBuf>,
     /// Variables of the chat template for requests that do not set them in `chat_template_kwargs`,
-    /// as a JSON object, such as {"enable_thinking": false}; must be the same for the coordinator and
-    /// all front ends
+    /// as a JSON object, such as {"enable_thinking": false}; must be the same for the coordinator
+    /// and all front ends
     #[arg(long, value_name = "JSON", value_parser = parse_variables)]
     pub(crate) default_chat_template_kwargs: Option<Variables>,
     /// Where sampling defaults come from, for requests that do not set them: the model's own

@@ -51,7 +51,10 @@ impl RequestTrace {
         let traces = state.traces.as_ref()?;
         let known = OPERATIONS.iter().find(|(route, _)| *route == request.path());
         let (route, operation) = known.filter(|_| request.method() == Method::POST)?;
-        let caller = parent.map(|parent| parent.caller(trace_state(request.headers())));
+        let caller = parent.map(|parent| {
+            let headers = request.headers().get_all("tracestate");
+            parent.caller(trace_state(headers.map(|header| header.to_str().ok())))
+        });
         let place = traces.begin(caller)?;
         let record = RequestRecord::new(place, id.into(), operation, route, since_1970());
         let record = Mutex::new(Some(record));
