@@ -121,6 +121,11 @@ impl Launch<'_> {
         first
     }
 
+    /// Runs it in one order.
+    pub(crate) fn run_on(&self, program: &Path, args: &[Arg], seed: u32) -> Vec<Vec<u8>> {
+        self.finish(self.start(program, args, seed), args)
+    }
+
     fn run_ptx(&self, program: &Path, args: &[Arg]) -> Vec<Vec<u8>> {
         let seeds = cuda_ptx::seeds().iter();
         let running: Vec<Child> = seeds.map(|&seed| self.start(program, args, seed)).collect();
@@ -233,7 +238,7 @@ fn racing() -> &'static Path {
 /// Compiles kernels and the emulation with these flags each.
 fn build(program: &Path, kernel_flags: &[&str], emulation_flags: &[&str]) {
     let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    write_entries(scratch.path());
+    write_entries(scratch.path(), &declared());
     let sources = sources();
     let of = |wanted: &'static str| {
         sources.iter().filter(move |path| {
@@ -249,10 +254,10 @@ fn build(program: &Path, kernel_flags: &[&str], emulation_flags: &[&str]) {
     link(&objects, emulation_flags, scratch.path(), program);
 }
 
-/// What `main.cpp` includes: all kernels.
-pub(crate) fn write_entries(scratch: &Path) {
+/// What `main.cpp` includes: the names of kernels.
+pub(crate) fn write_entries(scratch: &Path, names: &[String]) {
     let mut entries = String::new();
-    for name in declared() {
+    for name in names {
         writeln!(entries, "ENTRY({name}),").unwrap();
     }
     std::fs::write(scratch.join("entries.inc"), entries).unwrap();

@@ -12,9 +12,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use testkit::ptx::{FLAGS, Ptx, prepare};
+use testkit::ptx::{FLAGS, Ptx, from_folder, prepare};
 
-use crate::cuda_emulation::{compile, folder, link, program_named, write_entries};
+use crate::cuda_emulation::{
+    compile, declared, folder, launch, link, program_named, read_u32, u32s, write_entries,
+};
 
 const ENGINE: &str = "TUTTI_ENGINE";
 
@@ -45,13 +47,21 @@ pub(crate) fn ptx() -> Option<Ptx> {
 pub(crate) fn built(name: &str, main: &str, ptx: &Ptx) -> PathBuf {
     program_named(&format!("{name}-{:016x}", ptx.hash), |program| {
         let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        write_entries(scratch.path());
+        // Kernels of these tests alone are declared nowhere.
+        let declared = declared();
+        let names = ptx.names.iter();
+        let own: Vec<&String> = names.filter(|name| !declared.contains(*name)).collect();
+        let declarations = own.iter().map(|name| format!("extern \"C\" void {name}(uint64_t);\n"));
+        std::fs::write(scratch.path().join("declarations.inc"), declarations.collect::<String>())
+            .unwrap();
+        write_entries(scratch.path(), if own.is_empty() { &declared } else { &ptx.names });
         let mut units: Vec<PathBuf> = std::fs::read_dir(folder().join("emulate/ptx"))
             .unwrap()
             .map(|entry| entry.unwrap().path())
             .filter(|path| path.extension().is_some_and(|extension| extension == "cpp"))
             .collect();
-        units.extend([main, "emulate/guarded.cpp", "emulate/races.cpp"].map(|at| folder().join(at)));
+        units
+            .extend([main, "emulate/guarded.cpp", "emulate/races.cpp"].map(|at| folder().join(at)));
         units.push(ptx.stubs.clone());
         let flags = [FLAGS, &["-DTUTTI_RACES"]].concat();
         let objects = compile(units.iter(), &flags, scratch.path());
@@ -67,7 +77,8 @@ fn every_case_holds_on_ptx() {
     }
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["cuda_", "--skip", "cuda_ptx::", "--skip", "the_emulation_notices"])
-        .args(["--skip", "cuda_peers::"])
+        // With seeds of their own, and sources of their own.
+        .args(["--skip", "every_part_of_the_protocol"])
         .env(ENGINE, "ptx")
         .output()
         .unwrap();
@@ -75,4 +86,42 @@ fn every_case_holds_on_ptx() {
     println!("{said}");
     assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
     assert!(said.contains("tutti_") || said.contains("ok."), "{said}");
+}
+
+/// The machine that runs `rules.ptx`.
+fn rules() -> PathBuf {
+    let place = folder().join("emulate/ptx");
+    let ptx = from_folder(Path::new(env!("CARGO_TARGET_TMPDIR")), &place, "rules.ptx").unwrap();
+    built("cuda-ptx-rules", "emulate/main.cpp", &ptx)
+}
+
+/// Each broken rule ends the launch with the instruction's line; what only looks like it does not.
+#[test]
+fn the_machine_notices_what_it_should() {
+    let rules = rules();
+    let words = [u32s(&[0; 64])];
+    let run = |kernel| read_u32(&launch(kernel, [1, 1, 1], 64).run_on(&rules, &words, 0)[0]);
+    let apart = |i: u32| if i % 32 < 16 { i ^ 2 } else { i ^ 1 };
+    assert_eq!(run("lanes_shuffle_that_are_all_there"), (0..64).map(apart).collect::<Vec<_>>());
+    let pairs: Vec<u32> = (0..64).map(|i| i ^ 1).collect();
+    assert_eq!(run("lanes_read_what_others_wrote_before"), pairs);
+    for (kernel, said_of_it) in [
+        ("lanes_shuffle_that_are_not_all_there", "names lanes that do not come"),
+        ("a_lane_is_not_in_its_mask", "a mask that lacks the lane itself"),
+        ("a_shuffle_comes_from_outside_of_its_mask", "outside of its mask"),
+        ("half_a_warp_multiplies", "names lanes that do not come"),
+        ("a_warp_is_at_two_barriers", "at different barriers"),
+        ("what_it_writes_is_read_as_never_written", "on the non-coherent path"),
+        ("it_reads_behind_an_array", "behind the end of an array"),
+        ("it_reads_before_shared_memory", "outside of the arrays"),
+        ("a_pair_is_not_aligned", "not aligned"),
+        ("it_reads_before_it_waits", "before it has waited"),
+        ("no_thread_waits", "no block of the grid has waited"),
+        ("half_of_the_threads_wait", "some threads of a block have waited"),
+        ("lanes_read_what_others_write", "a race: "),
+        ("it_does_what_is_not_known", "does not know this instruction here: dp4a.u32.u32"),
+    ] {
+        let said = launch(kernel, [1, 1, 1], 64).failure_of(&rules, &words);
+        assert!(said.contains(said_of_it), "{kernel}: {said}");
+    }
 }

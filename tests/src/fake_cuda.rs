@@ -129,7 +129,9 @@ fn fake_cuda_with(folder: &Path, defines: &[String]) -> Result<FakeCuda, String>
 /// With `TUTTI_ENGINE=ptx` the kernels are the PTX that nvcc makes of them.
 fn chosen_ptx(folder: &Path) -> Result<Option<Ptx>, String> {
     if std::env::var("TUTTI_ENGINE").is_ok_and(|engine| engine == "ptx") {
-        return ptx::prepare(folder)?.map(Some).ok_or_else(|| "no nvcc: kernels/cuda/get-nvcc".into());
+        return ptx::prepare(folder)?
+            .map(Some)
+            .ok_or_else(|| "no nvcc: kernels/cuda/get-nvcc".into());
     }
     Ok(None)
 }

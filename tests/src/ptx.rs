@@ -16,6 +16,8 @@ pub struct Ptx {
     /// A file of C++ with the kernels' interface, which names the folder with a file of PTX for
     /// each of them.
     pub stubs: PathBuf,
+    /// Their names.
+    pub names: Vec<String>,
     /// A number of all of it, and of this machine's instructions.
     pub hash: u64,
 }
@@ -43,20 +45,19 @@ pub fn prepare(folder: &Path) -> Result<Option<Ptx>, String> {
         };
     }
     let architecture = std::env::var("TUTTI_PTX").unwrap_or_else(|_| "compute_90a".into());
-    from_folder(folder, &compiled, &architecture).map(Some)
+    from_folder(folder, &compiled, &format!("{architecture}.ptx")).map(Some)
 }
 
-/// The PTX in `compiled`, of files that end with `.ARCHITECTURE.ptx`.
+/// The PTX in `compiled`, of files whose names end so.
 ///
 /// # Errors
 /// What cannot be read or written, or is not as expected.
-pub fn from_folder(folder: &Path, compiled: &Path, architecture: &str) -> Result<Ptx, String> {
-    let ending = format!(".{architecture}.ptx");
+pub fn from_folder(folder: &Path, compiled: &Path, ending: &str) -> Result<Ptx, String> {
     let mut kernels = BTreeMap::new();
     let entries = std::fs::read_dir(compiled).map_err(|error| error.to_string())?;
     for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        if name.ends_with(&ending) {
+        if name.ends_with(ending) {
             let text = std::fs::read_to_string(&path).map_err(|error| error.to_string())?;
             kernels.extend(entries_of(name, &text));
         }
@@ -68,8 +69,9 @@ pub fn from_folder(folder: &Path, compiled: &Path, architecture: &str) -> Result
     kernels.hash(&mut hasher);
     instructions_of_this_machine().hash(&mut hasher);
     let hash = hasher.finish();
-    let target = folder.join(format!("ptx-{architecture}-{hash:016x}"));
-    let made = Ptx { stubs: target.join("stubs.cpp"), hash };
+    let target = folder.join(format!("ptx-{}-{hash:016x}", ending.trim_end_matches(".ptx")));
+    let made =
+        Ptx { stubs: target.join("stubs.cpp"), names: kernels.keys().cloned().collect(), hash };
     if target.is_dir() {
         return Ok(made);
     }
@@ -114,7 +116,8 @@ fn stubs(kernels_folder: &Path, kernels: &BTreeMap<String, String>) -> String {
     let mut stubs = "#include <stdint.h>\n#include <string.h>\nnamespace emulate::ptx {\n\
         extern const char* const folder;\n"
         .to_owned();
-    let _ = writeln!(stubs, "const char* const folder = {:?};", kernels_folder.display().to_string());
+    let _ =
+        writeln!(stubs, "const char* const folder = {:?};", kernels_folder.display().to_string());
     stubs += "void enter(const char*, const uint64_t*, size_t);\n}\n";
     for (name, text) in kernels {
         let parameters: Vec<String> = text
@@ -162,10 +165,10 @@ mod tests {
             .visible .entry two(\n)\n{\n\tret;\n}\n";
         let entries = entries_of("a.ptx", text);
         let all = ".version 9.0\n.shared .b8 all[4];\n";
-        assert_eq!(entries[1], (
-            "two".into(),
-            format!("{all}//# a.ptx 11\n.visible .entry two(\n)\n{{\n\tret;\n}}\n")
-        ));
+        assert_eq!(
+            entries[1],
+            ("two".into(), format!("{all}//# a.ptx 11\n.visible .entry two(\n)\n{{\n\tret;\n}}\n"))
+        );
         let stubs = stubs(Path::new("/x"), &entries.into_iter().collect());
         assert!(stubs.contains("void one(uint64_t p0, float p1) { uint64_t raw[2]"), "{stubs}");
         assert!(stubs.contains("void two() {"), "{stubs}");

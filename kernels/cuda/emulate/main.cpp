@@ -21,7 +21,12 @@
 #include "block.h"
 #include "device.h"
 #include "races.h"
+#if defined(TUTTI_PTX)
+// What entries.inc lists and kernels.h does not.
+#include "declarations.inc"
+#else
 #include "rules.h"
+#endif
 
 namespace {
 

@@ -84,6 +84,8 @@ f32 fsub(f32 a, f32 b) { return a - b; }
 f32 fmul(f32 a, f32 b) { return a * b; }
 f32 fdiv(f32 a, f32 b) { return a / b; }
 f32 ffma(f32 a, f32 b, f32 c) { return std::fma(a, b, c); }
+f32 fused_sub(f32 a, f32 b, f32 c) { return std::fma(a, b, -c); }
+f32 fused_negated(f32 a, f32 b, f32 c) { return std::fma(-a, b, c); }
 f32 frcp(f32 a) { return 1.0f / a; }
 f32 fsqrt(f32 a) { return std::sqrt(a); }
 f64 dadd(f64 a, f64 b) { return a + b; }
@@ -256,8 +258,11 @@ const std::vector<Form>& arithmetic() {
         {"setp.gt.f64", "pqq", compare<gt<f64>>},
         {"setp.leu.f64", "pqq", compare<leu<f64>>},
 
-        // Without .rn an assembler may fuse a product and a sum; here each is rounded.
+        // Without .rn an assembler may fuse a product and a sum: `Parser::fuse`.
         {"add.f32", "www", map<fadd>},
+        {"fused.add", "wwww", map<ffma>},
+        {"fused.sub", "wwww", map<fused_sub>},
+        {"fused.negated", "wwww", map<fused_negated>},
         {"add.rn.f32", "www", map<fadd>},
         {"add.rm.f32", "www", map<add_down>},
         {"sub.f32", "www", map<fsub>},

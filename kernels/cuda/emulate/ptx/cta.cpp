@@ -52,8 +52,15 @@ namespace {
 
 using State = emulate::Block::State;
 
-// Of each array in shared memory its own memory would be best; an arena with gaps that are checked
-// does it as well.
+unsigned char* pages(size_t bytes) {
+    void* memory = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    if (memory == nullptr) {
+        fail("out of memory");
+    }
+    return static_cast<unsigned char*>(memory);
+}
+
+// What is the same for all blocks of a launch: constants in registers, and the arrays.
 void prepare(State& s, uint32_t threads, size_t dynamic_bytes) {
     Cta& cta = s.cta;
     const Kernel& kernel = *cta.kernel;
@@ -67,7 +74,7 @@ void prepare(State& s, uint32_t threads, size_t dynamic_bytes) {
     if (size_t{kernel.register_bytes} * warps > s.register_bytes) {
         free(s.registers);
         s.register_bytes = size_t{kernel.register_bytes} * warps;
-        s.registers = static_cast<unsigned char*>(aligned_alloc(4096, (s.register_bytes + 4095) / 4096 * 4096));
+        s.registers = pages(s.register_bytes);
     }
     cta.warps.resize(warps);
     for (uint32_t i = 0; i < warps; i++) {
@@ -91,7 +98,7 @@ void prepare(State& s, uint32_t threads, size_t dynamic_bytes) {
     if (cta.shared_end > s.shared_bytes) {
         free(cta.shared);
         s.shared_bytes = cta.shared_end;
-        cta.shared = static_cast<unsigned char*>(aligned_alloc(4096, (s.shared_bytes + 4095) / 4096 * 4096));
+        cta.shared = pages(s.shared_bytes);
     }
     cta.owners.assign(cta.shared_end / 16, 0);
     for (size_t i = 0; i < cta.arrays.size(); i++) {
@@ -252,13 +259,8 @@ bool run_group(State& s, Warp& warp, uint32_t lanes) {
             case Kind::exit:
                 end(s, warp, group);
                 return true;
-            case Kind::whole_warp:
-                if (group != ALL && warp.live != ALL) {
-                    fail_at(warp, i, static_cast<uint32_t>(__builtin_ctz(group)),
-                            "lanes of the warp have ended that it needs");
-                }
-                [[fallthrough]];
             case Kind::warp:
+            case Kind::whole_warp:
                 if (!meet(warp, i, pc, group)) {
                     return true;
                 }

@@ -28,9 +28,9 @@ enum class Kind : uint8_t {
     yielding,
     branch,
     exit,
-    // Waits for the lanes of its mask.
+    // Waits for the lanes of its mask to be at this very instruction. So are those without a mask
+    // (`.aligned`), of which it is all lanes.
     warp,
-    // The same, and all lanes of the warp have to be at this very instruction (`.aligned`).
     whole_warp,
     // A barrier of the block, aligned.
     barrier,

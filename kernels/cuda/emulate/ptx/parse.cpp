@@ -93,6 +93,9 @@ class Parser {
     std::unordered_map<std::string, uint32_t> parameters;
     std::unordered_map<std::string, SharedArray> arrays;
     uint32_t shared_end = SHARED_BEGIN;
+    // Products of f32 in this basic block, and their factors.
+    const bool fuses = getenv("TUTTI_PTX_FUSE") != nullptr;
+    std::map<uint32_t, std::pair<uint32_t, uint32_t>> products;
     std::unordered_map<std::string, uint32_t> labels;
     std::vector<std::pair<size_t, std::string>> jumps;
 
@@ -175,6 +178,7 @@ class Parser {
             hidden.pop_back();
         } else if (words.back() == ':') {
             words.pop_back();
+            products.clear();
             labels[words] = static_cast<uint32_t>(kernel.code.size());
         } else if (words[0] == '.') {
             directive();
@@ -506,7 +510,47 @@ class Parser {
             unknown("this instruction");
         }
         i.opcode = name_of(opcode);
+        if (fuses) {
+            fuse(i, opcode);
+        }
         kernel.code.push_back(i);
+    }
+
+    // An assembler may make one operation of a product and a sum without .rn, whatever else becomes of
+    // the product. `TUTTI_PTX_FUSE`: all of them, in each basic block.
+    void fuse(Instruction& i, const std::string& opcode) {
+        const bool sub = opcode == "sub.f32";
+        if (opcode == "add.f32" || sub) {
+            const auto first = products.find(i.at[1]), second = products.find(i.at[2]);
+            if (first != products.end()) {
+                i = fused(i, sub ? "fused.sub" : "fused.add", first->second, i.at[2]);
+            } else if (second != products.end()) {
+                i = fused(i, sub ? "fused.negated" : "fused.add", second->second, i.at[1]);
+            }
+        }
+        // What is written is no product any more, and no factor of one.
+        const bool several = i.kind == Kind::warp || i.kind == Kind::whole_warp ||
+                             opcode == "mov.b64";
+        const size_t results = several ? 4 : i.elements;
+        for (auto product = products.begin(); product != products.end();) {
+            const auto [a, b] = product->second;
+            bool stale = false;
+            for (size_t r = 0; r < results; r++) {
+                stale = stale || product->first == i.at[r] || a == i.at[r] || b == i.at[r];
+            }
+            product = stale ? products.erase(product) : std::next(product);
+        }
+        if (opcode == "mul.f32" && i.at[0] != i.at[1] && i.at[0] != i.at[2]) {
+            products[i.at[0]] = {i.at[1], i.at[2]};
+        }
+    }
+    Instruction fused(Instruction i, const char* opcode, std::pair<uint32_t, uint32_t> product,
+                      uint32_t term) {
+        i.at[1] = product.first;
+        i.at[2] = product.second;
+        i.at[3] = term;
+        i.execute = shapes().at(opcode).execute;
+        return i;
     }
 
     void access(Instruction& i, const std::string& opcode) {
