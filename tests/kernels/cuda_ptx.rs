@@ -1,13 +1,14 @@
-//! The cases of the CUDA kernels, once more on the PTX that nvcc makes of them: what the machine code
-//! that ships is assembled from.
+//! The cases of the CUDA kernels, once more on the PTX that nvcc makes of them: what the machine
+//! code that ships is assembled from.
 //!
-//! `kernels/cuda/emulate/ptx` reads PTX and runs it. It shows whether the PTX in `device.cuh` is right,
-//! which the emulation of the sources replaces by twins, and what the compiler did: moved, contracted,
-//! laid out. A test here starts this program again with `TUTTI_ENGINE=ptx`, where every launch runs on
-//! PTX alone; so launches of two kernels that have to agree are compared with each other there, too.
+//! `kernels/cuda/emulate/ptx` reads PTX and runs it. It shows whether the PTX in `device.cuh` is
+//! right, which the emulation of the sources replaces by twins, and what the compiler did: moved,
+//! contracted, laid out. A test here starts this program again with `TUTTI_ENGINE=ptx`, where every
+//! launch runs on PTX alone; so launches of two kernels that have to agree are compared with each
+//! other there, too.
 //!
-//! `TUTTI_PTX=compute_80` takes the PTX for that instead of compute_90a. `TUTTI_PTX_SEEDS=1` runs every
-//! launch in several orders of threads.
+//! `TUTTI_PTX=compute_80` takes the PTX for that instead of compute_90a. `TUTTI_PTX_SEEDS=1` runs
+//! every launch in several orders of threads. `TUTTI_PTX_FUSE=1` fuses what an assembler may fuse.
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -85,7 +86,8 @@ fn every_case_holds_on_ptx() {
     let said = String::from_utf8_lossy(&output.stdout);
     println!("{said}");
     assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
-    assert!(said.contains("tutti_") || said.contains("ok."), "{said}");
+    let passed = said.matches(" ... ok\n").count();
+    assert!(passed > 60, "{passed} cases: {said}");
 }
 
 /// The machine that runs `rules.ptx`.

@@ -16,8 +16,7 @@
 //! - [`invariance`]: the same bits alone, in a batch and with any number of threads
 //!
 //! CUDA kernels, emulated:
-//! - [`cuda_emulation`]: compiles and launches them; [`cuda_ptx`]: the same cases on what nvcc makes
-//!   of them
+//! - [`cuda_emulation`]: compiles and launches them; [`cuda_ptx`]: the same cases on PTX
 //! - [`cuda_products`], [`cuda_fp8`], [`cuda_int4`], [`cuda_int8`]: matrix products
 //! - [`cuda_attention`], [`cuda_latent`], [`cuda_rows`], [`cuda_norms`], [`cuda_experts`]: the
 //!   other parts of a layer

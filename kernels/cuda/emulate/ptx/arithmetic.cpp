@@ -27,7 +27,9 @@ template <class T> T mad(T a, T b, T c) { return static_cast<T>(a * b + c); }
 u64 mul_wide(u32 a, u32 b) { return u64{a} * b; }
 u32 mul_wide_16(u16 a, u16 b) { return u32{a} * b; }
 u32 mul_hi(u32 a, u32 b) { return static_cast<u32>(u64{a} * b >> 32); }
-u64 mul_hi_64(u64 a, u64 b) { return static_cast<u64>(static_cast<unsigned __int128>(a) * b >> 64); }
+u64 mul_hi_64(u64 a, u64 b) {
+    return static_cast<u64>(static_cast<unsigned __int128>(a) * b >> 64);
+}
 u32 neg(u32 a) { return 0 - a; }
 // "Division by zero yields an unspecified, machine-specific value."
 template <class T> T div(T a, T b) { return b == 0 ? static_cast<T>(~T{0}) : a / b; }
@@ -40,8 +42,12 @@ template <class T> T bits_or(T a, T b) { return a | b; }
 template <class T> T bits_xor(T a, T b) { return a ^ b; }
 template <class T> T bits_not(T a) { return static_cast<T>(~a); }
 // "Shift amounts greater than the register width N are clamped to N."
-template <class T> T shl(T a, u32 by) { return by >= 8 * sizeof(T) ? T{0} : static_cast<T>(a << by); }
-template <class T> T shr(T a, u32 by) { return by >= 8 * sizeof(T) ? T{0} : static_cast<T>(a >> by); }
+template <class T> T shl(T a, u32 by) {
+    return by >= 8 * sizeof(T) ? T{0} : static_cast<T>(a << by);
+}
+template <class T> T shr(T a, u32 by) {
+    return by >= 8 * sizeof(T) ? T{0} : static_cast<T>(a >> by);
+}
 s32 shr_signed(s32 a, u32 by) { return a >> (by > 31 ? 31 : by); }
 u32 clz(u32 a) { return a == 0 ? 32 : static_cast<u32>(__builtin_clz(a)); }
 u32 popc(u32 a) { return static_cast<u32>(__builtin_popcount(a)); }

@@ -2,7 +2,8 @@
 //
 // Lanes of a warp have a program counter each. Those that are at the same instruction run together,
 // the lowest instruction first, so that lanes that have parted meet again; with a seed other than 0
-// every lane runs by itself, as far as it can. An instruction with a mask waits for the lanes in it.
+// every lane runs by itself, as far as it can. An instruction with a mask waits for the lanes in
+// it.
 #include <unistd.h>
 
 #include <algorithm>
@@ -201,8 +202,8 @@ void arrive(State& s, Warp& warp, uint32_t pc, uint32_t group) {
     }
 }
 
-// Runs the lowest of these lanes, and those at the same instruction, until they have to wait or part
-// with others. False when none can run.
+// Runs the lowest of these lanes, and those at the same instruction, until they have to wait or
+// part with others. False when none can run.
 bool run_group(State& s, Warp& warp, uint32_t lanes) {
     const std::vector<Instruction>& code = s.cta.kernel->code;
     const uint32_t runnable = warp.runnable() & lanes & ~warp.yielded;

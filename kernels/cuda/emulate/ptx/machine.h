@@ -41,7 +41,8 @@ constexpr size_t OPERANDS = 14;
 
 struct Instruction {
     Execute execute = nullptr;
-    // Where the rows of its operands are in the registers of a warp, in bytes. Constants have rows too.
+    // Where the rows of its operands are in the registers of a warp, in bytes. Constants have rows
+    // too.
     uint32_t at[OPERANDS] = {};
     // An offset of an address, a size or a position: what the instruction says.
     int64_t immediate = 0;
@@ -198,8 +199,8 @@ struct WarpForm {
 };
 const std::vector<WarpForm>& warp_instructions();
 
-// A load or a store, of one to four registers of this width (a row's letter). `execute` is null if it
-// is none that is known.
+// A load or a store, of one to four registers of this width (a row's letter). `execute` is null if
+// it is none that is known.
 struct AccessForm {
     Execute execute = nullptr;
     uint8_t elements = 1;

@@ -8,7 +8,9 @@
 namespace emulate::ptx {
 namespace {
 
-const void* line_of(const Instruction& i) { return reinterpret_cast<const void*>(uintptr_t{i.line}); }
+const void* line_of(const Instruction& i) {
+    return reinterpret_cast<const void*>(uintptr_t{i.line});
+}
 
 // Where an access to shared memory goes.
 unsigned char* in_shared(Warp& w, const Instruction& i, uint32_t lane, uint32_t address,
@@ -55,7 +57,8 @@ unsigned char* resolve(Warp& w, const Instruction& i, uint32_t lane, uint32_t by
     }
 }
 
-// What kernels before this one write must not be read, and nothing be written, before they have ended.
+// What kernels before this one write must not be read, and nothing be written, before they have
+// ended.
 void must_have_waited(Warp& w, const Instruction& i) {
     if ((i.flags & EARLY) == 0 && (w.waited & w.mask) != w.mask) {
         const auto lane = static_cast<uint32_t>(__builtin_ctz(w.mask & ~w.waited));

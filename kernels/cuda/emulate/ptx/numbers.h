@@ -85,8 +85,8 @@ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     return static_cast<uint32_t>(fma_bf16(a >> 16, b >> 16, c >> 16)) << 16 | low;
 }
 
-// "Float-to-integer conversions are clamped to the destination's range"; NaN becomes 0, or, of f64 or
-// to 64 bits, the upper bit alone.
+// "Float-to-integer conversions are clamped to the destination's range"; NaN becomes 0, or, of f64
+// or to 64 bits, the upper bit alone.
 template <class To, class From>
 inline To to_unsigned(From a) {
     if (a != a) {

@@ -54,7 +54,9 @@ uint32_t bytes_of(char width) {
 
 class Parser {
    public:
-    Parser(std::string file, const std::string& text) : text(text) { kernel.file = std::move(file); }
+    Parser(std::string file, const std::string& text) : text(text) {
+        kernel.file = std::move(file);
+    }
 
     Kernel read() {
         while (next_statement()) {
@@ -516,8 +518,8 @@ class Parser {
         kernel.code.push_back(i);
     }
 
-    // An assembler may make one operation of a product and a sum without .rn, whatever else becomes of
-    // the product. `TUTTI_PTX_FUSE`: all of them, in each basic block.
+    // An assembler may make one operation of a product and a sum without .rn, whatever else becomes
+    // of the product. `TUTTI_PTX_FUSE`: all of them, in each basic block.
     void fuse(Instruction& i, const std::string& opcode) {
         const bool sub = opcode == "sub.f32";
         if (opcode == "add.f32" || sub) {

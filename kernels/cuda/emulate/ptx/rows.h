@@ -75,7 +75,9 @@ struct Compared<F> {
         const T* a = w.row<T>(i.at[1]);
         const T* b = w.row<T>(i.at[2]);
         uint32_t yes = 0;
-        each(w.mask, [&](uint32_t lane) { yes |= static_cast<uint32_t>(F(a[lane], b[lane])) << lane; });
+        each(w.mask, [&](uint32_t lane) {
+            yes |= static_cast<uint32_t>(F(a[lane], b[lane])) << lane;
+        });
         uint32_t& d = w.predicate(i.at[0]);
         d = (d & ~w.mask) | yes;
     }

@@ -78,8 +78,8 @@ float element(Warp& w, const Instruction& i, size_t first, uint32_t e, uint32_t 
     return of_bf16(e % 2 == 0 ? pair & 0xffff : pair >> 16);
 }
 
-// mma.m16n8k16 with .bf16: "Matrix Fragments for mma.m16n8k16 with floating point type". Operands: 4
-// registers of d, 4 of a, 2 of b, 4 of c. How tensor cores round is not described: the sum of all
+// mma.m16n8k16 with .bf16: "Matrix Fragments for mma.m16n8k16 with floating point type". Operands:
+// 4 registers of d, 4 of a, 2 of b, 4 of c. How tensor cores round is not described: the sum of all
 // products and c is rounded once here.
 void mma_m16n8k16_bf16(Warp& w, const Instruction& i) {
     double a[16][16], b[16][8], d[16][8];
@@ -115,9 +115,9 @@ void mma_m16n8k16_bf16(Warp& w, const Instruction& i) {
     }
 }
 
-// ldmatrix .m8n8.x4.b16: threads 8 i to 8 i + 7 have the addresses of rows 0 to 7 of matrix i. "Each
-// thread receives a fragment of a row": thread t elements 2 (t % 4) and the next of row t / 4, which
-// go to register i. With .trans the matrix is loaded in column-major format.
+// ldmatrix .m8n8.x4.b16: threads 8 i to 8 i + 7 have the addresses of rows 0 to 7 of matrix i.
+// "Each thread receives a fragment of a row": thread t elements 2 (t % 4) and the next of row t /
+// 4, which go to register i. With .trans the matrix is loaded in column-major format.
 template <bool TRANS>
 void ldmatrix_x4(Warp& w, const Instruction& i) {
     uint16_t matrices[4][8][8];
