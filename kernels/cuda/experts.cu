@@ -410,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(256)
         const float weight = weights[slot];
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++) {
-            sum.v[i] += weight * part.v[i];
+            sum.v[i] = __fadd_rn(sum.v[i], __fmul_rn(weight, part.v[i]));
         }
     }
     store_up_to_4(out + static_cast<size_t>(blockIdx.x) * width, at, width, sum);

@@ -13,6 +13,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 
+use crate::cuda_ptx;
+
 /// Seeds of the orders in which every launch runs, see `Settings::seed` in `emulate/block.h`: by
 /// index, reversed, shuffled.
 const SEEDS: [u32; 3] = [0, 1, 3];
@@ -106,6 +108,9 @@ impl Launch<'_> {
     /// Runs it in every order; returns the final contents of its buffers, in the order of the
     /// arguments.
     pub(crate) fn run(&self, args: &[Arg]) -> Vec<Vec<u8>> {
+        if let Some(ptx) = cuda_ptx::program() {
+            return self.run_ptx(ptx, args);
+        }
         let mut running = Vec::from(SEEDS.map(|seed| self.start(program(), args, seed)));
         running.push(self.start(racing(), args, RACING_SEED));
         let mut results = running.into_iter().map(|child| self.finish(child, args));
@@ -116,12 +121,26 @@ impl Launch<'_> {
         first
     }
 
-    /// Runs it in one order; returns the emulation's error.
-    pub(crate) fn failure(&self, args: &[Arg]) -> String {
-        self.failure_of(program(), args)
+    /// Runs it in one order.
+    pub(crate) fn run_on(&self, program: &Path, args: &[Arg], seed: u32) -> Vec<Vec<u8>> {
+        self.finish(self.start(program, args, seed), args)
     }
 
-    fn failure_of(&self, program: &Path, args: &[Arg]) -> String {
+    fn run_ptx(&self, program: &Path, args: &[Arg]) -> Vec<Vec<u8>> {
+        let seeds = cuda_ptx::seeds().iter();
+        let running: Vec<Child> = seeds.map(|&seed| self.start(program, args, seed)).collect();
+        let mut results = running.into_iter().map(|child| self.finish(child, args));
+        let first = results.next().unwrap();
+        assert!(results.all(|other| other == first), "{}: an order gives other bits", self.kernel);
+        first
+    }
+
+    /// Runs it in one order; returns the emulation's error.
+    pub(crate) fn failure(&self, args: &[Arg]) -> String {
+        self.failure_of(cuda_ptx::program().unwrap_or_else(program), args)
+    }
+
+    pub(crate) fn failure_of(&self, program: &Path, args: &[Arg]) -> String {
         let output = self.start(program, args, 0).wait_with_output().unwrap();
         assert!(!output.status.success(), "{} did not fail", self.kernel);
         String::from_utf8_lossy(&output.stderr).into_owned()
@@ -219,23 +238,29 @@ fn racing() -> &'static Path {
 /// Compiles kernels and the emulation with these flags each.
 fn build(program: &Path, kernel_flags: &[&str], emulation_flags: &[&str]) {
     let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let mut entries = String::new();
-    for name in declared() {
-        writeln!(entries, "ENTRY({name}),").unwrap();
-    }
-    std::fs::write(scratch.path().join("entries.inc"), entries).unwrap();
+    write_entries(scratch.path(), &declared());
     let sources = sources();
     let of = |wanted: &'static str| {
         sources.iter().filter(move |path| {
             // `ranks.cpp` is a separate program.
             path.extension().is_some_and(|extension| extension == wanted)
                 && !path.ends_with("ranks.cpp")
+                && !path.starts_with(folder().join("emulate/ptx"))
         })
     };
     let mut objects = compile(of("cu"), kernel_flags, scratch.path());
     objects.extend(compile(of("cpp"), emulation_flags, scratch.path()));
     // Without what the kernels are compiled with: `races.cpp` is the library.
     link(&objects, emulation_flags, scratch.path(), program);
+}
+
+/// What `main.cpp` includes: the names of kernels.
+pub(crate) fn write_entries(scratch: &Path, names: &[String]) {
+    let mut entries = String::new();
+    for name in names {
+        writeln!(entries, "ENTRY({name}),").unwrap();
+    }
+    std::fs::write(scratch.join("entries.inc"), entries).unwrap();
 }
 
 /// A program that `build` creates, once per version of these sources.
@@ -275,7 +300,8 @@ pub(crate) const SANITIZED: &[&str] = &[
 ];
 
 fn sources() -> Vec<PathBuf> {
-    let mut paths: Vec<PathBuf> = [folder(), folder().join("emulate")]
+    let folders = [folder(), folder().join("emulate"), folder().join("emulate/ptx")];
+    let mut paths: Vec<PathBuf> = folders
         .iter()
         .flat_map(|folder| std::fs::read_dir(folder).unwrap())
         .map(|entry| entry.unwrap().path())
@@ -338,7 +364,8 @@ pub(crate) fn link(objects: &[PathBuf], flags: &[&str], scratch: &Path, program:
 
 #[test]
 fn every_declared_kernel_can_be_launched() {
-    let output = Command::new(program()).arg("--list").output().unwrap();
+    let program = cuda_ptx::program().unwrap_or_else(program);
+    let output = Command::new(program).arg("--list").output().unwrap();
     let listed = String::from_utf8(output.stdout).unwrap();
     let listed: Vec<&str> = listed.lines().map(|line| line.split(' ').next().unwrap()).collect();
     assert_eq!(listed, declared());

@@ -16,7 +16,7 @@
 //! - [`invariance`]: the same bits alone, in a batch and with any number of threads
 //!
 //! CUDA kernels, emulated:
-//! - [`cuda_emulation`]: compiles and launches them
+//! - [`cuda_emulation`]: compiles and launches them; [`cuda_ptx`]: the same cases on PTX
 //! - [`cuda_products`], [`cuda_fp8`], [`cuda_int4`], [`cuda_int8`]: matrix products
 //! - [`cuda_attention`], [`cuda_latent`], [`cuda_rows`], [`cuda_norms`], [`cuda_experts`]: the
 //!   other parts of a layer
@@ -42,6 +42,7 @@ mod cuda_masks;
 mod cuda_norms;
 mod cuda_peers;
 mod cuda_products;
+mod cuda_ptx;
 mod cuda_rows;
 mod cuda_sampling;
 mod cuda_select;

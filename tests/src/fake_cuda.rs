@@ -7,6 +7,8 @@ use std::process::{Command, Stdio};
 
 use tempfile::TempDir;
 
+use crate::ptx::{self, Ptx};
+
 /// Optimised, since a model runs on it; without fused multiply-add, so that sums are computed as
 /// written. Its threads switch often and look at thread-local variables each time, so these are
 /// reached without a call.
@@ -93,15 +95,16 @@ fn fake_cuda_with(folder: &Path, defines: &[String]) -> Result<FakeCuda, String>
     let cuda = root.join("kernels/cuda");
     let driver = root.join("tests/fake_cuda/driver.cpp");
     let mut sources = vec![driver.clone(), root.join("tests/fake_cuda/hooks.h")];
-    for folder in [&cuda, &cuda.join("emulate")] {
+    for folder in [&cuda, &cuda.join("emulate"), &cuda.join("emulate/ptx")] {
         let entries = std::fs::read_dir(folder).map_err(|error| error.to_string())?;
         sources.extend(
             entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| path.is_file()),
         );
     }
     sources.sort();
+    let ptx = chosen_ptx(folder)?;
     let mut hasher = DefaultHasher::new();
-    (FLAGS, defines).hash(&mut hasher);
+    (FLAGS, defines, ptx.as_ref().map(|ptx| ptx.hash)).hash(&mut hasher);
     for path in &sources {
         (path, std::fs::read(path).map_err(|error| error.to_string())?).hash(&mut hasher);
     }
@@ -113,7 +116,7 @@ fn fake_cuda_with(folder: &Path, defines: &[String]) -> Result<FakeCuda, String>
     let scratch = tempfile::tempdir_in(folder).map_err(|error| error.to_string())?;
     std::fs::write(scratch.path().join("entries.inc"), entries(&cuda)?)
         .map_err(|error| error.to_string())?;
-    let kernels = emulated_kernels(folder, &cuda, &sources)?;
+    let kernels = emulated_kernels(folder, &cuda, &sources, ptx.as_ref())?;
     let own = compile(scratch.path(), &cuda, &[&driver], defines)?;
     link(scratch.path(), &[own, kernels].concat())?;
     let kernels = scratch.path().join("kernels");
@@ -123,28 +126,49 @@ fn fake_cuda_with(folder: &Path, defines: &[String]) -> Result<FakeCuda, String>
     Ok(made)
 }
 
+/// With `TUTTI_ENGINE=ptx` the kernels are the PTX that nvcc makes of them.
+fn chosen_ptx(folder: &Path) -> Result<Option<Ptx>, String> {
+    if std::env::var("TUTTI_ENGINE").is_ok_and(|engine| engine == "ptx") {
+        return ptx::prepare(folder)?
+            .map(Some)
+            .ok_or_else(|| "no nvcc: kernels/cuda/get-nvcc".into());
+    }
+    Ok(None)
+}
+
 /// The objects of the kernels and of their emulation, which all variants of the driver share: they
 /// take most of the compiler's time.
 fn emulated_kernels(
     folder: &Path,
     cuda: &Path,
     sources: &[PathBuf],
+    ptx: Option<&Ptx>,
 ) -> Result<Vec<PathBuf>, String> {
     let is_unit = |path: &&PathBuf| {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         let other = ["main.cpp", "ranks.cpp", "rules.cu", "driver.cpp"].contains(&name);
-        (name.ends_with(".cu") || name.ends_with(".cpp")) && !other
+        let of_ptx = path.starts_with(cuda.join("emulate/ptx")) || name == "guarded.cpp";
+        match ptx {
+            Some(_) => of_ptx && name.ends_with(".cpp"),
+            None if name == "guarded.cpp" => true,
+            None => (name.ends_with(".cu") || name.ends_with(".cpp")) && !other && !of_ptx,
+        }
     };
-    let units: Vec<&PathBuf> = sources.iter().filter(is_unit).collect();
+    let stubs = ptx.map(|ptx| &ptx.stubs);
+    let units: Vec<&PathBuf> = sources.iter().filter(is_unit).chain(stubs).collect();
+    let flags: Vec<String> = match ptx {
+        Some(_) => ptx::FLAGS.iter().map(|&flag| flag.to_owned()).collect(),
+        None => Vec::new(),
+    };
     let mut hasher = DefaultHasher::new();
-    FLAGS.hash(&mut hasher);
+    (FLAGS, &flags, ptx.map(|ptx| ptx.hash)).hash(&mut hasher);
     for path in sources.iter().filter(|path| path.starts_with(cuda)) {
         (path, std::fs::read(path).map_err(|error| error.to_string())?).hash(&mut hasher);
     }
     let target = folder.join(format!("fake-cuda-kernels-{:016x}", hasher.finish()));
     if !target.is_dir() {
         let scratch = tempfile::tempdir_in(folder).map_err(|error| error.to_string())?;
-        compile(scratch.path(), cuda, &units, &[])?;
+        compile(scratch.path(), cuda, &units, &flags)?;
         publish(scratch, &target)?;
     }
     Ok((0..units.len()).map(|index| target.join(format!("{index}.o"))).collect())

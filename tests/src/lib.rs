@@ -16,6 +16,7 @@
 //! - [`scrape`]: parses a `/metrics` page
 //! - [`stopped`]: a thread that does nothing any more, while its process goes on
 //! - [`relay`]: passes group ids from rank 0 to the others, for ranks that are threads
+//! - [`ptx`]: the CUDA kernels as nvcc compiles them
 //! - [`promtool`]: Prometheus's linter for metrics pages
 //! - [`models`]: the model folders and their golden values
 //! - [`tools`]: finds external programs: etcd, Prometheus, promtool
@@ -37,6 +38,7 @@ pub mod load;
 pub mod local_cluster;
 pub mod models;
 pub mod promtool;
+pub mod ptx;
 pub mod relay;
 pub mod scrape;
 pub mod stopped;

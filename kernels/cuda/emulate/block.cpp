@@ -1,7 +1,6 @@
 // Fibers, barriers, warp meetings and memory of an emulated block. See device.h.
 #include "block.h"
 
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,6 +15,7 @@
 
 #include "../kernels.h"
 #include "device.h"
+#include "guarded.h"
 #include "races.h"
 
 #if !defined(__x86_64__)
@@ -222,17 +222,6 @@ void resume(Fiber& fiber) {
 #endif
 }
 
-// Frees memory from `guarded(bytes, false)`, or null.
-void release_guarded(void* memory, size_t bytes) {
-    if (memory == nullptr) {
-        return;
-    }
-    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    const size_t size = (bytes + page - 1) / page * page;
-    const size_t rounded = (bytes + 15) / 16 * 16;
-    munmap(static_cast<unsigned char*>(memory) + rounded - size - page, size + 2 * page);
-}
-
 void* poisoned(SharedBlock& array) {
     if (array.block != running->number) {
         memset(array.memory, POISON, array.bytes);
@@ -364,30 +353,6 @@ void fail(const char* what) {
             peer_memory != nullptr ? peer_memory->where() : "", block_index.x, block_index.y,
             block_index.z, thread_index.x, what);
     _exit(3);
-}
-
-void* guarded(size_t bytes, bool at_start) {
-    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    const size_t size = (bytes + page - 1) / page * page;
-    auto* base = static_cast<unsigned char*>(mmap(nullptr, size + 2 * page, PROT_NONE,
-                                                  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (base == MAP_FAILED || mprotect(base + page, size, PROT_READ | PROT_WRITE) != 0) {
-        if (size != 0) {
-            fail("out of memory");
-        }
-    }
-    const size_t rounded = (bytes + 15) / 16 * 16;
-    return at_start ? base + page : base + page + size - rounded;
-}
-
-void protect(void* memory, size_t bytes, bool at_start, bool may_be_written) {
-    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    const size_t size = (bytes + page - 1) / page * page;
-    const size_t rounded = (bytes + 15) / 16 * 16;
-    unsigned char* first = static_cast<unsigned char*>(memory) - (at_start ? 0 : size - rounded);
-    if (size != 0 && mprotect(first, size, PROT_READ | (may_be_written ? PROT_WRITE : 0)) != 0) {
-        fail("memory cannot be protected");
-    }
 }
 
 void* shared_array(const void* key, size_t bytes) {

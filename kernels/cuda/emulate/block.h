@@ -56,6 +56,9 @@ class Block {
 class PeerMemory {
    public:
     virtual ~PeerMemory() = default;
+    // Whether ranks exchange what is there: in PTX a push is an ordinary store of 16 bytes, and a take
+    // a load.
+    virtual bool is_exchanged(const void* at) = 0;
     virtual void push(void* to, const void* from) = 0;
     virtual void take(void* to, const void* from) = 0;
     virtual void store_release(uint64_t* at, uint64_t value) = 0;

@@ -21,7 +21,12 @@
 #include "block.h"
 #include "device.h"
 #include "races.h"
+#if defined(TUTTI_PTX)
+// What entries.inc lists and kernels.h does not.
+#include "declarations.inc"
+#else
 #include "rules.h"
+#endif
 
 namespace {
 
@@ -62,6 +67,7 @@ const std::vector<Kernel>& kernels() {
 // What the emulation has to tell from what is right: see rules.cu. Not listed.
 const std::vector<Kernel>& rules() {
     static const std::vector<Kernel> all = {
+#if !defined(TUTTI_PTX)
         ENTRY(one_block_waits),
         ENTRY(no_block_waits),
         ENTRY(half_of_a_block_waits),
@@ -78,6 +84,7 @@ const std::vector<Kernel>& rules() {
         ENTRY(a_copy_arrives_while_others_read),
         ENTRY(blocks_write_what_others_read),
         ENTRY(blocks_write_words_of_their_own),
+#endif
     };
     return all;
 }

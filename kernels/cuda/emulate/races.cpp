@@ -21,6 +21,12 @@
 namespace emulate {
 namespace {
 
+#if defined(TUTTI_PTX)
+#define WHERE "(lines of the PTX, in hexadecimal: %p 0x%x)"
+#else
+#define WHERE "(addr2line: %p 0x%x)"
+#endif
+
 // Several threads, several blocks, several warps.
 constexpr uint32_t MANY = 0xffffffffu;
 constexpr uint16_t MANY_WARPS = 0xffff;
@@ -141,8 +147,7 @@ void join(Mark& mark, const Moment& moment, const void* from, bool atomic) {
     }
     char text[320];
     snprintf(text, sizeof text,
-             "a race: %s byte %zu of %s memory of %zu bytes that %s %s, and nothing orders the two "
-             "(addr2line: %p 0x%x)",
+             "a race: %s byte %zu of %s memory of %zu bytes that %s %s, and nothing orders the two " WHERE,
              what, static_cast<size_t>(at - region.begin), region.is_shared ? "shared" : "global",
              static_cast<size_t>(region.end - region.begin), who, did, from, mark.from);
     fail(text);

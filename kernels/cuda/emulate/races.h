@@ -43,6 +43,7 @@ bool now(Moment* moment);
 
 inline void watch(const void*, size_t, bool) {}
 inline void touch(const void*, size_t, Access) {}
+inline void touch(const void*, size_t, Access, const void*) {}
 class Atomically {
    public:
     Atomically() {}

@@ -189,6 +189,11 @@ class World : public emulate::PeerMemory {
         check_the_end(scenario);
     }
 
+    bool is_exchanged(const void* at) override {
+        const auto* first = reinterpret_cast<const unsigned char*>(slots.data());
+        return at >= first && at < first + slots.size() * sizeof slots[0];
+    }
+
     void push(void* to, const void* from) override {
         touched("pushes");
         Pending pending{static_cast<float4*>(to), {}};
