@@ -115,6 +115,23 @@ fn a_file_is_checked_as_its_processes_would() {
 }
 
 #[test]
+fn a_node_may_not_be_called_like_the_coordinator_or_at_length() {
+    for role in ["worker", "frontend"] {
+        let named = |name: &str| parse_words(&["tutti", role, "--node", name]);
+        assert!(named("gpu-1").is_ok() && named(&"n".repeat(119)).is_ok());
+        for (name, told) in [
+            ("coordinator".to_owned(), "the coordinator's own name"),
+            ("n".repeat(5000), "1 to 119 bytes, this one has 5000"),
+            (String::new(), "1 to 119 bytes"),
+            ("a\nb".to_owned(), "control characters"),
+        ] {
+            let error = named(&name).unwrap_err();
+            assert!(error.contains("--node") && error.contains(told), "{error}");
+        }
+    }
+}
+
+#[test]
 fn a_bad_value_is_named_with_its_bound_and_file() {
     let error = up(&[], "workers = 0").unwrap_err();
     assert!(error.contains("--workers") && error.contains("1 to 256"), "{error}");
