@@ -114,12 +114,17 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
         Ok(command) => command,
         Err(error) => {
             // clap prints help and version to stdout with exit code 0, errors to stderr with 2.
-            let _ = error.print();
-            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
+            output::note_write(error.print());
+            let code = u8::try_from(error.exit_code()).unwrap_or(2);
+            return ExitCode::from(said_all(code));
         }
     };
     open_files::raise();
     core_dumps::forbid();
+    let serves = matches!(
+        command,
+        Command::Up(_) | Command::Coordinator(_) | Command::Worker(..) | Command::Frontend(_)
+    );
     let result = match command {
         Command::Up(args) => up::run(&args),
         Command::Coordinator(args) => serve::run(&args),
@@ -161,11 +166,24 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
             error.code()
         }
     };
+    // A server has done its work, whatever became of the few lines that it prints.
+    let code = if serves { code } else { said_all(code) };
     // Something on a GPU outlasted all that was to end it.
     if is_gpu_held() {
         leave_at_once(code);
     }
     ExitCode::from(code)
+}
+
+/// Turns success into failure if what was printed could not be written, and says so.
+fn said_all(code: u8) -> u8 {
+    match output::unwritten() {
+        Some(problem) if code == 0 => {
+            error_line(&problem);
+            CliError::Failed(problem).code()
+        }
+        _ => code,
+    }
 }
 
 /// Returns the metrics catalogue, as a page or with one name per line.

@@ -30,7 +30,7 @@ use shared::hub::{DownloadHandle, Hub, HubError, HubModel, ModelPart};
 use shared::ids::Incarnation;
 use shared::membership::CoordinatorAddress;
 use shared::metrics::application::Metrics;
-use shared::protocol::FrontendHello;
+use shared::protocol::{FrontendHello, TEXT_PARTS};
 use shared::wire::keyring::Keyring;
 use tokio::sync::oneshot;
 
@@ -95,9 +95,8 @@ pub enum FrontendError {
     Model(#[from] TextModelError),
     /// The model folder differs from the coordinator's.
     #[error(
-        "{} turns text into tokens differently from the coordinator's model folder: the files, \
-         --chat-template, --default-chat-template-kwargs, --generation-config and \
-         --override-generation-config must be the same", folder.display()
+        "{} is not what the coordinator serves: one of these differs: {TEXT_PARTS}",
+        folder.display()
     )]
     OtherText {
         /// The folder.
@@ -106,8 +105,8 @@ pub enum FrontendError {
     /// The files of a model of the hub cannot be had.
     #[error("{0}")]
     NoFiles(String),
-    /// The coordinator now serves another model.
-    #[error("the coordinator now serves {0}; this front end was started for another model")]
+    /// The coordinator now serves another model; in what it differs.
+    #[error("the coordinator now serves another model than this front end was started for: {0}")]
     OtherModel(String),
     /// The address cannot be used.
     #[error("cannot listen on {address} (--listen): {error}")]

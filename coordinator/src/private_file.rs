@@ -9,6 +9,10 @@ use std::path::Path;
 /// What is wrong with it, without the file's name.
 pub fn check(file: &Path) -> Result<(), String> {
     let metadata = fs::metadata(file).map_err(|error| error.to_string())?;
+    // Before its mode: `chmod 600` would not help a folder.
+    if metadata.is_dir() {
+        return Err("it is a folder, not a file".to_owned());
+    }
     let own = fs::metadata("/proc/self").map_or(metadata.uid(), |process| process.uid());
     if is_private(metadata.mode(), metadata.uid(), own) {
         return Ok(());
@@ -27,6 +31,12 @@ fn is_private(mode: u32, owner: u32, own: u32) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_folder_is_not_to_be_made_private() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(check(folder.path()), Err("it is a folder, not a file".to_owned()));
+    }
 
     #[test]
     fn a_group_may_read_what_root_gave_it_and_nothing_else() {

@@ -35,7 +35,7 @@ pub use control::{
 pub use frontend::{
     AcceptedChoice, EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello,
     FrontendId, FrontendWelcome, MODEL_NAME_MAX, MODEL_NAMES_MAX, Serving, SubmitRequest,
-    ToFrontend, check_model_names,
+    TEXT_PARTS, ToFrontend, check_model_names,
 };
 pub use guide::{GuideSpec, Whitespace};
 pub use lora::{

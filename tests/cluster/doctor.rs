@@ -12,6 +12,17 @@ use testkit::fleet::{Fleet, free_port};
 use testkit::local_cluster::tutti_binary;
 use testkit::models::{demo, repository};
 
+#[test]
+fn what_cannot_be_printed_is_a_failure() {
+    for args in [&["options"][..], &["metrics"], &["devices"], &["--help"]] {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let output = Command::new(tutti_binary()).args(args).stdout(full).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{args:?}: {said}");
+        assert!(said.contains("cannot write to stdout"), "{args:?}: {said}");
+    }
+}
+
 /// Runs `tutti doctor --json ARGS`; returns the exit code and the findings.
 fn doctor(args: &[&str]) -> (Option<i32>, Value) {
     let output = Command::new(tutti_binary())

@@ -6,7 +6,11 @@ use std::path::{Path, PathBuf};
 
 use clap::error::ErrorKind;
 
-use super::CliError;
+use super::{CliError, etcd};
+
+/// The roles that processes are started in, with the options that a file may have. What a node to
+/// be is checked with (`tutti doctor`) are theirs, or concern no node.
+const ROLES: [&str; 4] = ["up", "coordinator", "worker", "frontend"];
 
 /// Returns the subcommand and the file named by `--config`, if any.
 pub(crate) fn named_in(matches: &clap::ArgMatches) -> Option<(String, PathBuf)> {
@@ -40,13 +44,21 @@ pub(crate) fn check(file: &Path) -> Result<(usize, Option<String>), CliError> {
     let command = super::options::command();
     let values = read(&command, file).map_err(CliError::Usage)?;
     let mut refusal = None;
-    for subcommand in ["up", "coordinator", "worker", "frontend"] {
+    for subcommand in ROLES {
         let command = apply(super::options::command(), subcommand, file)
             .map_err(|error| CliError::Usage(error.to_string()))?;
         let at = |error| CliError::Usage(format!("{}: {error}", file.display()));
         let matches = command.try_get_matches_from(["tutti", subcommand]).map_err(at)?;
-        if let super::Command::Up(args) = super::options::from_matches(&matches).map_err(at)? {
-            refusal = super::up::check_numbers(&args).err().map(|error| error.to_string());
+        match super::options::from_matches(&matches).map_err(at)? {
+            super::Command::Up(args) => {
+                refusal = super::up::check_numbers(&args).err().map(|error| error.to_string());
+            }
+            super::Command::Worker(args) => {
+                etcd::check_found_once(args.coordinator.as_deref(), &args.etcd)
+                    .map_err(|error| CliError::Usage(format!("{}: {error}", file.display())))?;
+            }
+            // A front end finds its coordinator as a worker does.
+            _ => {}
         }
     }
     Ok((values.len(), refusal))
@@ -59,8 +71,12 @@ fn read(command: &clap::Command, file: &Path) -> Result<Vec<(String, String)>, S
         .map_err(|error| at(format!("cannot read the configuration file: {error}")))?;
     let table: toml::Table = text.parse().map_err(|error| at(format!("not TOML: {error}")))?;
     let known = known_keys(command);
-    let mut values = Vec::with_capacity(table.len());
-    for (key, value) in table {
+    let mut values: Vec<(String, String)> = Vec::with_capacity(table.len());
+    for (given, value) in table {
+        let key = written_out(command, &given).unwrap_or_else(|| given.clone());
+        if values.iter().any(|(other, _)| *other == key) {
+            return Err(at(format!("'{given}' is another name of '{key}', which is given too")));
+        }
         if !known.contains(&key) {
             let near = || nearest(&key, &known).map(|near| format!("did you mean '{near}'?"));
             let hint = super::vllm::hint(&key).or_else(near);
@@ -85,13 +101,24 @@ fn read(command: &clap::Command, file: &Path) -> Result<Vec<(String, String)>, S
     Ok(values)
 }
 
+/// The options of all roles.
+fn options_of_roles(command: &clap::Command) -> impl Iterator<Item = &clap::Arg> {
+    let roles = command.get_subcommands().filter(|role| ROLES.contains(&role.get_name()));
+    roles.flat_map(clap::Command::get_arguments)
+}
+
+/// The name of the option that `key` is another name of.
+fn written_out(command: &clap::Command, key: &str) -> Option<String> {
+    let is_alias = |it: &clap::Arg| it.get_all_aliases().unwrap_or_default().contains(&key);
+    let found = options_of_roles(command).find(|it| is_alias(it))?;
+    found.get_long().map(str::to_owned)
+}
+
 /// Option names of all roles, without those that make no sense in a file.
 fn known_keys(command: &clap::Command) -> Vec<String> {
-    let mut keys: Vec<String> = command
-        .get_subcommands()
-        .flat_map(clap::Command::get_arguments)
+    let mut keys: Vec<String> = options_of_roles(command)
         .filter_map(clap::Arg::get_long)
-        .filter(|key| !["config", "help", "version"].contains(key))
+        .filter(|key| !["config", "help", "version", "exit-with-stdin"].contains(key))
         .map(str::to_owned)
         .collect();
     keys.sort_unstable();

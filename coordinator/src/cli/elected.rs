@@ -77,6 +77,11 @@ pub(crate) async fn run(
                         // workers would be told to leave it.
                         let signals = &mut signals;
                         handing_over::end(coordinator, &view, incarnation, patience, signals).await;
+                        let own = coordinator.own_requests();
+                        let requests = coordinator.requests().saturating_sub(own);
+                        if requests > 0 {
+                            tracing::info!(requests, "front ends take these to the next leader");
+                        }
                     } => Ok(()),
                     leader = other_leader(view.clone(), incarnation) => Err(superseded(&leader)),
                     error = etcd::failed(&mut membership) => Err(error),
@@ -94,6 +99,9 @@ pub(crate) async fn run(
     // After the last request: the next leader begins once this one has left.
     if let Some(membership) = membership {
         membership.leave().await;
+    }
+    if end.is_ok() {
+        tracing::info!("the coordinator ends");
     }
     end
 }

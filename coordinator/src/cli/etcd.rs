@@ -172,6 +172,17 @@ fn private_text(option: &str, file: &Path) -> Result<String, CliError> {
     String::from_utf8(read(option, file)?).map_err(|_| at("it is not text".to_owned()))
 }
 
+/// Rejects two ways to find the coordinator.
+pub(crate) fn check_found_once(coordinator: Option<&str>, args: &EtcdArgs) -> Result<(), CliError> {
+    match coordinator.filter(|_| !args.etcd.is_empty()) {
+        None => Ok(()),
+        Some(coordinator) => Err(CliError::Usage(format!(
+            "--coordinator {coordinator} and --etcd cannot be combined: with --etcd the leader's \
+             address is found there"
+        ))),
+    }
+}
+
 /// Returns the address at which a worker or front end finds the coordinator, and its membership if
 /// it has one.
 pub(crate) fn find(
@@ -184,12 +195,7 @@ pub(crate) fn find(
     let Some(options) = options(args, LEASE_TTL)? else {
         return Ok((CoordinatorAddress::from(coordinator.unwrap_or(COORDINATOR)), None));
     };
-    if let Some(coordinator) = coordinator {
-        return Err(CliError::Usage(format!(
-            "--coordinator {coordinator} and --etcd cannot be combined: with --etcd the leader's \
-             address is found there"
-        )));
-    }
+    check_found_once(coordinator, args)?;
     let record = Record {
         node: node.to_owned(),
         role,

@@ -65,5 +65,6 @@ async fn serve(options: FrontendOptions, patience: Duration) -> Result<(), CliEr
         error = frontend.failed() => return Err(CliError::Failed(error.to_string())),
     }
     frontend.stop().await;
+    tracing::info!("the front end ends");
     Ok(())
 }

@@ -9,6 +9,7 @@ use coordinator::cluster::view::UnresponsiveNodes;
 
 use super::children::{ChildEvent, Children, WorkerCommand};
 use super::heartbeat::{beat_to_systemd, parent_gone};
+use super::options::parse_node;
 use super::output::print_line;
 use super::signals::Signals;
 use super::work::{cores, default_node};
@@ -58,6 +59,9 @@ fn command(
 ) -> Result<WorkerCommand, CliError> {
     let program = std::env::current_exe()
         .map_err(|error| CliError::Failed(format!("cannot find this program's file: {error}")))?;
+    let name = args.node.clone().unwrap_or_else(default_node);
+    parse_node(&format!("{name}-{}", workers.saturating_sub(1)))
+        .map_err(|problem| CliError::Usage(format!("--node {name}, with a number: {problem}")))?;
     let mut passed = worker_arguments(given);
     passed.extend(["--workers", "1", EXIT_WITH_STDIN].map(OsString::from));
     Ok(WorkerCommand {
@@ -65,7 +69,7 @@ fn command(
         args: passed,
         threads: args.compute.threads.unwrap_or_else(|| (cores() / workers).max(1)),
         devices,
-        name: args.node.clone().unwrap_or_else(default_node),
+        name,
         patience: STOP_PATIENCE,
     })
 }

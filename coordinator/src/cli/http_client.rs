@@ -81,6 +81,12 @@ pub(crate) fn describe_failure(url: &str, error: &ureq::Error) -> String {
     if text.contains("CaUsedAsEndEntity") {
         return format!("{url}: {AUTHORITY_AS_SERVER}");
     }
+    if text.contains("UnknownIssuer") {
+        return format!(
+            "{url}: {text}: no authority that is trusted here signed the server's certificate: \
+             name its authority's file with --tls-ca"
+        );
+    }
     let plain = url.strip_prefix("http://");
     if let Some(rest) = plain
         && is_no_http(error)
@@ -186,6 +192,13 @@ mod tests {
     fn a_server_without_a_scheme_speaks_http() {
         assert_eq!(base_url("10.0.0.1:8000"), "http://10.0.0.1:8000");
         assert_eq!(base_url("https://host:1/"), "https://host:1");
+    }
+
+    #[test]
+    fn an_unknown_authority_is_to_be_named() {
+        let error = std::io::Error::other("invalid peer certificate: UnknownIssuer");
+        let text = describe_failure("https://h:1", &ureq::Error::Io(error));
+        assert!(text.starts_with("https://h:1: ") && text.contains("--tls-ca"), "{text}");
     }
 
     #[test]

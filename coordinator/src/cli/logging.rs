@@ -10,7 +10,11 @@ use std::time::Duration;
 
 use shared::log::SharedLog;
 use shared::log::queue::LineQueue;
-use tracing_subscriber::layer::{Layer as _, SubscriberExt as _};
+use tracing::field::{Field, Visit};
+use tracing::subscriber::Interest;
+use tracing::{Event, Metadata};
+use tracing_subscriber::filter::{FilterExt as _, LevelFilter};
+use tracing_subscriber::layer::{Context, Filter, Layer as _, SubscriberExt as _};
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, fmt};
 
@@ -27,13 +31,36 @@ const QUIET: &str = "actix_server=warn,actix_http::h1::dispatcher=off";
 /// Whatever level is asked for: at trace the library logs the bytes of requests, tokens included.
 const SECRETIVE: &str = "ureq_proto=off";
 
+/// The variable that has precedence over `--log-level`.
+const VARIABLE: &str = "RUST_LOG";
+
+/// Names that stand for themselves in [`VARIABLE`]: the crates of this program, and libraries that
+/// log.
+const MODULES: [&str; 15] = [
+    "tutti",
+    "coordinator",
+    "worker",
+    "shared",
+    "kernels",
+    "actix",
+    "actix_http",
+    "actix_server",
+    "actix_web",
+    "h2",
+    "hyper",
+    "mio",
+    "rustls",
+    "tonic",
+    "ureq",
+];
+
 static STDERR: OnceLock<LineQueue> = OnceLock::new();
 
 /// Installs the global subscriber; later calls change nothing. Returns the last lines, of level
 /// info and above whatever goes to stderr.
 pub(crate) fn init(level: &str) -> SharedLog {
-    let filter = EnvFilter::try_from_default_env()
-        .unwrap_or_else(|_| EnvFilter::new(format!("{level},{QUIET}")));
+    let variable = std::env::var_os(VARIABLE).map(|it| it.to_string_lossy().into_owned());
+    let (filter, problem) = filter_of(variable.as_deref(), level);
     let filter = match SECRETIVE.parse() {
         Ok(directive) => filter.add_directive(directive),
         Err(_) => filter,
@@ -48,19 +75,92 @@ pub(crate) fn init(level: &str) -> SharedLog {
         .with_ansi(colours)
         // A closed stderr is no reason to panic.
         .log_internal_errors(false)
-        .with_filter(filter);
+        .with_filter(filter.and(NotAtTheEnd));
     let log = SharedLog::default();
     let kept = log.clone();
     let to_memory = fmt::layer()
         .with_writer(move || kept.writer())
         .with_target(false)
         .with_ansi(false)
-        .with_filter(EnvFilter::new(format!("info,{QUIET}")));
+        .with_filter(EnvFilter::new(format!("info,{QUIET}")).and(NotAtTheEnd));
     let installed = tracing_subscriber::registry().with(to_stderr).with(to_memory).try_init();
     if installed.is_ok() {
         log_panics();
     }
+    if let Some(problem) = problem {
+        tracing::warn!("{problem}");
+    }
     log
+}
+
+/// What is logged, given the environment's variable and the option; and why the variable is of no
+/// use, if so.
+fn filter_of(variable: Option<&str>, level: &str) -> (EnvFilter, Option<String>) {
+    let default = || EnvFilter::new(format!("{level},{QUIET}"));
+    let Some(text) = variable.filter(|text| !text.trim().is_empty()) else {
+        return (default(), None);
+    };
+    // A word that is no level is taken for the name of a module, and turns off all others' logs.
+    let is_module = |word: &str| word.contains("::") || MODULES.contains(&word);
+    let is_bare = |word: &&str| !word.is_empty() && !word.contains(['=', '[']);
+    let unknown = text
+        .split(',')
+        .map(str::trim)
+        .filter(is_bare)
+        .find(|word| !is_module(word) && word.parse::<LevelFilter>().is_err());
+    let problem = match (unknown, EnvFilter::try_new(text)) {
+        (None, Ok(filter)) => return (filter, None),
+        (Some(word), _) => format!("{word} is neither a level nor a module"),
+        (None, Err(error)) => error.to_string(),
+    };
+    let problem = format!(
+        "{VARIABLE}={text}: {problem}: --log-level {level} is used instead (levels are error, \
+         warn, info, debug, trace and off; MODULE=LEVEL is for one module)"
+    );
+    (default(), Some(problem))
+}
+
+/// Where the HTTP library takes connections.
+const ACCEPTS: &str = "actix_server::accept";
+
+/// Drops what the HTTP library says at the error level of a connection that comes while the server
+/// ends.
+struct NotAtTheEnd;
+
+impl<S> Filter<S> for NotAtTheEnd {
+    fn enabled(&self, _: &Metadata<'_>, _: &Context<'_, S>) -> bool {
+        true
+    }
+
+    fn callsite_enabled(&self, metadata: &'static Metadata<'static>) -> Interest {
+        match metadata.target() {
+            // Decided for each event.
+            ACCEPTS => Interest::sometimes(),
+            _ => Interest::always(),
+        }
+    }
+
+    fn max_level_hint(&self) -> Option<LevelFilter> {
+        Some(LevelFilter::TRACE)
+    }
+
+    fn event_enabled(&self, event: &Event<'_>, _: &Context<'_, S>) -> bool {
+        if event.metadata().target() != ACCEPTS {
+            return true;
+        }
+        let mut found = NoWorkers(false);
+        event.record(&mut found);
+        !found.0
+    }
+}
+
+/// Whether an event's message is that no thread of the server is left.
+struct NoWorkers(bool);
+
+impl Visit for NoWorkers {
+    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+        self.0 |= field.name() == "message" && format!("{value:?}") == "No workers";
+    }
 }
 
 /// Makes a queue to a separate descriptor, so that other writers to stderr do not wait for its
@@ -114,4 +214,47 @@ fn log_panics() {
         // This may be the process's last line.
         flush();
     }));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unusable_variable_is_named_and_the_option_used() {
+        let filter = |variable: Option<&str>| {
+            let (filter, problem) = filter_of(variable, "warn");
+            (filter.to_string(), problem.unwrap_or_default())
+        };
+        let (default, _) = filter(None);
+        assert!(default.contains("warn"), "{default}");
+        assert_eq!(filter(Some(" ")), (default.clone(), String::new()));
+        for (text, word) in [("verbose", "verbose"), ("info,loud", "loud"), ("h2=loud", "h2=loud")]
+        {
+            let (used, problem) = filter(Some(text));
+            assert_eq!(used, default, "{text}");
+            assert!(problem.contains(word) && problem.contains("--log-level warn"), "{problem}");
+        }
+        for text in ["debug", "INFO", "info,h2=off", "coordinator", "shared::wire", "off"] {
+            let (used, problem) = filter(Some(text));
+            assert_ne!(used, default, "{text}");
+            assert_eq!(problem, "", "{text}");
+        }
+    }
+
+    #[test]
+    fn a_server_that_ends_is_not_an_error() {
+        let log = SharedLog::default();
+        let kept = log.clone();
+        let layer = fmt::layer().with_ansi(false).with_writer(move || kept.writer());
+        let subscriber = tracing_subscriber::registry().with(layer.with_filter(NotAtTheEnd));
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::error!(target: "actix_server::accept", "No workers");
+            tracing::error!(target: "actix_server::accept", "Error accepting connection");
+            tracing::error!("No workers");
+        });
+        let lines = log.ring().since(0, shared::log::LogLimits::OWN).lines;
+        let text: String = lines.concat();
+        assert!(lines.len() == 2 && text.contains("accepting"), "{text}");
+    }
 }

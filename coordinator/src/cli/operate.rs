@@ -142,7 +142,7 @@ fn actors_table(status: &Status) -> Vec<String> {
             actor.kind,
             if actor.node.is_empty() { "-" } else { &actor.node },
             actor.state,
-            restarts(actor),
+            actor.restarts,
             actor.needs.as_deref().unwrap_or("-"),
             actor.reason.as_deref().unwrap_or("-")
         ));
@@ -160,14 +160,6 @@ fn actors_table(status: &Status) -> Vec<String> {
         ));
     }
     lines
-}
-
-/// Formats the number of restarts and its limit.
-fn restarts(actor: &Actor) -> String {
-    match actor.max_restarts {
-        Some(max) => format!("{}/{max}", actor.restarts),
-        None => actor.restarts.to_string(),
-    }
 }
 
 pub(crate) fn adapters(args: &AdaptersArgs) -> Result<(), CliError> {
@@ -265,7 +257,7 @@ fn table(status: &Status) -> Vec<String> {
         status.version, status.model, status.tensor_parallel, bound, status.message
     )];
     lines.push(format!(
-        "\n{:<10} {:<10} {:>6} {:>9}  {:<20} last failure",
+        "\n{:<10} {:<10} {:>6} {:>9}  {:<20} last end",
         "REPLICA", "STATE", "EPOCH", "REQUESTS", "WORKERS"
     ));
     for replica in &status.replicas {
@@ -313,15 +305,15 @@ fn table(status: &Status) -> Vec<String> {
         "ACTOR", "KIND", "NODE", "STATE", "EPOCH", "LOAD", "RESTARTS"
     ));
     for actor in &status.actors {
-        let restarts = restarts(actor);
         lines.push(format!(
-            "{:<28} {:<10} {:<20} {:<10} {:>6} {:>6} {restarts:>9}  {}",
+            "{:<28} {:<10} {:<20} {:<10} {:>6} {:>6} {:>9}  {}",
             actor.name,
             actor.kind,
             actor.node,
             actor.state,
             actor.epoch.map_or_else(|| "-".to_owned(), |epoch| epoch.to_string()),
             number(actor.load),
+            actor.restarts,
             actor.reason.as_deref().unwrap_or("-")
         ));
     }

@@ -12,7 +12,9 @@ use std::path::PathBuf;
 use std::sync::LazyLock;
 
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+use coordinator::http::admin::OWN_NODE;
 use shared::protocol::PROTOCOL_VERSION;
+use shared::protocol::actors::ACTOR_NAME_MAX;
 
 pub(crate) use self::compute::{ComputeArgs, CudaArgs, Device, Workers, parse_workers};
 pub(crate) use self::operator::{
@@ -160,7 +162,7 @@ pub(crate) struct WorkerArgs {
     pub(crate) etcd: EtcdArgs,
     /// This worker's name, unique in the cluster; several workers are called NAME-0, NAME-1 and so
     /// on [default: HOSTNAME-PID-RANDOM]
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = parse_node)]
     pub(crate) node: Option<String>,
     /// Worker processes on this host: a number, or all for one per usable GPU. One process
     /// supervises them; on the CPU they share the cores [default: 1]
@@ -195,7 +197,7 @@ pub(crate) struct FrontendArgs {
     #[command(flatten)]
     pub(crate) etcd: EtcdArgs,
     /// This front end's name, unique among front ends [default: HOSTNAME-PID-RANDOM]
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = parse_node)]
     pub(crate) node: Option<String>,
     /// Address to serve HTTP on
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8010")]
@@ -235,6 +237,23 @@ pub(crate) struct CommonArgs {
     /// does the same without a file, once
     #[arg(long, value_name = "FILE")]
     pub(crate) cluster_secret_file: Option<PathBuf>,
+}
+
+/// Maximum length of a node's name: its actors are named after it.
+const NODE_MAX: usize = ACTOR_NAME_MAX - "frontend/".len();
+
+/// Checks a node's name.
+pub(crate) fn parse_node(text: &str) -> Result<String, String> {
+    if text == OWN_NODE {
+        return Err(format!("{OWN_NODE} is the coordinator's own name: choose another"));
+    }
+    if text.contains(char::is_control) {
+        return Err("a node's name has no control characters".to_owned());
+    }
+    match text.len() {
+        1..=NODE_MAX => Ok(text.to_owned()),
+        bytes => Err(format!("a node's name has 1 to {NODE_MAX} bytes, this one has {bytes}")),
+    }
 }
 
 /// Parses `1073741824`, `512MiB`, `2GiB`.

@@ -69,6 +69,9 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
             reason = coordinator.failed() => Err(CliError::Failed(reason.to_owned())),
         };
         coordinator.stop(false).await;
+        if end.is_ok() {
+            tracing::info!("the coordinator ends");
+        }
         end
     })
 }

@@ -86,6 +86,52 @@ fn an_unknown_key_is_named_with_its_nearest_neighbour() {
 }
 
 #[test]
+fn keys_may_have_the_other_names_of_options() {
+    let args = up(&[], "tensor-parallel-size = 4\nkv-cache-memory-bytes = \"2MiB\"").unwrap();
+    assert_eq!(
+        (args.serving.tensor_parallel, args.serving.kv_cache_memory),
+        (Some(4), Some(2 << 20))
+    );
+    let error = up(&[], "tensor-parallel = 4\ntensor-parallel-size = 2").unwrap_err();
+    assert!(
+        error.contains("'tensor-parallel-size' is another name of 'tensor-parallel'"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_file_is_checked_as_its_processes_would() {
+    let check = |text: &str| {
+        let file = file(text);
+        config_file::check(file.path()).map(|(keys, _)| keys).map_err(|error| error.to_string())
+    };
+    assert_eq!(check("workers = 2\ncoordinator = \"h:1\""), Ok(2));
+    for key in ["server = \"h\"", "json = true", "lines = 9", "dead = true"] {
+        let error = check(key).unwrap_err();
+        assert!(error.contains("unknown key"), "{key}: {error}");
+    }
+    let error = check("coordinator = \"h:1\"\netcd = \"http://h:2\"").unwrap_err();
+    assert!(error.contains("--coordinator h:1 and --etcd") && error.contains(".toml"), "{error}");
+}
+
+#[test]
+fn a_node_may_not_be_called_like_the_coordinator_or_at_length() {
+    for role in ["worker", "frontend"] {
+        let named = |name: &str| parse_words(&["tutti", role, "--node", name]);
+        assert!(named("gpu-1").is_ok() && named(&"n".repeat(119)).is_ok());
+        for (name, told) in [
+            ("coordinator".to_owned(), "the coordinator's own name"),
+            ("n".repeat(5000), "1 to 119 bytes, this one has 5000"),
+            (String::new(), "1 to 119 bytes"),
+            ("a\nb".to_owned(), "control characters"),
+        ] {
+            let error = named(&name).unwrap_err();
+            assert!(error.contains("--node") && error.contains(told), "{error}");
+        }
+    }
+}
+
+#[test]
 fn a_bad_value_is_named_with_its_bound_and_file() {
     let error = up(&[], "workers = 0").unwrap_err();
     assert!(error.contains("--workers") && error.contains("1 to 256"), "{error}");

@@ -84,6 +84,9 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         print_line("stopping");
         coordinator.stop(true).await;
         children.stop().await;
+        if outcome.is_ok() {
+            tracing::info!("all workers have ended, and so does tutti up");
+        }
         outcome
     })
 }

@@ -160,8 +160,8 @@ impl Uplink {
                 }
             };
             let serving = &joined.2.serving;
-            if !serving.is_same(&self.serving) {
-                let error = FrontendError::OtherModel(serving.served_model_name.clone());
+            if let Some(difference) = self.serving.difference(serving) {
+                let error = FrontendError::OtherModel(difference);
                 self.requests.end_all(&EngineError::Unavailable { message: error.to_string() });
                 return Some(error);
             }

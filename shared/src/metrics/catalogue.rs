@@ -167,7 +167,8 @@ catalogue! {
     counter TOKENS_RECOMPUTED: "tutti_tokens_recomputed_total", Tokens, model [REPLICA],
         Coordinator,
         "Tokens recomputed after a preemption, a failover or another leader's end, prompts \
-         included; not counted in any other token series.";
+         included; not counted in any other token series. After another leader's end, only of \
+         requests that had a token.";
     counter TOKENS_WASTED: "tutti_tokens_wasted_total", Tokens, model [REPLICA], Coordinator,
         "Tokens sampled but not accepted, because steps run ahead: their sequence had ended or was \
          preempted; not counted in any other token series.";
@@ -247,7 +248,9 @@ catalogue! {
         model [], Coordinator,
         "Arrival to first token, once per request, by the coordinator that accepted that token.";
     histogram(TOKEN_SECONDS) INTER_TOKEN_LATENCY: "tutti_inter_token_latency_seconds", Seconds,
-        model [], Coordinator, "Time between two tokens of one choice, once per gap.";
+        model [], Coordinator,
+        "Time between two tokens of one choice, once per gap; not if another leader accepted the \
+         first of them.";
     histogram(TOKEN_SECONDS) REQUEST_TIME_PER_OUTPUT_TOKEN:
         "tutti_request_time_per_output_token_seconds", Seconds, model [], Coordinator,
         "Mean time per output token after the first, once per request that ended by stop or length.";

@@ -115,15 +115,46 @@ impl Serving {
     /// Adapters come and go; each request tells its own.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
-        let of = |it: &Self| (it.max_model_len, it.text_fingerprint);
+        self.difference(other).is_none()
+    }
+
+    /// Says in what `other` is another model, if it is.
+    #[must_use]
+    pub fn difference(&self, other: &Self) -> Option<String> {
         let states = (HubModel::parse(&self.model), HubModel::parse(&other.model));
-        let differ = matches!(&states, (Some(own), Some(its)) if own != its);
-        !differ
-            && self.served_model_name == other.served_model_name
-            && self.model_aliases == other.model_aliases
-            && of(self) == of(other)
+        if matches!(&states, (Some(own), Some(its)) if own != its) {
+            return Some(format!("it is {}, not {}", other.model, self.model));
+        }
+        let (name, its_name) = (&self.served_model_name, &other.served_model_name);
+        if name != its_name {
+            return Some(format!("it is called {its_name}, not {name}"));
+        }
+        if self.model_aliases != other.model_aliases {
+            let list = |names: &[String]| match names {
+                [] => "none".to_owned(),
+                names => names.join(", "),
+            };
+            let (names, its_names) = (list(&self.model_aliases), list(&other.model_aliases));
+            return Some(format!(
+                "it is called {name} too, but its further names are {its_names}, not {names}"
+            ));
+        }
+        if self.max_model_len != other.max_model_len {
+            return Some(format!(
+                "it is called {name} too, but is served with {} tokens, not {} (--max-model-len)",
+                other.max_model_len, self.max_model_len
+            ));
+        }
+        (self.text_fingerprint != other.text_fingerprint).then(|| {
+            format!("it is called {name} too, but its files or options differ: {TEXT_PARTS}")
+        })
     }
 }
+
+/// What [`Serving::text_fingerprint`] covers, one of which differs if the fingerprints do.
+pub const TEXT_PARTS: &str = "config.json, generation_config.json, the tokenizer's files, a chat \
+     template, how texts are pooled, --chat-template, --default-chat-template-kwargs, \
+     --generation-config or --override-generation-config";
 
 /// A request submitted to the engine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -447,6 +478,19 @@ mod tests {
         ];
         let adapters = Lora::fixed([("a".into(), "/a".into())], 16).adapters;
         assert!(serving.is_same(&Serving { adapters, ..serving.clone() }), "they come and go");
-        assert!(others.iter().all(|other| !serving.is_same(other)));
+        let difference = |other: &Serving| serving.difference(other).unwrap_or_default();
+        let said: Vec<String> = others.iter().map(difference).collect();
+        let expected = [
+            "called n, not m",
+            "further names are n, not none",
+            "65 tokens, not 64",
+            "called m too, but its files or options differ: config.json",
+        ];
+        for (said, expected) in said.iter().zip(expected) {
+            assert!(said.contains(expected), "{said}");
+        }
+        let other = hub("b");
+        let said = of_hub.difference(&Serving { model: other.clone(), ..serving.clone() });
+        assert_eq!(said, Some(format!("it is {other}, not {}", of_hub.model)));
     }
 }
