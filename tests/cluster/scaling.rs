@@ -169,6 +169,8 @@ async fn operators_are_told_what_is_wrong() {
     assert!(!ok && said.contains("a replica needs 2"), "{said}");
     let (ok, said) = operate(server, &["scale"]);
     assert!(!ok && said.contains("--replicas"), "{said}");
+    let (ok, said) = operate(server, &["scale", "--workers", "1"]);
+    assert!(!ok && said.contains("a replica needs 2"), "{said}");
     let (ok, table) = operate(server, &["status"]);
     assert!(ok && table.contains("serving") && table.contains("local-1"), "{table}");
     let (ok, said) = operate("http://127.0.0.1:1", &["status"]);

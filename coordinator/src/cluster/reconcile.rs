@@ -54,34 +54,48 @@ impl Cluster {
         }
     }
 
-    /// Drains a worker: its replica continues without it, then it is told to end.
+    /// Drains workers, in this order: their replicas continue without them, then they are told to
+    /// end.
     ///
     /// # Errors
-    /// If no replica could be kept without it, or there is no such worker.
+    /// If no replica could be kept without them, or there is no such worker; then all stay.
     pub fn drain(
         &mut self,
         now: Duration,
-        worker: WorkerId,
+        workers: &[WorkerId],
         effects: &mut Vec<Effect>,
     ) -> Result<(), String> {
-        let Some(member) = self.members.get(&worker) else {
-            return Err(format!("{worker} is not a member"));
+        let found = |worker: &WorkerId| {
+            self.members.get(worker).ok_or_else(|| format!("{worker} is not a member"))
         };
-        let (node, incarnation) = (member.node.clone(), member.incarnation);
+        let leaving: Result<Vec<&Member>, String> = workers.iter().map(found).collect();
+        let leaving = leaving?;
         let rests = |m: &Member| self.quarantine.is_resting(m.device());
         let able = |m: &Member| self.config.placement.lacks(m).is_none() && !rests(m);
-        let member_able = able(member);
-        let stays = |m: &&Member| !m.draining && m.worker != worker && able(m);
+        let any_able = leaving.iter().any(|member| able(member));
+        let stays = |m: &&Member| !m.draining && !workers.contains(&m.worker) && able(m);
         let others = self.members.values().filter(stays).count();
         let least = self.config.degrees.last().copied().unwrap_or(1) as usize;
-        if member_able && others < least {
+        let named = |m: &&Member| (m.worker, m.node.clone(), m.incarnation);
+        let leaving: Vec<_> = leaving.iter().map(named).collect();
+        if any_able && others < least {
+            let nodes: Vec<&str> = leaving.iter().map(|(_, node, _)| node.as_str()).collect();
+            let nodes = nodes.join(", ");
             return Err(format!(
-                "without {node}, {others} workers are left, but a replica needs {least}"
+                "without {nodes}, {others} workers are left, but a replica needs {least}"
             ));
         }
-        self.desired.drain(&node, incarnation.0);
-        effects.push(Effect::StoreDesired(self.desired.clone()));
-        self.dismiss_worker(now, worker, &format!("{node} is drained"), false, effects);
+        // None of them takes the place of another.
+        for worker in workers {
+            if let Some(member) = self.members.get_mut(worker) {
+                member.draining = true;
+            }
+        }
+        for (worker, node, incarnation) in leaving {
+            self.desired.drain(&node, incarnation.0);
+            effects.push(Effect::StoreDesired(self.desired.clone()));
+            self.dismiss_worker(now, worker, &format!("{node} is drained"), false, effects);
+        }
         Ok(())
     }
 

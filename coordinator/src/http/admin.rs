@@ -410,7 +410,7 @@ async fn drain(
 ) -> Result<HttpResponse, Error> {
     let admin = allowed(&state, &request)?;
     let body: DrainRequest = read(&request, body).await?;
-    let drained = admin.cluster.send(Drain(body.node.clone())).await.map_err(gone)?;
+    let drained = admin.cluster.send(Drain(vec![body.node.clone()])).await.map_err(gone)?;
     stored(admin, drained.map_err(|reason| ApiError::field("node", reason))?).await?;
     Ok(HttpResponse::Ok().json(json!({"drained": body.node})))
 }

@@ -57,22 +57,41 @@ fn a_drained_worker_is_replaced_and_told_to_end() {
     let (mut cluster, mut effects) = cluster_of(config(2), 3);
     bring_up(&mut cluster, secs(1), 1, &[0, 1]);
     effects.clear();
-    cluster.drain(secs(2), WorkerId(0), &mut effects).unwrap();
+    cluster.drain(secs(2), &[WorkerId(0)], &mut effects).unwrap();
     assert_eq!(world_sizes(&effects), [(2, 0, 2), (1, 1, 2)], "the spare has its rank");
     let told = |worker: u32| shut_down(&effects).iter().any(|(to, _)| *to == worker);
     assert!(told(0) && !told(1) && !told(2));
     let mut effects = Vec::new();
     cluster.worker_left(secs(3), WorkerId(0), Incarnation(1), "goodbye", &mut effects);
-    let refused = cluster.drain(secs(4), WorkerId(1), &mut effects).unwrap_err();
+    let refused = cluster.drain(secs(4), &[WorkerId(1)], &mut effects).unwrap_err();
     assert!(refused.contains("1 workers are left") && refused.contains("needs 2"), "{refused}");
-    assert!(cluster.drain(secs(4), WorkerId(9), &mut effects).is_err());
+    assert!(cluster.drain(secs(4), &[WorkerId(9)], &mut effects).is_err());
     assert!(effects.is_empty(), "a refusal changes nothing: {effects:?}");
+}
+
+#[test]
+fn several_workers_are_drained_together_or_not_at_all() {
+    let (mut cluster, mut effects) = cluster_of(config(2), 4);
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    bring_up(&mut cluster, secs(1), 2, &[2, 3]);
+    effects.clear();
+    let last = [3, 2, 1].map(WorkerId);
+    let refused = cluster.drain(secs(2), &last, &mut effects).unwrap_err();
+    let expected = "without node-3, node-2, node-1, 1 workers are left, but a replica needs 2";
+    assert_eq!(refused, expected);
+    assert!(cluster.drain(secs(2), &[WorkerId(3), WorkerId(9)], &mut effects).is_err());
+    assert!(effects.is_empty(), "a refusal changes nothing: {effects:?}");
+    assert!(cluster.members().all(|member| !member.draining));
+    cluster.drain(secs(2), &last[..2], &mut effects).unwrap();
+    let told: Vec<u32> = shut_down(&effects).iter().map(|(to, _)| *to).collect();
+    assert_eq!(told, [3, 2]);
+    assert_eq!(world_sizes(&effects), [], "the replica that stays is not formed again");
 }
 
 #[test]
 fn a_drain_outlives_a_link_that_broke_before_the_worker_heard_of_it() {
     let (mut cluster, mut effects) = cluster_of(config(1), 2);
-    cluster.drain(secs(1), WorkerId(0), &mut effects).unwrap();
+    cluster.drain(secs(1), &[WorkerId(0)], &mut effects).unwrap();
     cluster.worker_left(secs(2), WorkerId(0), Incarnation(1), "the link broke", &mut effects);
     effects.clear();
     cluster.worker_joined(secs(3), member(0, 1, "a"), &mut effects);
@@ -94,10 +113,10 @@ fn the_next_coordinator_goes_by_what_the_last_one_was_told() {
     let (mut cluster, mut effects) = cluster_of(bounded.clone(), 4);
     assert_eq!((cluster.max_replicas(), desired(&effects)), (Some(3), None), "nobody said more");
     cluster.scale(secs(1), Some(2), &mut effects);
-    cluster.drain(secs(1), WorkerId(3), &mut effects).unwrap();
+    cluster.drain(secs(1), &[WorkerId(3)], &mut effects).unwrap();
     let said = desired(&effects).unwrap().clone();
     assert_eq!((said.generation, said.replicas, said.leaving.len()), (2, Some(2), 1));
-    let refused = cluster.drain(secs(1), WorkerId(9), &mut effects);
+    let refused = cluster.drain(secs(1), &[WorkerId(9)], &mut effects);
     assert!(refused.is_err() && *cluster.desired() == said, "a refusal is not kept");
 
     let (mut next, mut effects) = (Cluster::new(bounded), Vec::new());
