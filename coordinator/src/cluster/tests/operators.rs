@@ -88,6 +88,72 @@ fn several_workers_are_drained_together_or_not_at_all() {
     assert_eq!(world_sizes(&effects), [], "the replica that stays is not formed again");
 }
 
+/// Ids, phases and ranks of the replicas.
+fn shape(cluster: &Cluster) -> Vec<(u32, ReplicaPhase, Vec<Option<u32>>)> {
+    let ranks = |it: &ReplicaStatus| it.ranks.iter().map(|rank| rank.map(|it| it.0)).collect();
+    cluster.replicas().map(|it| (it.id.0, it.phase, ranks(&it))).collect()
+}
+
+fn two_of_two() -> (Cluster, Vec<Effect>) {
+    let (mut cluster, effects) = cluster_of(config(2), 4);
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    bring_up(&mut cluster, secs(1), 2, &[2, 3]);
+    (cluster, effects)
+}
+
+#[test]
+fn a_replica_whose_workers_were_drained_is_wanted_again_when_they_are_back() {
+    use ReplicaPhase::{Forming, Serving};
+    let (mut cluster, mut effects) = two_of_two();
+    effects.clear();
+    cluster.drain(secs(2), &[3, 2].map(WorkerId), &mut effects).unwrap();
+    for worker in [3, 2] {
+        cluster.worker_left(secs(3), WorkerId(worker), Incarnation(1), "goodbye", &mut effects);
+    }
+    cluster.tick(secs(99), &mut effects);
+    let whole = (0, Serving, vec![Some(0), Some(1)]);
+    assert_eq!(shape(&cluster), [whole.clone()]);
+    assert!(effects.contains(&Effect::ReplicaRemoved { replica: ReplicaId(1) }), "{effects:?}");
+    for worker in [2, 3] {
+        cluster.worker_joined(secs(100), member(worker, 2, "a"), &mut effects);
+    }
+    assert_eq!(shape(&cluster), [whole, (1, Forming, vec![Some(2), Some(3)])]);
+}
+
+#[test]
+fn what_a_drain_leaves_of_a_replica_is_spare_and_completes_others() {
+    use ReplicaPhase::{Serving, Waiting};
+    let (mut cluster, mut effects) = two_of_two();
+    cluster.drain(secs(2), &[WorkerId(3)], &mut effects).unwrap();
+    assert_eq!(shape(&cluster), [(0, Serving, vec![Some(0), Some(1)])], "2 is a spare");
+    // One that crashes is missed, unless a spare is there.
+    cluster.worker_left(secs(3), WorkerId(0), Incarnation(1), "killed", &mut effects);
+    cluster.tick(secs(4), &mut effects);
+    let ranks: Vec<_> = shape(&cluster).remove(0).2.into_iter().flatten().collect();
+    assert!(ranks.contains(&1) && ranks.contains(&2), "{ranks:?}");
+
+    let (mut cluster, mut effects) = two_of_two();
+    for worker in [2, 3] {
+        cluster.worker_left(secs(2), WorkerId(worker), Incarnation(1), "killed", &mut effects);
+    }
+    cluster.tick(secs(99), &mut effects);
+    let missing = (1, Waiting, vec![None, None]);
+    assert_eq!(shape(&cluster), [(0, Serving, vec![Some(0), Some(1)]), missing]);
+}
+
+#[test]
+fn at_a_smaller_degree_a_replica_goes_on_without_who_was_drained() {
+    use ReplicaPhase::Forming;
+    let degrees = ClusterConfig { degrees: vec![2, 1], ..config(2) };
+    let (mut cluster, mut effects) = cluster_of(degrees, 4);
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    bring_up(&mut cluster, secs(1), 2, &[2, 3]);
+    cluster.drain(secs(2), &[WorkerId(3)], &mut effects).unwrap();
+    assert_eq!(shape(&cluster)[1], (1, Forming, vec![Some(2)]));
+    cluster.drain(secs(3), &[WorkerId(2)], &mut effects).unwrap();
+    assert_eq!(shape(&cluster).len(), 1, "nothing is left of it");
+}
+
 #[test]
 fn a_drain_outlives_a_link_that_broke_before_the_worker_heard_of_it() {
     let (mut cluster, mut effects) = cluster_of(config(1), 2);
