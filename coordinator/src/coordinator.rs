@@ -316,12 +316,12 @@ impl Coordinator {
         "the cluster actor is gone"
     }
 
-    /// Drains a worker.
+    /// Drains workers.
     ///
     /// # Errors
-    /// Why it cannot be drained.
-    pub async fn drain(&self, node: &str) -> Result<(), String> {
-        let drained = self.cluster.send(Drain(node.to_owned())).await;
+    /// Why they cannot be drained; then all stay.
+    pub async fn drain(&self, nodes: Vec<String>) -> Result<(), String> {
+        let drained = self.cluster.send(Drain(nodes)).await;
         drained.map_err(|error| error.to_string())?.map(drop)
     }
 

@@ -87,7 +87,8 @@ pub fn reason(view: &View) -> String {
 }
 
 /// The URL of a leader's HTTP from its record: an address, or a full URL if it is not plain HTTP.
-fn url(http: &str) -> String {
+#[must_use]
+pub fn url(http: &str) -> String {
     let scheme = if http.contains("://") { "" } else { "http://" };
     format!("{scheme}{http}")
 }

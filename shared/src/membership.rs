@@ -5,6 +5,7 @@
 //! - [`kept`]: created actors that the leader keeps for the next one
 //! - [`view`]: PURE: the cluster as a process knows it, from lists and events
 //! - [`desired`]: PURE: operators' commands to the leader, which the next leader follows too
+//! - [`serves`]: PURE: what a coordinator would serve, and how that differs from the leader's
 //! - [`connect`]: how to connect to etcd
 //! - [`core`]: PURE: a process's lease, registration and candidacy
 //! - [`etcd`]: the thread that registers this process, keeps its lease, watches, and campaigns
@@ -17,6 +18,7 @@ pub mod desired;
 pub mod etcd;
 pub mod kept;
 pub mod ledger;
+pub mod serves;
 pub mod view;
 
 use std::time::Duration;
@@ -27,6 +29,7 @@ use tokio::sync::watch;
 pub use self::connect::{DatabaseUsage, EtcdOptions, FULL_REMEDY, ProbeError, Tls};
 pub use self::desired::{ChangedAdapters, DesiredState};
 pub use self::etcd::{DesiredStateSender, EtcdMembership};
+pub use self::serves::Serves;
 pub use self::view::View;
 
 /// Role of a process.
@@ -79,6 +82,9 @@ pub struct Record {
     /// Which state of a model of the hub a coordinator serves; none for others, and for folders.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<Box<PinnedRevision>>,
+    /// What a coordinator would serve; none for others, and if it does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub serves: Option<Box<Serves>>,
 }
 
 /// Which commit a revision of a model on the hub was when a cluster began to serve it.
@@ -169,6 +175,7 @@ mod tests {
             version: String::new(),
             protocol: 0,
             model: None,
+            serves: None,
         };
         View { leader: Some(Leader { record, epoch: 1, lease: 0 }), ..View::default() }
     }

@@ -148,6 +148,7 @@ pub(crate) fn member(meeting: &Meeting, node: &str, run: u64) -> EtcdMembership 
         version: String::new(),
         protocol: 0,
         model: None,
+        serves: None,
     };
     EtcdMembership::start(options, record, false).unwrap()
 }

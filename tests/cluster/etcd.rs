@@ -55,7 +55,12 @@ impl Meeting {
     }
 
     pub(crate) fn worker(&self, index: usize) -> LocalCluster {
-        self.spawn(&["worker", "--node", &format!("worker-{index}"), "--threads", "1"])
+        self.worker_with(index, &[])
+    }
+
+    pub(crate) fn worker_with(&self, index: usize, args: &[&str]) -> LocalCluster {
+        let node = format!("worker-{index}");
+        self.spawn(&[&["worker", "--node", &node, "--threads", "1"], args].concat())
     }
 
     pub(crate) async fn frontend(&self) -> LocalCluster {

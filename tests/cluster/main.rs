@@ -17,6 +17,7 @@
 //! - [`front_ends`]: separate front-end processes
 //! - [`hosts`]: all workers of a host, started by one command
 //! - [`loading`]: LoRA adapters loaded and unloaded while requests run
+//! - [`misfits`]: standbys with other options or another secret than the leader's
 //! - [`pages`]: `/metrics` of every role of a running cluster
 //! - [`placing`]: which workers form a replica
 //! - [`priorities`]: urgent requests before others
@@ -63,6 +64,7 @@ mod front_ends;
 mod full_etcd;
 mod hosts;
 mod loading;
+mod misfits;
 mod openai_client;
 mod pages;
 mod placing;

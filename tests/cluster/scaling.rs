@@ -159,6 +159,38 @@ async fn a_queue_is_shared_with_a_replica_that_comes_later() {
     assert!(of("1") >= 3000.0, "{} and {}: {}", of("0"), of("1"), cluster.log());
 }
 
+/// What is refused changes nothing, and who was scaled down is not missing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn local_workers_leave_all_together_or_not_at_all() {
+    let cluster = up(&["--workers", "4", "--tensor-parallel", "2", "--threads", "1"]).await;
+    let (server, client) = (cluster.base(), cluster.client().unwrap());
+    let state = |wanted: f64, workers: f64| {
+        move |s: &Scrape| {
+            let of = |name| s.sum(name, &[]);
+            of("tutti_replica_up") == wanted
+                && of("tutti_replicas_wanted") == wanted
+                && of("tutti_worker_up") == workers
+        }
+    };
+    let scrape = client.scrape_until(PATIENCE, state(2.0, 4.0)).await.unwrap();
+    assert!(state(2.0, 4.0)(&scrape), "{}", cluster.log());
+    let pids = cluster.worker_pids();
+    let (ok, said) = operate(server, &["scale", "--workers", "1"]);
+    assert!(!ok && said.contains("1 workers are left, but a replica needs 2"), "{said}");
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(cluster.worker_pids(), pids, "nobody has left");
+    assert!(!cluster.log().contains("is drained"), "{}", cluster.log());
+    let (ok, said) = operate(server, &["scale", "--workers", "2"]);
+    assert!(ok, "{said}");
+    let scrape = client.scrape_until(PATIENCE, state(1.0, 2.0)).await.unwrap();
+    assert!(state(1.0, 2.0)(&scrape), "{}", operate(server, &["status"]).1);
+    assert!(!operate(server, &["status"]).1.contains("waiting"));
+    let (ok, said) = operate(server, &["scale", "--workers", "4"]);
+    assert!(ok, "{said}");
+    let scrape = client.scrape_until(PATIENCE, state(2.0, 4.0)).await.unwrap();
+    assert!(state(2.0, 4.0)(&scrape), "{}", operate(server, &["status"]).1);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn operators_are_told_what_is_wrong() {
     let cluster = up(&["--workers", "2", "--tensor-parallel", "2"]).await;
@@ -169,6 +201,8 @@ async fn operators_are_told_what_is_wrong() {
     assert!(!ok && said.contains("a replica needs 2"), "{said}");
     let (ok, said) = operate(server, &["scale"]);
     assert!(!ok && said.contains("--replicas"), "{said}");
+    let (ok, said) = operate(server, &["scale", "--workers", "1"]);
+    assert!(!ok && said.contains("a replica needs 2"), "{said}");
     let (ok, table) = operate(server, &["status"]);
     assert!(ok && table.contains("serving") && table.contains("local-1"), "{table}");
     let (ok, said) = operate("http://127.0.0.1:1", &["status"]);

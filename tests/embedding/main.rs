@@ -137,6 +137,7 @@ fn coordinator(
         version: String::new(),
         protocol: 0,
         model: None,
+        serves: None,
     };
     let membership =
         EtcdMembership::start(options, record, false).map_err(|error| error.to_string())?;

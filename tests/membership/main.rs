@@ -45,6 +45,7 @@ fn record(node: &str, incarnation: u64) -> Record {
         version: "0".to_owned(),
         protocol: 0,
         model: None,
+        serves: None,
     }
 }
 

@@ -184,6 +184,7 @@ impl World {
             version: String::new(),
             protocol: 0,
             model: None,
+            serves: None,
         };
         self.join_etcd(slot, record);
         self.schedule(0, Event::Dial { slot, incarnation, generation: 0 });

@@ -77,6 +77,7 @@ impl World {
             version: String::new(),
             protocol: 0,
             model: None,
+            serves: None,
         };
         self.join_etcd(self.member_of(seat), record);
     }

@@ -92,7 +92,7 @@ impl World {
         let left = self.coordinator.core.members().filter(stays).count();
         let mut effects = Vec::new();
         let now = self.time();
-        let done = self.coordinator.core.drain(now, worker, &mut effects);
+        let done = self.coordinator.core.drain(now, &[worker], &mut effects);
         let least = *self.scenario.degrees.last().unwrap_or(&1) as usize;
         if done.is_ok() != (left >= least) {
             self.fail(format!("{node} is drained with {left} others there: {done:?}"));

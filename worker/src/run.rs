@@ -327,6 +327,7 @@ mod tests {
             version: String::new(),
             protocol: 0,
             model: None,
+            serves: None,
         };
         View { leader: Some(Leader { record, epoch: 1, lease: 0 }), ..View::default() }
     }

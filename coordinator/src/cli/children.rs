@@ -122,10 +122,11 @@ impl Children {
         self.count - u32::try_from(self.given_up.len()).unwrap_or(self.count)
     }
 
-    /// Returns the last worker's node name, unless that worker was given up.
-    pub(crate) fn last_node(&self) -> Option<String> {
-        let last = self.count.checked_sub(1)?;
-        (!self.given_up.contains(&last)).then(|| self.node(last))
+    /// Names of the workers beyond this number, the last one first, without those given up: they
+    /// have no process.
+    pub(crate) fn nodes_from(&self, count: u32) -> Vec<String> {
+        let beyond = (count..self.count).rev().filter(|index| !self.given_up.contains(index));
+        beyond.map(|index| self.node(index)).collect()
     }
 
     /// Drops the last worker from the count; its process ends by itself.

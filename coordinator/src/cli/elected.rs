@@ -7,15 +7,21 @@ use coordinator::coordinator::{
 };
 use coordinator::kept_actors::ActorsLeft;
 use coordinator::standby::{self, Standby};
+use shared::membership::etcd::ServesSender;
+use shared::membership::serves::Difference;
 use shared::membership::view::Leader;
-use shared::membership::{EtcdMembership, EtcdOptions, PinnedRevision, Record, Role, View};
+use shared::membership::{EtcdMembership, EtcdOptions, PinnedRevision, Record, Role, Serves, View};
 use shared::protocol::PROTOCOL_VERSION;
+use shared::wire::keyring::Keyring;
 use tokio::sync::watch;
 
 use super::etcd::{advertised, no_thread};
 use super::output::print_line;
 use super::signals::Signals;
 use super::{CliError, etcd, handing_over};
+
+/// How often this process compares the secrets that it accepts with those that etcd has of it.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// Stands by until this process leads, then serves until told to stop or until another leads.
 pub(crate) async fn run(
@@ -47,14 +53,20 @@ pub(crate) async fn run(
         version: env!("CARGO_PKG_VERSION").to_owned(),
         protocol: PROTOCOL_VERSION,
         model: pinned.clone().map(Box::new),
+        serves: Some(Box::new(prepared.serves(&etcd.cluster))),
     };
-    let membership = EtcdMembership::start(etcd.clone(), record, true).map_err(no_thread)?;
+    let membership =
+        EtcdMembership::start(etcd.clone(), record.clone(), true).map_err(no_thread)?;
     let (view, desires) = (membership.view(), membership.desires());
+    let says = prepared.secrets().map(|secrets| {
+        let (serves, says) = (prepared.serves(&etcd.cluster), membership.serves());
+        actix::spawn(say_secrets(serves, secrets, etcd.cluster.clone(), says))
+    });
     let standby = Standby::start(&prepared, &view).map_err(failed)?;
     print_line(&format!("tutti coordinator: {}://{}", prepared.scheme(), prepared.http_addr()));
     let mut membership = Some(membership);
     let elected = tokio::select! {
-        leader = election(view.clone()) => Ok(Some(leader)),
+        leader = election(view.clone(), &record) => Ok(Some(leader)),
         () = signals.next() => Ok(None),
         error = other_state(view.clone(), pinned) => Err(error),
         error = etcd::failed(&mut membership) => Err(error),
@@ -96,6 +108,9 @@ pub(crate) async fn run(
         Ok(None) => Ok(()),
         Err(error) => Err(error),
     };
+    if let Some(says) = says {
+        says.abort();
+    }
     // After the last request: the next leader begins once this one has left.
     if let Some(membership) = membership {
         membership.leave().await;
@@ -180,14 +195,60 @@ async fn other_state(mut view: watch::Receiver<View>, own: Option<PinnedRevision
     }
 }
 
-/// Resolves when this process leads; logs meanwhile who does.
-async fn election(mut view: watch::Receiver<View>) -> Leader {
+/// Says in etcd which secrets this process accepts whenever they have changed.
+async fn say_secrets(mut serves: Serves, secrets: Keyring, cluster: String, says: ServesSender) {
+    loop {
+        tokio::time::sleep(LOOK_EVERY).await;
+        let now = secrets.fingerprints(&cluster);
+        if now != serves.secrets {
+            serves.secrets = now;
+            says.send_replace(Some(serves.clone()));
+        }
+    }
+}
+
+/// What an operator must know of a coordinator that differs from the leader.
+fn warning(leader: &Record, found: &[Difference]) -> String {
+    let what = found.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let http = standby::url(&leader.http);
+    if found.contains(&Difference::Secret) {
+        return format!(
+            "this coordinator has {what} than the one that leads, {http}: it will not lead after \
+             that one, since workers and front ends could not join it; give both the same secret \
+             (--cluster-secret-file), or start this one again when no other leads"
+        );
+    }
+    format!(
+        "this coordinator has {what} than the one that leads, {http}: requests are not handed over \
+         to it, and whatever it leads will serve that; give both the same options and model, \
+         unless this is meant"
+    )
+}
+
+/// Resolves when this process leads; logs meanwhile who does, and what keeps this one from taking
+/// its place.
+async fn election(mut view: watch::Receiver<View>, own: &Record) -> Leader {
     let mut said = String::new();
+    let mut warned = None;
     loop {
         {
             let now = view.borrow_and_update();
             if let Some(leader) = now.own() {
                 return leader.clone();
+            }
+            let found = now.leader.as_ref().map(|leader| (&leader.record, now.differences(own)));
+            match found {
+                Some((leader, found)) if !found.is_empty() => {
+                    let text = warning(leader, &found);
+                    if warned.as_ref() != Some(&text) {
+                        tracing::warn!("{text}");
+                        warned = Some(text);
+                    }
+                }
+                Some(_) if warned.take().is_some() => {
+                    tracing::info!("this coordinator serves the same as the one that leads");
+                }
+                _ => {}
             }
             let reason = standby::reason(&now);
             // Not what will be over in a moment.
@@ -212,6 +273,36 @@ async fn other_leader(mut view: watch::Receiver<View>, incarnation: u64) -> Lead
         }
         if view.changed().await.is_err() {
             std::future::pending::<()>().await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_warning_names_the_leader_what_differs_and_the_remedy() {
+        let leader = Record {
+            node: "h:1".to_owned(),
+            role: Role::Coordinator,
+            incarnation: 1,
+            address: "h:1".to_owned(),
+            http: "h:80".to_owned(),
+            pid: 1,
+            version: String::new(),
+            protocol: PROTOCOL_VERSION,
+            model: None,
+            serves: None,
+        };
+        let degree = Difference::Option("--tensor-parallel", "2".to_owned(), "1".to_owned());
+        let other = warning(&leader, &[Difference::Model, degree.clone()]);
+        for part in ["another model, another --tensor-parallel (2, there 1)", "http://h:80"] {
+            assert!(other.contains(part), "{other}");
+        }
+        let secret = warning(&leader, &[Difference::Secret, degree]);
+        for part in ["another cluster secret", "http://h:80", "--cluster-secret-file"] {
+            assert!(secret.contains(part), "{secret}");
         }
     }
 }

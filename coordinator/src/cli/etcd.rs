@@ -206,6 +206,7 @@ pub(crate) fn find(
         version: env!("CARGO_PKG_VERSION").to_owned(),
         protocol: PROTOCOL_VERSION,
         model: None,
+        serves: None,
     };
     let membership = EtcdMembership::start(options, record, false).map_err(no_thread)?;
     Ok((CoordinatorAddress::Followed(membership.view()), Some(membership)))

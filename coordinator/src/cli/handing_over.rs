@@ -36,7 +36,9 @@ impl Situation<'_> {
     fn reason_to_finish(&self) -> Option<String> {
         // One that has come since may be the restart of one that ends again.
         if self.stood_by.is_disjoint(self.stand_by) {
-            return Some("no other coordinator stands by, or none did all along".to_owned());
+            let reason = "no other coordinator with the same options and secret stands by, or none \
+                          did all along";
+            return Some(reason.to_owned());
         }
         if let Some(node) = self.linked.difference(self.following).next() {
             return Some(format!("the front end {node} would not find another coordinator"));
@@ -47,11 +49,16 @@ impl Situation<'_> {
 }
 
 /// The runs of coordinators other than `own` that can take over at once. One of another protocol
-/// would refuse the front ends.
+/// would refuse the front ends, and so would one with another secret; one that serves something
+/// else would not give their requests the same text.
 fn standing_by(view: &View, own: u64) -> BTreeSet<u64> {
+    let leader = view.records.values().find(|record| record.incarnation == own);
+    let ours = leader.and_then(|record| record.serves.as_deref());
     let others = view.records.values().filter(|record| {
         let is_other = record.role == Role::Coordinator && record.incarnation != own;
-        view.connected && is_other && record.protocol == PROTOCOL_VERSION
+        let both = record.serves.as_deref().zip(ours);
+        let is_alike = both.is_none_or(|(its, ours)| its.differences(ours).is_empty());
+        view.connected && is_other && is_alike && record.protocol == PROTOCOL_VERSION
     });
     others.map(|record| record.incarnation).collect()
 }
@@ -115,7 +122,7 @@ pub(crate) async fn end(
 
 #[cfg(test)]
 mod tests {
-    use shared::membership::Record;
+    use shared::membership::{Record, Serves};
 
     use super::*;
 
@@ -132,6 +139,7 @@ mod tests {
             version: format!("1.{incarnation}"),
             protocol,
             model: None,
+            serves: None,
         };
         let keyed = records.iter().map(|it| (format!("{:?}/{}", it.0, it.1), record(it)));
         View { records: keyed.collect(), connected: true, ..View::default() }
@@ -171,6 +179,39 @@ mod tests {
             (&unknown, &two, "etcd did not answer"),
         ] {
             assert!(!hands_over(before, after, &[], false), "{what}");
+        }
+    }
+
+    #[test]
+    fn a_leader_hands_over_only_to_one_that_serves_the_same() {
+        let serves = Serves {
+            names: vec!["m".to_owned()],
+            model: None,
+            text: 1,
+            max_model_len: 8,
+            tensor_parallel: 1,
+            dtypes: "bfloat16".to_owned(),
+            secrets: vec!["a".to_owned()],
+        };
+        let two = view(&[(Role::Coordinator, 1, OURS), (Role::Coordinator, 2, OURS)]);
+        let with = |own: &Serves, its: Option<Serves>| {
+            let mut two = two.clone();
+            for record in two.records.values_mut() {
+                let serves = if record.incarnation == 1 { Some(own.clone()) } else { its.clone() };
+                record.serves = serves.map(Box::new);
+            }
+            hands_over(&two, &two, &[], false)
+        };
+        assert!(with(&serves, Some(serves.clone())));
+        assert!(with(&serves, None), "it does not say what it serves");
+        for other in [
+            Serves { secrets: vec!["b".to_owned()], ..serves.clone() },
+            Serves { names: vec!["n".to_owned()], ..serves.clone() },
+            Serves { text: 2, ..serves.clone() },
+            Serves { tensor_parallel: 2, ..serves.clone() },
+            Serves { dtypes: "float32".to_owned(), ..serves.clone() },
+        ] {
+            assert!(!with(&serves, Some(other.clone())), "{other:?}");
         }
     }
 

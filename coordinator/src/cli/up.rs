@@ -142,17 +142,18 @@ fn worker_command(
     Ok(WorkerCommand { program, args, threads, devices, name, patience })
 }
 
-/// Starts workers, including those given up, or lets the last ones leave; an indispensable worker
-/// stays.
+/// Starts workers, including those given up, or lets the last ones leave: all of them, or none if
+/// one is indispensable.
 async fn scale(
     coordinator: &Coordinator,
     children: &mut Children,
     workers: u32,
 ) -> Result<(), String> {
+    let leaving = children.nodes_from(workers);
+    if !leaving.is_empty() {
+        coordinator.drain(leaving).await?;
+    }
     while children.count() > workers {
-        if let Some(node) = children.last_node() {
-            coordinator.drain(&node).await?;
-        }
         children.forget_last();
     }
     children.try_again();

@@ -2,7 +2,8 @@
 //!
 //! One pass, in this order: formations that went silent are given up; surplus replicas are removed;
 //! vacant ranks are filled with spares, a returning worker into its own rank first; a replica whose
-//! ranks stay away is dissolved into others or continues at a smaller degree; slow ranks are
+//! ranks stay away is dissolved into others or continues at a smaller degree, and one whose ranks
+//! operators drained is dissolved if there are others; slow ranks are
 //! replaced by spares; a replica at a smaller degree grows again when spares allow; spares become
 //! new replicas; replicas that are complete and due are formed.
 use std::collections::BTreeSet;
@@ -54,34 +55,48 @@ impl Cluster {
         }
     }
 
-    /// Drains a worker: its replica continues without it, then it is told to end.
+    /// Drains workers, in this order: their replicas continue without them, then they are told to
+    /// end.
     ///
     /// # Errors
-    /// If no replica could be kept without it, or there is no such worker.
+    /// If no replica could be kept without them, or there is no such worker; then all stay.
     pub fn drain(
         &mut self,
         now: Duration,
-        worker: WorkerId,
+        workers: &[WorkerId],
         effects: &mut Vec<Effect>,
     ) -> Result<(), String> {
-        let Some(member) = self.members.get(&worker) else {
-            return Err(format!("{worker} is not a member"));
+        let found = |worker: &WorkerId| {
+            self.members.get(worker).ok_or_else(|| format!("{worker} is not a member"))
         };
-        let (node, incarnation) = (member.node.clone(), member.incarnation);
+        let leaving: Result<Vec<&Member>, String> = workers.iter().map(found).collect();
+        let leaving = leaving?;
         let rests = |m: &Member| self.quarantine.is_resting(m.device());
         let able = |m: &Member| self.config.placement.lacks(m).is_none() && !rests(m);
-        let member_able = able(member);
-        let stays = |m: &&Member| !m.draining && m.worker != worker && able(m);
+        let any_able = leaving.iter().any(|member| able(member));
+        let stays = |m: &&Member| !m.draining && !workers.contains(&m.worker) && able(m);
         let others = self.members.values().filter(stays).count();
         let least = self.config.degrees.last().copied().unwrap_or(1) as usize;
-        if member_able && others < least {
+        let named = |m: &&Member| (m.worker, m.node.clone(), m.incarnation);
+        let leaving: Vec<_> = leaving.iter().map(named).collect();
+        if any_able && others < least {
+            let nodes: Vec<&str> = leaving.iter().map(|(_, node, _)| node.as_str()).collect();
+            let nodes = nodes.join(", ");
             return Err(format!(
-                "without {node}, {others} workers are left, but a replica needs {least}"
+                "without {nodes}, {others} workers are left, but a replica needs {least}"
             ));
         }
-        self.desired.drain(&node, incarnation.0);
-        effects.push(Effect::StoreDesired(self.desired.clone()));
-        self.dismiss_worker(now, worker, &format!("{node} is drained"), false, effects);
+        // None of them takes the place of another.
+        for worker in workers {
+            if let Some(member) = self.members.get_mut(worker) {
+                member.draining = true;
+            }
+        }
+        for (worker, node, incarnation) in leaving {
+            self.desired.drain(&node, incarnation.0);
+            effects.push(Effect::StoreDesired(self.desired.clone()));
+            self.dismiss_worker(now, worker, &format!("{node} is drained"), false, effects);
+        }
         Ok(())
     }
 
@@ -95,14 +110,20 @@ impl Cluster {
         again: bool,
         effects: &mut Vec<Effect>,
     ) {
+        let mut drained = false;
         if let Some(member) = self.members.get_mut(&worker) {
             member.draining = true;
+            drained = self.desired.drains(&member.node, member.incarnation.0);
             self.dismissed.insert(worker, (member.incarnation, reason.to_owned(), again));
         }
         if let Some(id) = self.replicas.of(worker) {
             self.break_replica(now, id, EpochEnd::Planned, reason, effects);
             self.replicas.change(id, |replica| {
-                replica.vacate(now, worker);
+                if drained {
+                    replica.drain(now, worker);
+                } else {
+                    replica.vacate(now, worker);
+                }
                 replica.form_at_once();
                 replica.do_not_wait();
             });
@@ -122,6 +143,7 @@ impl Cluster {
         self.remove_surplus(now, effects);
         self.fill_vacancies();
         self.shrink(now, effects);
+        self.remove_drained(now, effects);
         self.replace_slow_ranks(now, effects);
         self.grow(now, effects);
         self.add_replicas(now);
@@ -348,6 +370,20 @@ impl Cluster {
                 return;
             };
             self.remove(now, youngest, "its workers complete other replicas", effects);
+            self.fill_vacancies();
+        }
+    }
+
+    /// Removes replicas that lack ranks which operators drained, and that neither spares nor a
+    /// smaller degree could repair: nobody waits for those, so such a replica is not wanted any
+    /// more. Another one is made when enough workers are there again. The last one stays, as the
+    /// one that is missing.
+    fn remove_drained(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        while self.replicas.len() > 1 {
+            let lacking = self.replicas.iter().filter(|(_, replica)| replica.lacks_drained());
+            let youngest = lacking.max_by_key(|(_, replica)| replica.creation_order());
+            let Some((id, _)) = youngest else { return };
+            self.remove(now, id, "its workers were drained", effects);
             self.fill_vacancies();
         }
     }

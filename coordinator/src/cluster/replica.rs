@@ -70,6 +70,8 @@ pub struct ReplicaStatus {
 #[derive(Clone, Copy, Debug, Default)]
 struct Slot {
     worker: Option<WorkerId>,
+    /// Nobody holds it, because an operator drained who held it last.
+    drained: bool,
     /// The last holder: preferred when it is back, since it may still hold the weights.
     last: Option<WorkerId>,
     /// KV blocks it has room for, in the KV cache and in host memory.
@@ -319,6 +321,19 @@ impl Replica {
         self.vacate(now, worker);
     }
 
+    /// Like [`Replica::vacate`], for a worker that an operator drained.
+    pub(super) fn drain(&mut self, now: Duration, worker: WorkerId) {
+        for slot in self.slots.iter_mut().filter(|slot| slot.worker == Some(worker)) {
+            slot.drained = true;
+        }
+        self.vacate(now, worker);
+    }
+
+    /// Whether ranks that operators drained are missing. A smaller degree does without them.
+    pub(super) fn lacks_drained(&self) -> bool {
+        !self.is_live() && self.slots.iter().any(|slot| slot.drained)
+    }
+
     /// Moves workers from `free` into vacant ranks: a returning one into its own rank, then the one
     /// nearest to the `present` ranks; none of another build.
     pub(super) fn fill(
@@ -338,6 +353,7 @@ impl Replica {
             if let Some(index) = index {
                 let member = free.remove(index);
                 slot.worker = Some(member.worker);
+                slot.drained = false;
                 slot.last = Some(member.worker);
                 present.push(member.clone());
             }

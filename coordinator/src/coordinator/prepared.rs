@@ -4,9 +4,11 @@ use std::sync::Arc;
 
 use shared::hub::HubModel;
 use shared::ids::Incarnation;
+use shared::membership::Serves;
 use shared::metrics;
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{EngineConfig, check_model_names};
+use shared::wire::keyring::Keyring;
 
 use super::options::{CoordinatorOptions, StartError};
 use crate::http::tls::{Tls, scheme};
@@ -133,6 +135,33 @@ impl PreparedCoordinator {
             cluster,
             metrics: alone,
         })
+    }
+
+    /// What it would serve if it led, and which secrets it accepts now, for others in etcd.
+    #[must_use]
+    pub fn serves(&self, cluster: &str) -> Serves {
+        let options = &self.options;
+        let names = [&options.served_model_name].into_iter().chain(&options.model_aliases);
+        let cache = options.kv_cache_dtype.name();
+        Serves {
+            names: names.cloned().collect(),
+            model: self.identity,
+            text: self.text.fingerprint,
+            max_model_len: self.engine.max_model_len,
+            tensor_parallel: options.tensor_parallel,
+            dtypes: format!(
+                "{}, quantization {}, KV cache {cache}",
+                options.dtype.name(),
+                options.quantization.name()
+            ),
+            secrets: options.secret.as_ref().map(|it| it.fingerprints(cluster)).unwrap_or_default(),
+        }
+    }
+
+    /// The secrets that it accepts, which may change.
+    #[must_use]
+    pub fn secrets(&self) -> Option<Keyring> {
+        self.options.secret.clone()
     }
 
     /// The hub that counts everything; nothing is counted yet.

@@ -22,7 +22,7 @@ use serde_json::json;
 use shared::actor::{ActorRuntime, CreateError};
 use shared::clock::since_1970;
 use shared::log::{LogActor, LogQuery, SharedLog};
-use shared::membership::{Role, View};
+use shared::membership::{Record, Role, View};
 use shared::wire::keyring::Keyring;
 use tokio::sync::{mpsc, oneshot, watch};
 
@@ -335,15 +335,25 @@ async fn known_nodes(admin: &Admin) -> Result<String, ApiError> {
     Ok(names.join(", ") + &more)
 }
 
-/// Lists the coordinators that etcd knows: the leader and the standbys.
+/// Lists the coordinators that etcd knows: the leader and the standbys, and what keeps one of these
+/// from going on with the leader's requests.
 fn coordinators(view: &View) -> Vec<Node> {
     let leader = view.leader.as_ref().map(|leader| leader.record.incarnation);
+    let state = |record: &Record| {
+        if leader == Some(record.incarnation) {
+            return "leading".to_owned();
+        }
+        match view.differences(record).first() {
+            Some(difference) => format!("standby (another {})", difference.what()),
+            None => "standby".to_owned(),
+        }
+    };
     let all = view.records.values().filter(|record| record.role == Role::Coordinator);
     all.map(|record| Node {
         node: record.node.clone(),
         role: "coordinator".to_owned(),
         pid: record.pid,
-        state: if leader == Some(record.incarnation) { "leading" } else { "standby" }.to_owned(),
+        state: state(record),
         ..Node::default()
     })
     .collect()
@@ -400,7 +410,7 @@ async fn drain(
 ) -> Result<HttpResponse, Error> {
     let admin = allowed(&state, &request)?;
     let body: DrainRequest = read(&request, body).await?;
-    let drained = admin.cluster.send(Drain(body.node.clone())).await.map_err(gone)?;
+    let drained = admin.cluster.send(Drain(vec![body.node.clone()])).await.map_err(gone)?;
     stored(admin, drained.map_err(|reason| ApiError::field("node", reason))?).await?;
     Ok(HttpResponse::Ok().json(json!({"drained": body.node})))
 }

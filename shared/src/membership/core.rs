@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::view::{Entry, LastLeader, View};
-use super::{DesiredState, FatalError, Record};
+use super::{DesiredState, FatalError, Record, Serves};
 use crate::clock::jittered;
 
 /// Longest wait for an answer from etcd.
@@ -134,6 +134,8 @@ pub struct MembershipCore {
     was_last_leader: bool,
     /// Whether this process has ever led.
     has_led: bool,
+    /// What the last other leader that it saw said that it serves.
+    led_by: Option<Serves>,
     /// Commands that it was given as the leader, to be stored for the next one.
     desired: Option<DesiredState>,
     /// Time before which it must not run for leader.
@@ -159,6 +161,7 @@ impl MembershipCore {
             missed: false,
             was_last_leader: false,
             has_led: false,
+            led_by: None,
             desired: None,
             run_after: None,
         }
@@ -313,7 +316,7 @@ impl MembershipCore {
             return Some(NextAction::Register);
         }
         let first = self.run_after.is_none_or(|at| at <= now) || self.has_no_incumbent();
-        let may_run = first && !self.is_replaced();
+        let may_run = first && !self.is_replaced() && !self.is_stranger();
         if self.campaign && self.view.leader.is_none() && may_run {
             return Some(NextAction::Lead);
         }
@@ -323,6 +326,20 @@ impl MembershipCore {
             return Some(NextAction::Hold(leader.epoch));
         }
         self.to_store().map(|_| NextAction::Store)
+    }
+
+    /// What this process says that it would serve has changed: its record is written again.
+    pub fn serves(&mut self, serves: Serves) {
+        self.record.serves = Some(Box::new(serves));
+        self.registered = false;
+    }
+
+    /// Whether it shares no secret with the last leader that it saw. Workers and front ends would
+    /// end if it led, so it leaves them to other coordinators, and to the old leader if that is
+    /// back. An operator who wants it to lead starts it again.
+    fn is_stranger(&self) -> bool {
+        let both = self.record.serves.as_deref().zip(self.led_by.as_ref());
+        both.is_some_and(|(own, leader)| !own.shares_secret(leader))
     }
 
     /// Records a command from operators to this process as the leader; it is to outlive it.
@@ -410,6 +427,9 @@ impl MembershipCore {
             self.was_last_leader = self.view.leading;
         }
         self.has_led |= self.view.leading;
+        if let Some(leader) = self.view.leader.as_ref().filter(|_| !self.view.leading) {
+            self.led_by = self.view.serves(&leader.record).cloned();
+        }
     }
 }
 

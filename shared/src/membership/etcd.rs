@@ -19,7 +19,7 @@ use tokio::sync::{oneshot, watch};
 use self::session::{Session, SessionEnd};
 use super::connect::is_full;
 use super::core::{DEADLINE, MembershipCore, RETRY_MAX, RETRY_MIN};
-use super::{DesiredState, EtcdOptions, FatalError, Record, View};
+use super::{DesiredState, EtcdOptions, FatalError, Record, Serves, View};
 use crate::actor::link::join::Unreached;
 use crate::clock::{jittered, since_1970};
 
@@ -29,12 +29,16 @@ use crate::clock::{jittered, since_1970};
 pub struct EtcdMembership {
     view: watch::Receiver<View>,
     desires: DesiredStateSender,
+    serves: ServesSender,
     leave: Option<oneshot::Sender<oneshot::Sender<()>>>,
     fatal: Option<oneshot::Receiver<FatalError>>,
 }
 
 /// Sender for commands that a leader received from operators; the view shows when they are stored.
 pub type DesiredStateSender = watch::Sender<Option<DesiredState>>;
+
+/// Sender for what a coordinator would serve, where that changes while it runs.
+pub type ServesSender = watch::Sender<Option<Serves>>;
 
 impl EtcdMembership {
     /// Registers `record`, and campaigns to lead if asked to. Returns at once; the view shows
@@ -47,12 +51,13 @@ impl EtcdMembership {
         let (leave, left) = oneshot::channel();
         let (die, fatal) = oneshot::channel();
         let (desires, desired) = watch::channel(None);
+        let (serves, served) = watch::channel(None);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         std::thread::Builder::new().name("membership".into()).spawn(move || {
-            let member = EtcdMember::new(options, record, campaign, publish, desired);
+            let member = EtcdMember::new(options, record, campaign, publish, (desired, served));
             runtime.block_on(member.run(left, die));
         })?;
-        Ok(Self { view, desires, leave: Some(leave), fatal: Some(fatal) })
+        Ok(Self { view, desires, serves, leave: Some(leave), fatal: Some(fatal) })
     }
 
     /// Returns the view of the cluster, updated as it changes.
@@ -65,6 +70,12 @@ impl EtcdMembership {
     #[must_use]
     pub fn desires(&self) -> DesiredStateSender {
         self.desires.clone()
+    }
+
+    /// Returns the sender for what this process would serve, by which its record is written again.
+    #[must_use]
+    pub fn serves(&self) -> ServesSender {
+        self.serves.clone()
     }
 
     /// Resolves when membership cannot go on.
@@ -162,6 +173,7 @@ struct EtcdMember {
     confirmed: u64,
     publish: watch::Sender<View>,
     desired: watch::Receiver<Option<DesiredState>>,
+    serves: watch::Receiver<Option<Serves>>,
 }
 
 impl EtcdMember {
@@ -170,10 +182,10 @@ impl EtcdMember {
         record: Record,
         campaign: bool,
         publish: watch::Sender<View>,
-        desired: watch::Receiver<Option<DesiredState>>,
+        (desired, serves): (watch::Receiver<Option<DesiredState>>, watch::Receiver<Option<Serves>>),
     ) -> Self {
         let core = MembershipCore::new(record, campaign, options.lease_ttl);
-        Self { options, core, start: Instant::now(), confirmed: 0, publish, desired }
+        Self { options, core, start: Instant::now(), confirmed: 0, publish, desired, serves }
     }
 
     fn now(&self) -> Duration {

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{DesiredState, Destination, PinnedRevision, Record};
+use super::serves::Difference;
+use super::{DesiredState, Destination, PinnedRevision, Record, Serves};
 
 /// The cluster as far as this process knows it.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -165,6 +166,23 @@ impl View {
         leader.or_else(last)?.model.as_deref()
     }
 
+    /// Returns what a coordinator says that it would serve: as registered now, since its secrets may
+    /// have changed since this `record` was written.
+    #[must_use]
+    pub fn serves<'a>(&'a self, record: &'a Record) -> Option<&'a Serves> {
+        let is_its = |it: &&Record| it.role == record.role && it.incarnation == record.incarnation;
+        self.records.values().find(is_its).unwrap_or(record).serves.as_deref()
+    }
+
+    /// Returns in what a coordinator differs from the one that leads; nothing while nobody leads,
+    /// or if one of them does not say what it would serve.
+    #[must_use]
+    pub fn differences(&self, record: &Record) -> Vec<Difference> {
+        let leader = self.leader.as_ref().and_then(|leader| self.serves(&leader.record));
+        let both = self.serves(record).zip(leader);
+        both.map(|(own, leader)| own.differences(leader)).unwrap_or_default()
+    }
+
     /// Returns this process's leadership, if it leads.
     #[must_use]
     pub fn own(&self) -> Option<&Leader> {
@@ -213,6 +231,7 @@ mod tests {
             version: String::new(),
             protocol: 0,
             model: None,
+            serves: None,
         };
         Entry { key: key.to_owned(), value: Value::Process(record), created, lease: 7 }
     }

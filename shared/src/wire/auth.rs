@@ -126,6 +126,17 @@ impl Secret {
         u64::from_le_bytes(bytes)
     }
 
+    /// Returns a short text by which processes see whether they know the same secret; it reveals
+    /// nothing about the secret, and differs from cluster to cluster.
+    #[must_use]
+    pub fn fingerprint(&self, cluster: &str) -> String {
+        let mut mac = keyed(&self.0);
+        mac.update(b"tutti fingerprint ");
+        mac.update(cluster.as_bytes());
+        let whole = mac.finalize().into_bytes();
+        whole.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+    }
+
     /// Returns the token that a holder of the secret presents over HTTP for a purpose: 64
     /// hexadecimal digits that reveal nothing about the secret or about other purposes' tokens.
     #[must_use]

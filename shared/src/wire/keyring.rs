@@ -82,6 +82,12 @@ impl Keyring {
         *self.0.write().unwrap_or_else(PoisonError::into_inner) = others;
     }
 
+    /// [Fingerprints](Secret::fingerprint) of all, the first one first.
+    #[must_use]
+    pub fn fingerprints(&self, cluster: &str) -> Vec<String> {
+        self.all().iter().map(|secret| secret.fingerprint(cluster)).collect()
+    }
+
     /// Whether this is the token of one of the secrets for a purpose.
     #[must_use]
     pub fn verify_token(&self, purpose: &str, token: &str) -> bool {
@@ -132,6 +138,16 @@ mod tests {
         let many = [A; SECRETS_MAX + 1].join("\n");
         assert_eq!(error(many.as_bytes()), KeyringError::Many(9));
         assert!(Keyring::read([A; SECRETS_MAX].join("\n").as_bytes()).is_ok());
+    }
+
+    #[test]
+    fn fingerprints_are_short_and_differ_between_secrets_and_clusters() {
+        let both = Keyring::read(format!("{A}\n{B}").as_bytes()).unwrap();
+        let [a, b] = both.fingerprints("c").try_into().unwrap();
+        assert_eq!(Keyring::read(A.as_bytes()).unwrap().fingerprints("c"), [a.clone()]);
+        assert!(a != b && a.len() == 16, "{a} {b}");
+        assert!(!both.fingerprints("d").contains(&a));
+        assert!(!token(A.as_bytes()).contains(&a));
     }
 
     #[test]

@@ -21,10 +21,10 @@ pub struct GetStatus;
 #[rtype(result = "u64")]
 pub struct Scale(pub Option<u32>);
 
-/// Drains a node. Answers with the number of commands so far, or why it cannot.
+/// Drains nodes. Answers with the number of commands so far, or why it cannot: then all stay.
 #[derive(Clone, Debug, Message)]
 #[rtype(result = "Result<u64, String>")]
-pub struct Drain(pub String);
+pub struct Drain(pub Vec<String>);
 
 /// Forgets the prefixes that all replicas' KV caches hold: requests that come from now on find
 /// nothing of earlier ones.
@@ -161,13 +161,15 @@ impl Handler<Scale> for ClusterActor {
 impl Handler<Drain> for ClusterActor {
     type Result = Result<u64, String>;
 
-    fn handle(&mut self, Drain(node): Drain, ctx: &mut Self::Context) -> Self::Result {
-        let found = self.connected.iter().find(|(_, connected)| connected.node == node);
-        let Some((worker, _)) = found else {
-            return Err(format!("there is no worker `{node}`"));
+    fn handle(&mut self, Drain(nodes): Drain, ctx: &mut Self::Context) -> Self::Result {
+        let find = |node: &String| {
+            let found = self.connected.iter().find(|(_, connected)| connected.node == *node);
+            found.map(|(worker, _)| *worker).ok_or_else(|| format!("there is no worker `{node}`"))
         };
+        let workers: Result<Vec<WorkerId>, String> = nodes.iter().map(find).collect();
+        let workers = workers?;
         let mut effects = Vec::new();
-        let result = self.core.drain(self.clock.now(), *worker, &mut effects);
+        let result = self.core.drain(self.clock.now(), &workers, &mut effects);
         self.carry_out(ctx, effects);
         self.report_actors();
         result.map(|()| self.core.desired().generation)

@@ -202,7 +202,7 @@ impl Twins {
                 self.both(|it, now, effects| it.scale(now, max, effects));
             }
             Happening::Drained(worker) => self.both(|it, now, effects| {
-                drop(it.drain(now, WorkerId(worker), effects));
+                drop(it.drain(now, &[WorkerId(worker)], effects));
             }),
             Happening::Passes(ms) => (0..ms / 50).for_each(|_| self.tick()),
         }

@@ -20,6 +20,7 @@ fn record(incarnation: u64) -> Record {
         version: String::new(),
         protocol: 0,
         model: None,
+        serves: None,
     }
 }
 
@@ -276,4 +277,88 @@ fn the_lead_goes_over_to_a_new_lease() {
     // Another leader's key is not touched.
     core.listed(at(3), 12, vec![own(8), Entry { lease: 7, ..entry(LEADER_KEY, 2, 11) }]);
     assert_eq!(core.next_action(at(3)), None);
+}
+
+fn serving(incarnation: u64, secret: &str) -> Record {
+    let serves = Serves {
+        names: vec!["m".to_owned()],
+        model: None,
+        text: 1,
+        max_model_len: 8,
+        tensor_parallel: 1,
+        dtypes: String::new(),
+        secrets: vec![secret.to_owned()],
+    };
+    let node = format!("n{incarnation}");
+    Record { node, serves: Some(Box::new(serves)), ..record(incarnation) }
+}
+
+/// Keys while run 2 leads, and after it.
+fn led_by(leader: &Record, own: &Record, leads: bool, ended: bool) -> Vec<Entry> {
+    let put = |key: &str, record: &Record| {
+        let value = Value::Process(record.clone());
+        Entry { key: key.to_owned(), value, created: 3, lease: 7 }
+    };
+    let mut entries = vec![put("coordinators/n1", own), led(leader.clone(), ended, 3)];
+    if leads {
+        entries.push(put(LEADER_KEY, leader));
+        entries.push(put("coordinators/n2", leader));
+    }
+    entries
+}
+
+#[test]
+fn one_that_shares_no_secret_with_the_leader_does_not_follow_it() {
+    let own = serving(1, "a");
+    for (secret, follows) in [("a", true), ("b", false)] {
+        for ended in [true, false] {
+            let leader = serving(2, secret);
+            let mut core = MembershipCore::new(own.clone(), true, TTL);
+            core.leased(at(0), 7);
+            core.opened(at(0), 4, led_by(&leader, &own, true, false));
+            core.registered();
+            assert_eq!(core.next_action(at(9)), None);
+            core.listed(at(9), 6, led_by(&leader, &own, false, ended));
+            let lead = follows.then_some(NextAction::Lead);
+            assert_eq!(core.next_action(at(99)), lead, "{secret} {ended}");
+        }
+    }
+    // It never saw that leader: it was started for a cluster that nobody leads.
+    let mut core = MembershipCore::new(own.clone(), true, TTL);
+    core.leased(at(0), 7);
+    core.opened(at(0), 4, led_by(&serving(2, "b"), &own, false, true));
+    core.registered();
+    assert_eq!(core.next_action(at(0)), Some(NextAction::Lead));
+}
+
+#[test]
+fn one_whose_secrets_change_says_so_and_then_follows_the_leader() {
+    let (own, leader) = (serving(1, "a"), serving(2, "b"));
+    let mut core = MembershipCore::new(own.clone(), true, TTL);
+    core.leased(at(0), 7);
+    core.opened(at(0), 4, led_by(&leader, &own, true, false));
+    core.registered();
+    let names = |core: &MembershipCore, own: &Record| {
+        let found = core.view().differences(own);
+        found.iter().map(super::super::serves::Difference::what).collect::<Vec<_>>()
+    };
+    assert_eq!(names(&core, &own), ["cluster secret"]);
+    let new = serving(1, "b");
+    core.serves(*new.serves.clone().unwrap());
+    assert_eq!(core.next_action(at(1)), Some(NextAction::Register));
+    assert_eq!(core.record(), &new);
+    core.registered();
+    core.listed(at(1), 5, led_by(&leader, &new, true, false));
+    assert!(names(&core, &own).is_empty(), "the record that is registered counts");
+    core.listed(at(2), 6, led_by(&leader, &new, false, true));
+    assert_eq!(core.next_action(at(2)), Some(NextAction::Lead));
+}
+
+#[test]
+fn a_record_that_does_not_say_what_it_serves_can_be_read() {
+    let old = serde_json::to_string(&record(1)).unwrap();
+    assert!(!old.contains("serves"), "{old}");
+    assert_eq!(serde_json::from_str::<Record>(&old).unwrap(), record(1));
+    let new = serde_json::to_string(&serving(1, "a")).unwrap();
+    assert_eq!(serde_json::from_str::<Record>(&new).unwrap(), serving(1, "a"));
 }

@@ -9,10 +9,10 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::Interval;
 
 use super::EtcdMember;
+use crate::membership::FatalError;
 use crate::membership::connect::{entry, explained};
 use crate::membership::core::{DEADLINE, Event, EventKind, NextAction, SessionBroken, WatchUpdate};
 use crate::membership::view::Entry;
-use crate::membership::{DesiredState, FatalError};
 
 /// Why a session ended.
 pub(super) enum SessionEnd {
@@ -143,7 +143,11 @@ impl EtcdMember {
                     Ok(None) => Err(SessionEnd::Broken("etcd ended the watch".to_owned())),
                     Err(error) => Err(error.into()),
                 },
-                desired = next_command(&mut self.desired) => {
+                serves = next_of(&mut self.serves) => {
+                    self.core.serves(serves);
+                    Ok(())
+                }
+                desired = next_of(&mut self.desired) => {
                     self.core.desire(desired);
                     Ok(())
                 }
@@ -258,15 +262,15 @@ fn is_gone(error: &Error) -> bool {
     }
 }
 
-/// Waits for the next command from operators.
-async fn next_command(desired: &mut watch::Receiver<Option<DesiredState>>) -> DesiredState {
+/// Waits for what this process is told next: a command from operators, or what it would serve.
+async fn next_of<T: Clone>(told: &mut watch::Receiver<Option<T>>) -> T {
     loop {
-        if desired.changed().await.is_err() {
+        if told.changed().await.is_err() {
             // The sender is gone.
             std::future::pending::<()>().await;
         }
-        if let Some(desired) = desired.borrow_and_update().clone() {
-            return desired;
+        if let Some(told) = told.borrow_and_update().clone() {
+            return told;
         }
     }
 }
