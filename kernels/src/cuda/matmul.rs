@@ -303,11 +303,16 @@ impl Matmul {
         check(status, "choose an algorithm for a matrix product")?;
         let count = usize::try_from(count).unwrap_or(0);
         let usable = |found: &std::mem::MaybeUninit<Found>| {
+            let found = found.as_ptr();
+            // SAFETY: within the value that `found` points to.
+            let state = unsafe { &raw const (*found).state };
+            // SAFETY: as above.
+            let algo = unsafe { &raw const (*found).algo };
             // SAFETY: zeroed, then written by the library. Read as a number, because a later
             // library may write a status that the enumeration does not have.
-            let state = unsafe { (&raw const (*found.as_ptr()).state).cast::<Status>().read() };
+            let state = unsafe { state.cast::<Status>().read() };
             // SAFETY: as above; an algorithm is an array of numbers.
-            (state == 0).then(|| unsafe { (&raw const (*found.as_ptr()).algo).read() })
+            (state == 0).then(|| unsafe { algo.read() })
         };
         Ok(found.iter().take(count).filter_map(usable).collect())
     }

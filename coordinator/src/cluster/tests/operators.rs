@@ -111,13 +111,13 @@ fn a_replica_whose_workers_were_drained_is_wanted_again_when_they_are_back() {
         cluster.worker_left(secs(3), WorkerId(worker), Incarnation(1), "goodbye", &mut effects);
     }
     cluster.tick(secs(99), &mut effects);
-    let whole = (0, Serving, vec![Some(0), Some(1)]);
-    assert_eq!(shape(&cluster), [whole.clone()]);
+    let whole = || (0, Serving, vec![Some(0), Some(1)]);
+    assert_eq!(shape(&cluster), [whole()]);
     assert!(effects.contains(&Effect::ReplicaRemoved { replica: ReplicaId(1) }), "{effects:?}");
     for worker in [2, 3] {
         cluster.worker_joined(secs(100), member(worker, 2, "a"), &mut effects);
     }
-    assert_eq!(shape(&cluster), [whole, (1, Forming, vec![Some(2), Some(3)])]);
+    assert_eq!(shape(&cluster), [whole(), (1, Forming, vec![Some(2), Some(3)])]);
 }
 
 #[test]
