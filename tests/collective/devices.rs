@@ -117,7 +117,6 @@ fn join(
     backend.set_collective(collective)?;
     let joined = backend.join(GroupSetup {
         timeout,
-        step_timeout: timeout,
         is_given_up: &|| false,
         relay: &mut relay,
         on_abort_handle: &mut |handle| all.add(handle),

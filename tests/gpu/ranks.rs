@@ -76,7 +76,6 @@ fn joined(
     let mut backend = CudaBackend::new(cuda, collective)?;
     let joining = backend.join(GroupSetup {
         timeout,
-        step_timeout: timeout,
         is_given_up: &|| false,
         relay,
         on_abort_handle: &mut |_| {},

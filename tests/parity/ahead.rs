@@ -430,7 +430,6 @@ fn a_mixed_step_that_waits_for_another_rank_is_aborted() {
         let mut backend = CudaBackend::new(fake_nccl_options(rank), collective).unwrap();
         let setup = GroupSetup {
             timeout: Duration::from_secs(60),
-            step_timeout: Duration::from_secs(60),
             is_given_up: &|| false,
             relay: &mut relay,
             on_abort_handle: &mut |handle| handles.push(handle),

@@ -66,7 +66,6 @@ fn join(backend: &mut CudaBackend, timeout: Duration) -> Arc<dyn AbortHandle> {
     let mut handle = None;
     let joined = backend.join(GroupSetup {
         timeout,
-        step_timeout: timeout,
         is_given_up: &|| false,
         relay: &mut SharedRelay::default(),
         on_abort_handle: &mut |given| handle = Some(given),

@@ -195,7 +195,6 @@ fn fake_peer(one_shot: usize, collective: Box<dyn Collective>) -> CudaBackend {
     let mut backend = fake_peers_backend(one_shot, collective);
     let joined = backend.join(GroupSetup {
         timeout: Duration::from_secs(60),
-        step_timeout: Duration::from_secs(60),
         is_given_up: &|| false,
         relay: &mut SharedRelay::default(),
         on_abort_handle: &mut |_| {},
@@ -246,7 +245,6 @@ pub(crate) fn fake_nccl_backend(
 pub(crate) fn join_nccl(backend: &mut CudaBackend, mut relay: SharedRelay) {
     let joined = backend.join(GroupSetup {
         timeout: Duration::from_secs(30),
-        step_timeout: Duration::from_secs(30),
         is_given_up: &|| false,
         relay: &mut relay,
         on_abort_handle: &mut |_| {},

@@ -18,10 +18,8 @@ use crate::error::{CollectiveError, KernelError};
 
 /// What joining needs from its caller.
 pub struct GroupSetup<'a> {
-    /// Deadline for set-up, and later for each wait for another rank.
+    /// Deadline for set-up, and later for each step's wait for other ranks, beyond its own work.
     pub timeout: Duration,
-    /// Deadline for a step, most of which may be this rank's own work.
-    pub step_timeout: Duration,
     /// Whether the epoch is already over.
     pub is_given_up: &'a dyn Fn() -> bool,
     /// A way from rank 0 to the other ranks that strangers cannot read.
@@ -122,7 +120,7 @@ impl CudaBackend {
         });
         self.step.allow_parts(group.is_some());
         if let Some(group) = group {
-            self.device.context.group.join(group, setup.step_timeout.max(timeout));
+            self.device.context.group.join(group, timeout);
             // Reserved now, since this rank would otherwise do it later than others.
             self.reserve_exchanged()?;
         }

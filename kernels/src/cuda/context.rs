@@ -290,9 +290,16 @@ impl Context {
         self.longest_work.set(waited.max(self.longest_work.get()));
     }
 
-    /// The longest such wait.
-    pub(super) fn longest_work(&self) -> Duration {
-        self.longest_work.get()
+    /// How long the own work of the steps in flight may take: twice the longest such wait, since
+    /// there can be two. The largest steps have run in the profile, without other ranks.
+    pub(super) fn own_work(&self) -> Duration {
+        self.longest_work.get().saturating_mul(2)
+    }
+
+    /// Reports errors of the group, and aborts it if a wait has taken so long that it must be for
+    /// other ranks, for longer than they are given.
+    pub(super) fn check_group(&self, waited: Duration) -> Result<(), KernelError> {
+        self.group.check(waited.saturating_sub(self.own_work()))
     }
 
     /// Whether resources may be returned to the driver.

@@ -18,8 +18,7 @@ use crate::collective::AbortHandle;
 use crate::error::{CollectiveError, KernelError};
 
 /// Maximum time for a stream to become idle after the exchange that it waits for was aborted,
-/// beyond that of its own work: twice the longest so far, since two steps can be in flight. The
-/// largest steps have run in the profile, without other ranks.
+/// beyond that of its own work.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Ranks that exchange data in GPU memory, in stream order. Dropped after the graphs that recorded
@@ -151,8 +150,8 @@ impl GroupSlot {
         self.poll_group(None)
     }
 
-    /// As [`GroupSlot::poll`], for a wait of this duration so far; aborts the group if it is too
-    /// long.
+    /// As [`GroupSlot::poll`], for a wait of this duration for other ranks so far; aborts the group
+    /// if it is too long.
     pub(super) fn check(&self, waited: Duration) -> Result<(), KernelError> {
         self.poll_group(Some(waited))
     }
@@ -195,7 +194,7 @@ pub(super) fn give_up(group: Box<dyn DeviceGroup>, stream: &Stream) -> Result<()
     let mut group = ManuallyDrop::new(group);
     group.abort_handle().abort();
     let began = Instant::now();
-    let patience = DRAIN_PATIENCE.saturating_add(stream.context().longest_work() * 2);
+    let patience = DRAIN_PATIENCE.saturating_add(stream.context().own_work());
     while !stream.is_idle()? {
         let waited = began.elapsed();
         if waited > patience {

@@ -126,7 +126,7 @@ impl StepOps for CudaBackend {
         // have been stopped meanwhile.
         let is_done = self.sampling.is_done()?;
         if !is_done {
-            self.device.context.group.check(self.sampling.waited())?;
+            self.device.context.check_group(self.sampling.waited())?;
         }
         Ok(is_done)
     }

@@ -46,7 +46,7 @@ fn wait(
             let message = format!("the GPU did not finish {what} in {patience:?}: it hangs");
             return Err(context.hangs(message));
         }
-        context.group.check(waited)?;
+        context.check_group(waited)?;
         pause(waited);
     }
 }

@@ -65,7 +65,6 @@ pub(super) fn join<D: Device>(
         backend,
         GroupSetup {
             timeout: Duration::from_millis(form.collective_timeout_ms),
-            step_timeout: Duration::from_millis(form.step_timeout_ms),
             is_given_up: &|| abort.is_aborted(epoch),
             relay: &mut LinkRelay { epoch, abort, observer: &mut **observer },
             on_abort_handle: &mut |handle| all.add(handle),
