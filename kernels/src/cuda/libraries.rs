@@ -1,5 +1,5 @@
 //! Finds the driver's library and cuBLASLt at run time. Nothing is called in them before all
-//! functions were found, and then in the very library that was found here ([`super::calls`]).
+//! functions were found, and then in the very library that was found here (`cuda::calls`).
 use std::ffi::OsString;
 use std::fmt;
 use std::path::{Path, PathBuf};
