@@ -166,8 +166,8 @@ impl View {
         leader.or_else(last)?.model.as_deref()
     }
 
-    /// Returns what a coordinator says that it would serve: as registered now, since its secrets may
-    /// have changed since this `record` was written.
+    /// Returns what a coordinator says that it would serve: as registered now, since its secrets
+    /// may have changed since this `record` was written.
     #[must_use]
     pub fn serves<'a>(&'a self, record: &'a Record) -> Option<&'a Serves> {
         let is_its = |it: &&Record| it.role == record.role && it.incarnation == record.incarnation;
