@@ -341,6 +341,8 @@ async fn a_process_that_leaves_finishes_what_it_has_and_its_actors_move() {
     }
     let moved = created.ask_again(&Do::WhereAreYou, PATIENCE, 0).await;
     assert_eq!(moved, Ok((0, "b".to_owned())));
+    // It answers on b as soon as it runs there, which may be before the hub hears that it does.
+    until("the hub knows that it runs on b", || reported("counter", ActorLife::Alive)).await;
     let known = hub.list();
     let life = |name: &str| {
         let report = &known.iter().find(|it| it.report.name == name).unwrap().report;
