@@ -11,6 +11,7 @@
 //! - `work`, `host`, `children`: a worker, all workers of a host, and supervised worker processes
 //! - `front`: a front end
 //! - `operate`, `http_client`: commands to a running cluster, and how they reach it
+//! - `run_batch`: answers all requests of a file
 //! - `doctor`, `devices`, `bench`: what a host has, and whether it will do
 //! - `options`, `config_file`, `flags`: options, files of them, and flags with values
 //! - `reference`: the page of all options
@@ -47,6 +48,7 @@ mod options;
 mod output;
 mod reference;
 mod resources;
+mod run_batch;
 mod secret;
 mod serve;
 mod signals;
@@ -137,6 +139,7 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
         Command::Actors(args) => operate::actors(&args),
         Command::ResetPrefixCache(args) => operate::reset_prefix_cache(&args),
         Command::Adapters(args) => operate::adapters(&args),
+        Command::RunBatch(args) => run_batch::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Devices(args) => {

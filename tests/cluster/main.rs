@@ -3,6 +3,7 @@
 //! - [`actors`]: named actors across processes
 //! - [`adapters`]: LoRA adapters as models of their own
 //! - [`api`]: options of the HTTP API
+//! - [`batches`]: files of requests
 //! - [`serving`]: completions and chat against golden values, streaming, concurrency, disconnects
 //! - [`commands`]: operators' commands outlive the coordinator that received them
 //! - [`counters`]: `/metrics` equals what the client counted
@@ -49,6 +50,7 @@
 mod actors;
 mod adapters;
 mod api;
+mod batches;
 mod by_hand;
 mod classes;
 mod commands;

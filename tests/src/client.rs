@@ -2,6 +2,7 @@
 use std::time::Duration;
 
 use futures_util::StreamExt as _;
+use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use serde_json::Value;
 
 use crate::scrape::Scrape;
@@ -41,6 +42,17 @@ impl Client {
     pub fn new(base: &str) -> Result<Self, Error> {
         let http = reqwest::Client::builder().timeout(Duration::from_secs(120)).build()?;
         Ok(Self { base: base.to_owned(), http })
+    }
+
+    /// The same, with an API key.
+    ///
+    /// # Errors
+    /// As [`Client::new`], or the key cannot be in a header.
+    pub fn with_key(base: &str, key: &str) -> Result<Self, Error> {
+        let value = HeaderValue::from_str(&format!("Bearer {key}"))?;
+        let headers = HeaderMap::from_iter([(AUTHORIZATION, value)]);
+        let http = reqwest::Client::builder().timeout(Duration::from_secs(120));
+        Ok(Self { base: base.to_owned(), http: http.default_headers(headers).build()? })
     }
 
     /// The server's base URL.

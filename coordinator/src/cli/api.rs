@@ -18,7 +18,7 @@ use super::options::parse_bytes;
 use super::{CliError, traces};
 
 /// The variable that holds an API key if none is given otherwise.
-const VARIABLE: &str = "TUTTI_API_KEY";
+pub(crate) const VARIABLE: &str = "TUTTI_API_KEY";
 /// Maximum number of log-probabilities that a GPU's kernels report.
 const LOGPROBS_BOUND: i64 = 128;
 
@@ -28,7 +28,7 @@ pub(crate) struct ApiArgs {
     /// Answer only with `Authorization: Bearer KEY` or `x-api-key: KEY`, of any of these keys, on
     /// all paths but probes, /metrics and /version. Others see command lines: --api-key-file, or
     /// TUTTI_API_KEY in the environment, hides it
-    #[arg(long, value_name = "KEY", value_parser = |key: &str| Ok::<_, String>(Key(Zeroizing::new(key.to_owned()))))]
+    #[arg(long, value_name = "KEY", value_parser = parse_key)]
     pub(crate) api_key: Vec<Key>,
     /// Like --api-key, with keys from a file: one per line, # begins a comment. A key can have
     /// limits of its own: KEY requests=N requests-per-minute=N tokens-per-minute=N. The file must
@@ -160,6 +160,18 @@ fn parse_generation(text: &str) -> Result<GenerationSource, String> {
 /// A key, never shown.
 #[derive(Clone)]
 pub(crate) struct Key(Zeroizing<String>);
+
+impl Key {
+    /// What `Authorization` has for it.
+    pub(crate) fn bearer(&self) -> Zeroizing<String> {
+        Zeroizing::new(format!("Bearer {}", *self.0))
+    }
+}
+
+/// Takes a key from the command line, or from the environment.
+pub(crate) fn parse_key(key: &str) -> Result<Key, String> {
+    Ok(Key(Zeroizing::new(key.to_owned())))
+}
 
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

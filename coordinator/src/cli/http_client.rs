@@ -41,13 +41,18 @@ pub(crate) fn base_url(server: &str) -> String {
     format!("{scheme}{server}")
 }
 
-/// Makes the client for the server at `url`.
+/// Makes the client for the server at `url`, which keeps up to `connections` for its next requests.
 pub(crate) fn make_agent(
     url: &str,
     deadline: Duration,
     trust: &TrustArgs,
+    connections: usize,
 ) -> Result<Agent, CliError> {
-    let config = Agent::config_builder().timeout_global(Some(deadline)).http_status_as_error(false);
+    let config = Agent::config_builder()
+        .timeout_global(Some(deadline))
+        .http_status_as_error(false)
+        .max_idle_connections(connections)
+        .max_idle_connections_per_host(connections);
     let identity = match (&trust.tls_client_certificate, &trust.tls_client_key) {
         (Some(certificate), Some(key)) => Some(identity(&OPTIONS, certificate, key)?),
         (None, None) => None,
@@ -184,7 +189,7 @@ mod tests {
     use super::*;
 
     fn refused(url: &str, trust: &TrustArgs, words: &[&str]) {
-        let error = make_agent(url, Duration::from_secs(1), trust).err().unwrap().to_string();
+        let error = make_agent(url, Duration::from_secs(1), trust, 1).err().unwrap().to_string();
         assert!(words.iter().all(|word| error.contains(word)), "{error}");
     }
 

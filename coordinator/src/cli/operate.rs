@@ -201,7 +201,7 @@ fn ask_within(
     body: Option<Value>,
 ) -> Result<Value, CliError> {
     let url = format!("{}{path}", http_client::base_url(&args.server));
-    let agent = http_client::make_agent(&url, deadline, &args.trust)?;
+    let agent = http_client::make_agent(&url, deadline, &args.trust, 1)?;
     let failed = |error: ureq::Error| CliError::Failed(http_client::describe_failure(&url, &error));
     let token = secret::read_file(args.cluster_secret_file.as_deref())?
         .map(|secrets| format!("Bearer {}", secrets.first().token(TOKEN_PURPOSE)));

@@ -31,6 +31,7 @@ use super::etcd::{EtcdArgs, parse_address};
 use super::hub::CacheArgs;
 use super::reference::OptionsArgs;
 use super::resources::ResourceArgs;
+use super::run_batch::RunBatchArgs;
 
 /// What `--version` prints: processes of one protocol form a cluster.
 static VERSION: LazyLock<String> =
@@ -73,6 +74,8 @@ pub(crate) enum Command {
     ResetPrefixCache(ResetPrefixCacheArgs),
     /// Load or unload a LoRA adapter while the cluster runs (--max-loras)
     Adapters(AdaptersArgs),
+    /// Answer all requests of a file, many at a time, as a client of a running cluster
+    RunBatch(RunBatchArgs),
     /// Check whether this host can run as a node, and say how to fix any problems
     Doctor(DoctorArgs),
     /// Measure the engine on this machine: prefill and decode tokens/s, as one JSON line

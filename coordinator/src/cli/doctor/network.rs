@@ -153,7 +153,7 @@ fn compare(server: &str, trust: &TrustArgs) -> Vec<Finding> {
     const CLOCK: &str = "clock";
     const VERSION: &str = "version";
     let url = format!("{}/version", http_client::base_url(server));
-    let agent = match http_client::make_agent(&url, DEADLINE, trust) {
+    let agent = match http_client::make_agent(&url, DEADLINE, trust, 1) {
         Ok(agent) => agent,
         Err(error) => {
             let fix = "--server https://... with --tls-ca FILE, the authority that signed its \
