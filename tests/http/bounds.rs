@@ -364,6 +364,16 @@ fn bodies_that_are_no_json_object_of_bounded_size() {
         raw(&rig, b"GET /v2/nothing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
     assert_eq!(status, 404);
     assert!(answer.contains("Unknown request URL: GET /v2/nothing"), "{answer}");
+    // Of what is long, the beginning is repeated.
+    let path = format!("/v2/{}", "x".repeat(20_000));
+    let head = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
+    let (status, answer) = raw(&rig, head.as_bytes());
+    assert_eq!(status, 404);
+    assert!(answer.contains("/v2/xxx") && answer.len() < 2000, "{} bytes", answer.len());
+    let unknown = json!({"model": "x".repeat(20_000), "prompt": "x"}).to_string();
+    let (status, answer) = raw(&rig, &post(COMPLETIONS, "application/json", unknown.as_bytes()));
+    assert_eq!(status, 404);
+    assert!(answer.contains("`xxx") && answer.len() < 2000, "{} bytes", answer.len());
 }
 
 #[test]

@@ -11,7 +11,11 @@ use serde_json::{Value, json};
 use shared::ids::RequestId;
 use shared::metrics::labels::RejectReason;
 
+use super::fields::beginning;
 use crate::engine::{self, EngineError};
+
+/// Longest name or path of a client that an error repeats, in characters. A longer one is cut.
+const NAME_SHOWN_MAX: usize = 256;
 
 /// Returns the seconds after which to retry when nothing else tells: not the same for all clients.
 fn soon() -> u32 {
@@ -97,7 +101,7 @@ impl ApiError {
     /// No such model: 404.
     #[must_use]
     pub fn unknown_model(name: &str) -> Self {
-        let message = format!("The model `{name}` does not exist");
+        let message = format!("The model `{}` does not exist", beginning(name, NAME_SHOWN_MAX));
         Self {
             param: Some("model".to_owned()),
             code: Some("model_not_found"),
@@ -108,6 +112,7 @@ impl ApiError {
     /// No such path: 404.
     #[must_use]
     pub fn unknown_path(method: &str, path: &str) -> Self {
+        let path = beginning(path, NAME_SHOWN_MAX);
         Self::new(StatusCode::NOT_FOUND, format!("Unknown request URL: {method} {path}"))
     }
 

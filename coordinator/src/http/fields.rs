@@ -18,23 +18,34 @@ const SHOWN_MAX: usize = 60;
 
 /// Keeps the first characters written to it, then fails, which ends the writing: values may be as
 /// large as a body.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Beginning {
     text: String,
-    chars: usize,
+    /// Number of characters that still fit.
+    left: usize,
 }
 
 impl fmt::Write for Beginning {
     fn write_str(&mut self, piece: &str) -> fmt::Result {
         for char in piece.chars() {
-            if self.chars == SHOWN_MAX {
+            if self.left == 0 {
                 return Err(fmt::Error);
             }
-            self.chars += 1;
+            self.left -= 1;
             self.text.push(char);
         }
         Ok(())
     }
+}
+
+/// The first `most` characters of what a client sent, with `...` if there are more.
+pub(super) fn beginning(value: impl fmt::Display, most: usize) -> String {
+    let mut found = Beginning { text: String::new(), left: most };
+    // Fails early if there is more than is shown.
+    if write!(found, "{value}").is_err() {
+        found.text.push_str("...");
+    }
+    found.text
 }
 
 /// A body's fields.
@@ -190,12 +201,7 @@ impl Fields {
     }
 
     pub(super) fn wrong(name: &str, value: &Value, expected: &str) -> ApiError {
-        let mut found = Beginning::default();
-        // Fails early if there is more than is shown.
-        if write!(found, "{value}").is_err() {
-            found.text.push_str("...");
-        }
-        let found = found.text;
+        let found = beginning(value, SHOWN_MAX);
         ApiError::field(name, format!("`{name}` must be {expected}, not {found}"))
     }
 
@@ -328,8 +334,7 @@ mod tests {
         let (longer, cut) = (format!("{long}é"), format!("{long}é..."));
         assert_eq!(shown(&Value::from(longer)), format!("`f` must be small, not \"{cut}"));
         let values = vec![Value::from(7); 1 << 20];
-        let mut beginning = Beginning::default();
-        assert!(write!(beginning, "{}", Value::from(values)).is_err());
-        assert_eq!((beginning.text.len(), beginning.text.capacity() < 1024), (SHOWN_MAX, true));
+        let shown = beginning(Value::from(values), SHOWN_MAX);
+        assert_eq!((shown.len(), shown.capacity() < 1024), (SHOWN_MAX + "...".len(), true));
     }
 }

@@ -2,7 +2,6 @@
 //! operator chooses instead of it and above it. Files in the hub's cache are not for editing.
 use std::path::{Path, PathBuf};
 
-use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::{TextModelError, optional_json, read_json};
@@ -36,7 +35,7 @@ impl GenerationSource {
 }
 
 /// A model's sampling defaults, for parameters that a request does not set.
-#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SamplingDefaults {
     /// Softmax temperature.
     pub temperature: Option<f32>,
@@ -50,7 +49,6 @@ pub struct SamplingDefaults {
     pub repetition_penalty: Option<f32>,
     /// Most tokens of an answer, whatever a request asks for. A model's file does not set it: there
     /// it is what its authors tried, not a bound.
-    #[serde(skip)]
     pub max_new_tokens: Option<u32>,
 }
 
@@ -77,42 +75,66 @@ impl SamplingDefaults {
             serde_json::from_str(text).map_err(|error| format!("not a JSON object: {error}"))?;
         let mut parsed = Self::default();
         for (key, value) in &map {
-            let number = |(least, most): (f64, f64)| match value.as_f64() {
-                Some(number) if (least..=most).contains(&number) => Ok(Some(number as f32)),
-                _ => Err(format!("`{key}` is {value}: it must be a number from {least} to {most}")),
-            };
-            let count = |least: u32| {
-                let found = value.as_u64().and_then(|it| u32::try_from(it).ok());
-                let found = found.filter(|it| *it >= least && *it <= i32::MAX as u32);
-                let most = i32::MAX;
-                found.map(Some).ok_or_else(|| {
-                    format!("`{key}` is {value}: it must be a whole number from {least} to {most}")
-                })
-            };
-            match key.as_str() {
-                "temperature" => parsed.temperature = number(bounds::TEMPERATURE)?,
-                "top_p" if value.as_f64() == Some(0.0) => {
-                    return Err(format!("`{key}` is {value}: it must be above 0 and at most 1"));
-                }
-                "top_p" => parsed.top_p = number(bounds::TOP_P)?,
-                "min_p" => parsed.min_p = number(bounds::MIN_P)?,
-                "repetition_penalty" => {
-                    parsed.repetition_penalty = number(bounds::REPETITION_PENALTY)?;
-                }
-                // As in requests, -1 is for all tokens.
-                "top_k" if value.as_i64() == Some(-1) => parsed.top_k = Some(0),
-                "top_k" => parsed.top_k = count(0)?,
-                "max_new_tokens" => parsed.max_new_tokens = count(1)?,
-                _ => {
-                    return Err(format!(
-                        "`{key}` is not known: temperature, top_p, top_k, min_p, \
-                         repetition_penalty and max_new_tokens can be given"
-                    ));
-                }
+            if key == "max_new_tokens" {
+                parsed.max_new_tokens = Some(count(key, value, 1)?);
+            } else if !parsed.set(key, value)? {
+                return Err(format!(
+                    "`{key}` is not known: temperature, top_p, top_k, min_p, repetition_penalty \
+                     and max_new_tokens can be given"
+                ));
             }
         }
         Ok(parsed)
     }
+
+    /// Reads a model's file, which has much else. A value that no request could have is skipped, and
+    /// nothing else with it; `told` hears what is wrong with it.
+    fn of_file(config: &Value, mut told: impl FnMut(String)) -> Self {
+        let mut parsed = Self::default();
+        for (key, value) in config.as_object().into_iter().flatten() {
+            if !value.is_null()
+                && let Err(problem) = parsed.set(key, value)
+            {
+                told(problem);
+            }
+        }
+        parsed
+    }
+
+    /// Sets what `key` names; false if that is nothing of a request's.
+    fn set(&mut self, key: &str, value: &Value) -> Result<bool, String> {
+        match key {
+            "temperature" => self.temperature = Some(number(key, value, bounds::TEMPERATURE)?),
+            "top_p" if value.as_f64() == Some(0.0) => {
+                return Err(format!("`{key}` is {value}: it must be above 0 and at most 1"));
+            }
+            "top_p" => self.top_p = Some(number(key, value, bounds::TOP_P)?),
+            "min_p" => self.min_p = Some(number(key, value, bounds::MIN_P)?),
+            "repetition_penalty" => {
+                self.repetition_penalty = Some(number(key, value, bounds::REPETITION_PENALTY)?);
+            }
+            // As in requests, -1 is for all tokens.
+            "top_k" if value.as_i64() == Some(-1) => self.top_k = Some(0),
+            "top_k" => self.top_k = Some(count(key, value, 0)?),
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+}
+
+fn number(key: &str, value: &Value, (least, most): (f64, f64)) -> Result<f32, String> {
+    match value.as_f64() {
+        Some(number) if (least..=most).contains(&number) => Ok(number as f32),
+        _ => Err(format!("`{key}` is {value}: it must be a number from {least} to {most}")),
+    }
+}
+
+fn count(key: &str, value: &Value, least: u32) -> Result<u32, String> {
+    let most = i32::MAX as u32;
+    let found = value.as_u64().and_then(|it| u32::try_from(it).ok());
+    found.filter(|it| (least..=most).contains(it)).ok_or_else(|| {
+        format!("`{key}` is {value}: it must be a whole number from {least} to {most}")
+    })
 }
 
 /// Reads the defaults, and the ids of end tokens, of a model in `folder`.
@@ -131,7 +153,9 @@ pub(super) fn read(
     let ends = end_ids(&config);
     let defaults = match source {
         GenerationSource::None => SamplingDefaults::default(),
-        _ => serde_json::from_value(config).unwrap_or_default(),
+        _ => SamplingDefaults::of_file(&config, |problem| {
+            tracing::warn!(file = FILE, problem, "a default of the model is not used");
+        }),
     };
     Ok((defaults.overridden(overrides), ends))
 }
@@ -179,6 +203,30 @@ mod tests {
             let error = SamplingDefaults::parse(text).unwrap_err();
             assert!(words.iter().all(|word| error.contains(word)), "{text}: {error}");
         }
+    }
+
+    #[test]
+    fn a_value_of_a_file_that_no_request_could_have_is_left_out_alone() {
+        let config = serde_json::json!({
+            "temperature": 0.6, "top_p": "all", "top_k": 20.5, "min_p": null, "do_sample": true,
+            "repetition_penalty": 1.1, "max_new_tokens": 5,
+        });
+        let mut told = Vec::new();
+        let found = SamplingDefaults::of_file(&config, |problem| told.push(problem));
+        let expected = SamplingDefaults {
+            temperature: Some(0.6),
+            repetition_penalty: Some(1.1),
+            ..SamplingDefaults::default()
+        };
+        assert_eq!(found, expected);
+        told.sort();
+        let problems = ["`top_k` is 20.5", "`top_p` is \"all\""];
+        assert_eq!(told.len(), problems.len(), "{told:?}");
+        assert!(told.iter().zip(problems).all(|(told, start)| told.starts_with(start)), "{told:?}");
+        let all = serde_json::json!({"top_k": -1});
+        let none = |_| panic!("that is no problem");
+        assert_eq!(SamplingDefaults::of_file(&all, none).top_k, Some(0));
+        assert_eq!(SamplingDefaults::of_file(&Value::Null, none), SamplingDefaults::default());
     }
 
     #[test]
