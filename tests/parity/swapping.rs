@@ -142,7 +142,8 @@ impl TokenGuide for Rule {
     }
 }
 
-fn load() -> Vec<GenerateRequest> {
+/// Requests for answers of `answer` tokens and more.
+fn load(answer: u32) -> Vec<GenerateRequest> {
     let sampled = SamplingParams {
         temperature: 0.9,
         top_p: 0.95,
@@ -173,7 +174,7 @@ fn load() -> Vec<GenerateRequest> {
             RequestId(at.into()), // Some share a prefix of one or two blocks.
             (0..18 + 7 * at).map(|i| (i * 5 + if i < 20 { 0 } else { at }) % 384).collect(),
             sampling.collect(),
-            30 + at,
+            answer + at,
         );
         GenerateRequest { guides, ..request }
     };
@@ -215,13 +216,13 @@ fn serve<B: Backend>(
 /// Runs the load on `degree` ranks with the given numbers of blocks on the device and in host
 /// memory.
 fn run<B: Backend>(
-    degree: u32,
+    (degree, answer): (u32, u32),
     blocks: (u32, u32),
     options: (bool, Option<Speculation>),
     kv_cache_dtype: KvCacheDtype,
     make: impl Fn(Box<dyn Collective>) -> B + Copy + Send,
 ) -> Outcome {
-    run_load(("llama-gqa", load()), degree, blocks, options, kv_cache_dtype, make)
+    run_load(("llama-gqa", load(answer)), degree, blocks, options, kv_cache_dtype, make)
 }
 
 /// As [`run`], with a model and a load of one's own.
@@ -340,6 +341,10 @@ const DRAFTS: Speculation = Speculation {
     disable_by_batch_size: None,
 };
 
+/// The shortest answer; and on emulated GPUs, which take a hundred times as long.
+const ANSWER: u32 = 30;
+const FEW_TOKENS: u32 = 16;
+
 /// One more than the number of blocks that the longest sequence needs.
 const FEW: u32 = MAX_LEN / BLOCK_SIZE + 1;
 
@@ -348,39 +353,39 @@ const HOSTS: [(u32, bool); 4] = [(100, true), (100, false), (3, true), (0, true)
 
 /// Checks that all runs agree; returns what was begun ahead when sequences were swapped.
 fn all_alike<B: Backend>(
-    degree: u32,
+    size: (u32, u32),
     kv: KvCacheDtype,
     hosts: &[(u32, bool)],
     make: impl Fn(Box<dyn Collective>) -> B + Copy + Send,
 ) -> [u32; 4] {
-    let undisturbed = run(degree, (100, 0), (true, None), kv, make);
+    let undisturbed = run(size, (100, 0), (true, None), kv, make);
     assert_eq!((undisturbed.preemptions, undisturbed.recomputed), (0, 0));
     assert_eq!(undisturbed.choices.len(), 8);
-    let again = run(degree, (FEW, 0), (true, None), kv, make);
+    let again = run(size, (FEW, 0), (true, None), kv, make);
     assert!(again.recomputed > 0 && again.swapped == (0, 0));
     assert_eq!(again.choices, undisturbed.choices, "computed again");
-    let swapped = run(degree, (FEW, 100), (true, None), kv, make);
+    let swapped = run(size, (FEW, 100), (true, None), kv, make);
     let (out, back) = swapped.swapped;
     assert!(back > 0 && back < out, "{back} of {out} blocks came back, the cache had the others");
     assert_eq!(swapped.recomputed, 0);
     assert_eq!(swapped.choices, undisturbed.choices, "swapped");
-    let whole = run(degree, (FEW, 100), (false, None), kv, make);
+    let whole = run(size, (FEW, 100), (false, None), kv, make);
     let (out, back) = whole.swapped;
     assert!(out == back && back > 10, "{back} of {out} blocks came back");
     assert_eq!(whole.choices, undisturbed.choices, "swapped as a whole");
-    let drafting = run(degree, (FEW, 100), (false, Some(DRAFTS)), kv, make);
+    let drafting = run(size, (FEW, 100), (false, Some(DRAFTS)), kv, make);
     assert!(drafting.drafted > 0 && drafting.swapped.1 > 0, "{drafting:?}");
     assert_eq!(drafting.choices, undisturbed.choices, "swapped with drafts");
     let model = Speculation { method: Method::DraftModel, ..DRAFTS };
     for &(host, prefix_caching) in hosts {
-        let modelled = run(degree, (FEW, host), (prefix_caching, Some(model)), kv, make);
+        let modelled = run(size, (FEW, host), (prefix_caching, Some(model)), kv, make);
         let (drafted, accepted) = (modelled.drafted, modelled.accepted);
         assert!(drafted > 30 && accepted * 5 >= drafted * 4, "{accepted} of {drafted}");
         assert!(modelled.preemptions > 0);
         assert_eq!(modelled.choices, undisturbed.choices, "drafted by a model, {host} swapped");
     }
     // Host memory for one or two sequences: the others are recomputed.
-    let mixed = run(degree, (FEW, 3), (false, None), kv, make);
+    let mixed = run(size, (FEW, 3), (false, None), kv, make);
     assert!(mixed.recomputed > 0 && mixed.swapped.1 > 0, "{:?}", mixed.swapped);
     assert_eq!(mixed.choices, undisturbed.choices, "some swapped, some computed again");
     whole.ahead
@@ -390,13 +395,13 @@ fn all_alike<B: Backend>(
 fn on_the_cpu_by_one_rank_and_by_two() {
     for (degree, kv) in [(1, KvCacheDtype::Auto), (2, KvCacheDtype::Fp8)] {
         let make = |collective| CpuBackend::new(2, Precision::Float32, collective).unwrap();
-        assert_eq!(all_alike(degree, kv, &HOSTS, make), [0; 4]);
+        assert_eq!(all_alike((degree, ANSWER), kv, &HOSTS, make), [0; 4]);
     }
 }
 
 #[test]
 fn on_the_reference() {
-    all_alike(1, KvCacheDtype::Auto, &HOSTS, ReferenceBackend::new);
+    all_alike((1, ANSWER), KvCacheDtype::Auto, &HOSTS, ReferenceBackend::new);
 }
 
 /// With graphs and steps begun ahead; each row's bits are those that it has alone.
@@ -405,12 +410,13 @@ fn on_an_emulated_gpu_by_one_rank_and_by_two() {
     let options = CudaOptions { graphs: true, batch_invariant: true, ..CudaOptions::default() };
     let options = || options.clone();
     let auto = KvCacheDtype::Auto;
-    let ahead =
-        all_alike(1, auto, &HOSTS[1..3], |collective| fake_cuda_with(options(), collective));
+    let ahead = all_alike((1, FEW_TOKENS), auto, &HOSTS[1..3], |collective| {
+        fake_cuda_with(options(), collective)
+    });
     assert!(ahead.iter().all(|steps| *steps > 3), "{ahead:?} steps are begun ahead");
     let two = |blocks| {
         let make = |collective| fake_cuda_with(options(), collective);
-        run(2, blocks, (false, None), auto, make)
+        run((2, FEW_TOKENS), blocks, (false, None), auto, make)
     };
     let (undisturbed, swapped) = (two((100, 0)), two((FEW, 100)));
     assert!(undisturbed.preemptions == 0 && swapped.swapped.1 > 10);
@@ -424,7 +430,7 @@ fn latents_that_others_computed_and_drafts_among_them() {
     for (degree, kv) in [(1, KvCacheDtype::Auto), (2, KvCacheDtype::Fp8)] {
         let run = |blocks, options| {
             let make = |collective| CpuBackend::new(1, Precision::Bfloat16, collective).unwrap();
-            run_load(("deepseek-v2", load()), degree, blocks, options, kv, make)
+            run_load(("deepseek-v2", load(ANSWER)), degree, blocks, options, kv, make)
         };
         let alone = run((100, 0), (false, None));
         assert_eq!((alone.cached, alone.drafted, alone.choices.len()), (0, 0, 8));
@@ -441,7 +447,7 @@ fn latents_that_others_computed_and_drafts_among_them() {
 fn waits_on_an_emulated_gpu(model: &str, kv_cache_dtype: KvCacheDtype) {
     let options = || CudaOptions { graphs: true, batch_invariant: true, ..CudaOptions::default() };
     let run = |blocks| {
-        let load = load().into_iter().filter(|request| matches!(request.id.0, 4 | 6));
+        let load = load(ANSWER).into_iter().filter(|request| matches!(request.id.0, 4 | 6));
         let load = load.map(|request| GenerateRequest { max_tokens: 12, ..request }).collect();
         let make = |collective| fake_cuda_with(options(), collective);
         run_load((model, load), 1, blocks, (false, None), kv_cache_dtype, make)
