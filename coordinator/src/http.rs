@@ -8,6 +8,7 @@
 //! - [`fields`]: reads the fields of a request body one by one
 //! - [`limits`]: every bound of a request
 //! - [`params`]: parameters common to completions and chat
+//! - [`token_fields`]: what a request wants to know of tokens
 //! - [`terms`]: what applies to a request besides its body: its deadline and its owner
 //! - [`conversation`]: the part of a chat request that its template is given
 //! - [`refused`]: fields that would change the answer and are not supported
@@ -92,6 +93,7 @@ pub mod state;
 pub mod structured;
 pub mod terms;
 pub mod tls;
+pub mod token_fields;
 pub mod tokenize;
 pub mod tools;
 pub mod trace;

@@ -405,7 +405,7 @@ fn any_json() -> impl Strategy<Value = Value> {
 
 #[test]
 fn no_json_gives_a_5xx_or_hangs() {
-    const FIELDS: [&str; 16] = [
+    const FIELDS: [&str; 17] = [
         "prompt",
         "messages",
         "max_tokens",
@@ -422,6 +422,7 @@ fn no_json_gives_a_5xx_or_hangs() {
         "top_p",
         "min_tokens",
         "user",
+        "return_tokens_as_token_ids",
     ];
     let rig = Rig::saying("x");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

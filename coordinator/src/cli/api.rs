@@ -80,6 +80,10 @@ pub(crate) struct ApiArgs {
     /// `stream_options.include_usage`
     #[arg(long)]
     pub(crate) enable_force_include_usage: bool,
+    /// Write tokens as token_id:ID in log-probabilities, for requests that do not set
+    /// `return_tokens_as_token_ids`
+    #[arg(long)]
+    pub(crate) return_tokens_as_token_ids: bool,
     /// Maximum size of a request body, in bytes or with a suffix KiB, MiB or GiB [default: 16 per
     /// token of --max-model-len, at least 16MiB]
     #[arg(long, value_name = "BYTES", value_parser = parse_body_bytes)]
@@ -213,6 +217,7 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
             sampling: args.override_generation_config.unwrap_or_default(),
         },
         reports_usage: args.enable_force_include_usage,
+        tokens_by_id: args.return_tokens_as_token_ids,
         max_body_bytes: args.max_body_bytes,
         max_logprobs: args.max_logprobs,
         allowed_origins: args.allowed_origins.clone(),
@@ -466,12 +471,13 @@ mod tests {
             "--override-generation-config",
             r#"{"temperature": 0.5}"#,
             "--enable-force-include-usage",
+            "--return-tokens-as-token-ids",
         ])
         .unwrap();
         assert_eq!(options.text.variables["enable_thinking"], false);
         assert_eq!(options.text.generation, GenerationSource::None);
         assert_eq!(options.text.sampling.temperature, Some(0.5));
-        assert!(options.reports_usage);
+        assert!(options.reports_usage && options.tokens_by_id);
         assert_eq!(parse(&[]).unwrap().text, TextOptions::default());
         for (option, value, what) in [
             ("--default-chat-template-kwargs", "[]", "JSON object"),

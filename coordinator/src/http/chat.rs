@@ -1,6 +1,5 @@
 //! `POST /v1/chat/completions`.
 use std::slice;
-use std::sync::Arc;
 
 use actix_web::HttpResponse;
 use serde::Serialize;
@@ -10,14 +9,13 @@ use super::dialogue::{self, Form, Started};
 use super::envelope::Envelope;
 use super::error::ApiError;
 use super::generation::{Next, Piece, RunningPrompt, StopReason, usage};
-use super::logprobs::{ChatLogprob, ChatLogprobs};
+use super::logprobs::{ChatLogprob, ChatLogprobs, TokenNames};
 use super::message::{CallIds, Delta, Lines, Message};
 use super::params::{Common, Fields, StreamUsage};
 use super::reading::{Reading, Said};
 use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
-use crate::text::model::TextModel;
 use crate::text::reply::Part;
 
 /// Answers a request.
@@ -32,8 +30,8 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let envelope = Envelope::new(state, &common.adapter, id, object);
     let choice = Choice::new(Reading::new(rules, shows_reasoning));
     let choices = vec![choice; common.n as usize];
-    let text = state.text.clone();
-    let mut chat = Chat { text, common, envelope, running, choices, ids, told, greeted: false };
+    let names = TokenNames::new(state.text.clone(), common.tokens.named_by_id);
+    let mut chat = Chat { names, common, envelope, running, choices, ids, told, greeted: false };
     if chat.common.stream {
         return sse::respond(chat).await;
     }
@@ -85,7 +83,8 @@ impl Choice {
 
 #[derive(Debug)]
 struct Chat {
-    text: Arc<TextModel>,
+    /// How log-probabilities tell tokens.
+    names: TokenNames,
     common: Common,
     envelope: Envelope,
     running: RunningPrompt,
@@ -131,7 +130,7 @@ impl Chat {
         let Some(choice) = self.choices.get_mut(piece.choice as usize) else { return };
         choice.read(&piece).into_iter().for_each(|part| choice.message.take(part));
         choice.stop_reason = piece.stop_reason.clone().or_else(|| choice.stop_reason.take());
-        choice.logprobs.extend(ChatLogprob::of(&self.text, piece.logprobs.as_ref()));
+        choice.logprobs.extend(ChatLogprob::of(&self.names, piece.logprobs.as_ref()));
         let reason = self.finish_reason(&piece);
         if let Some(choice) = self.choices.get_mut(piece.choice as usize) {
             choice.finish_reason = reason.or(choice.finish_reason);
@@ -189,7 +188,7 @@ impl Chat {
 
     /// Appends the event of a piece; none for a piece that only holds text back.
     fn push_piece(&mut self, piece: &Piece, out: &mut Events) -> Result<(), ApiError> {
-        let entry = ChatLogprob::of(&self.text, piece.logprobs.as_ref());
+        let entry = ChatLogprob::of(&self.names, piece.logprobs.as_ref());
         let logprobs = entry.as_ref().map(|entry| ChatLogprobs::of(slice::from_ref(entry)));
         let delta = self.delta(piece);
         let (index, finish_reason) = (piece.choice, self.finish_reason(piece));

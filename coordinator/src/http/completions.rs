@@ -12,7 +12,7 @@ use super::conversation;
 use super::envelope::Envelope;
 use super::error::ApiError;
 use super::generation::{Next, Piece, RunningPrompt, StopReason, usage};
-use super::logprobs::CompletionLogprobs;
+use super::logprobs::{CompletionLogprobs, TokenNames};
 use super::params::{Common, Fields, Limits, StreamUsage, token_id};
 use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
@@ -70,6 +70,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let deadline = common.deadline;
     state.in_time(deadline, state.make_guide(&mut common)).await?;
     let encoded = state.in_time(deadline, state.with_text(bytes, encode)).await?;
+    let names = TokenNames::new(state.text.clone(), common.tokens.named_by_id);
     let mut choices = Vec::new();
     let mut running = Vec::new();
     let (mut prompt_tokens, mut echoed) = (0, 0);
@@ -85,7 +86,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         echoed += text.as_ref().map_or(0, String::len) * common.n as usize;
         check_sizes(limits, prompt_tokens, echoed, common.sampling.prompt_logprobs)?;
         for _ in 0..common.n {
-            let new = || CompletionLogprobs::new(state.text.clone(), common.keep_special);
+            let new = || CompletionLogprobs::new(names.clone(), common.keep_special);
             let gathered = logprobs.map(|_| new());
             choices.push(Choice::new(&tokens, text.as_deref(), gathered));
         }

@@ -56,6 +56,8 @@ pub struct Limits {
     pub harmony: bool,
     /// Whether streams report usage although their requests do not ask for it.
     pub reports_usage: bool,
+    /// Whether log-probabilities tell tokens by their ids, unless a request says otherwise.
+    pub tokens_by_id: bool,
 }
 
 /// Most bytes that the messages of a conversation may make of its body, each of its length:
@@ -109,6 +111,7 @@ impl Limits {
             logprobs: options.max_logprobs,
             top_logprobs: options.max_logprobs,
             reports_usage: options.reports_usage,
+            tokens_by_id: options.tokens_by_id,
             ..self
         }
     }
@@ -150,6 +153,7 @@ impl Limits {
             priorities: false,
             harmony: false,
             reports_usage: false,
+            tokens_by_id: false,
             max_model_len,
             prompt_tokens: (8 * max_model_len as usize).max(1 << 20),
             echoed_bytes: 64 << 20,

@@ -205,7 +205,13 @@ impl Requests<'_> {
         let unread = unread(&UNREAD);
         given(
             &["prompt"],
-            joined([self.common(), properties(own), refused(Endpoint::Completions), unread]),
+            joined([
+                self.common(),
+                of_tokens(),
+                properties(own),
+                refused(Endpoint::Completions),
+                unread,
+            ]),
         )
     }
 
@@ -219,7 +225,13 @@ impl Requests<'_> {
     pub(super) fn chat(&self) -> Value {
         given(
             &["messages"],
-            joined([self.common(), self.conversation(), self.of_chat(), refused(Endpoint::Chat)]),
+            joined([
+                self.common(),
+                of_tokens(),
+                self.conversation(),
+                self.of_chat(),
+                refused(Endpoint::Chat),
+            ]),
         )
     }
 
@@ -504,6 +516,11 @@ pub(super) fn load_adapter() -> Value {
 pub(super) fn unload_adapter() -> Value {
     let own = json!({"lora_name": bytes(1, ADAPTER_NAME_MAX)});
     given(&["lora_name"], properties(own))
+}
+
+/// What completions and chat may tell of tokens.
+fn of_tokens() -> Properties {
+    properties(json!({"return_tokens_as_token_ids": boolean()}))
 }
 
 fn bytes_at_least(least: usize) -> Value {
