@@ -31,7 +31,6 @@ fn refused() -> Vec<(&'static str, Value, Value)> {
         ("priority", json!(1), json!(0)),
         ("prompt_logprobs", json!(0), json!(null)),
         ("return_prompt_text", json!(true), json!(false)),
-        ("return_token_ids", json!(true), json!(false)),
         ("structural_tag", json!("a"), json!(null)),
         ("truncation_side", json!("right"), json!("left")),
         ("use_beam_search", json!(true), json!(false)),

@@ -1,20 +1,218 @@
-//! vLLM's fields for clients that work with tokens: tokens told by their ids.
+//! vLLM's fields for clients that work with tokens: ids of tokens, tokens told by their ids.
+use std::collections::BTreeMap;
+
 use coordinator::http::options::ApiOptions;
 use serde_json::{Value, json};
 
-use crate::rig::Rig;
+use crate::rig::{Rig, THOUGHT};
 
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
+/// Characters of several tokens, an end, and what must not come behind it.
+const TEXT: &str = "Caf\u{e9} \u{1f98a} said \"good night\" and left. The end.<|end|>Never.";
 
 fn request(path: &str, more: &Value) -> Value {
-    let mut body = json!({"max_tokens": 400});
+    let mut body = json!({"max_tokens": 400, "return_token_ids": true});
     match path {
         COMPLETIONS => body["prompt"] = json!("Hello"),
         _ => body["messages"] = json!([{"role": "user", "content": "Hello"}]),
     }
     body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     body
+}
+
+fn ids(value: &Value) -> Vec<u32> {
+    serde_json::from_value(value.clone()).unwrap()
+}
+
+/// What an answer tells of a choice.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Told {
+    ids: Vec<u32>,
+    prompt: Vec<u32>,
+    text: String,
+}
+
+async fn whole(rig: &Rig, path: &str, more: &Value) -> Vec<Told> {
+    let answer = rig.ask(path, &request(path, more)).await;
+    let choices: Vec<Told> = answer["choices"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|choice| {
+            let prompt = if path == CHAT { &answer } else { choice };
+            let text = choice["text"].as_str().or(choice["message"]["content"].as_str());
+            Told {
+                ids: ids(&choice["token_ids"]),
+                prompt: ids(&prompt["prompt_token_ids"]),
+                text: text.unwrap_or_default().to_owned(),
+            }
+        })
+        .collect();
+    let count: usize = choices.iter().map(|choice| choice.ids.len()).sum();
+    assert_eq!(answer["usage"]["completion_tokens"], count, "{more}");
+    choices
+}
+
+/// What a stream's events add up to. Only the first one has the prompt: of each choice in
+/// completions, of all in chat.
+async fn streamed(rig: &Rig, path: &str, more: &Value) -> Vec<Told> {
+    let mut body = request(path, more);
+    body["stream"] = json!(true);
+    let streamed = rig.client.stream(path, &body).await.unwrap();
+    assert!(streamed.done);
+    let mut choices = BTreeMap::<u64, Told>::new();
+    let mut prompt = None;
+    for event in &streamed.events {
+        let choice = &event["choices"][0];
+        let index = choice["index"].as_u64().unwrap();
+        let begins = !choices.contains_key(&index);
+        let told = choices.entry(index).or_default();
+        if path == CHAT {
+            let has_prompt = event.get("prompt_token_ids");
+            assert_eq!(has_prompt.is_some(), prompt.is_none(), "{event}");
+            prompt = has_prompt.map(ids).or(prompt);
+            told.prompt.clone_from(prompt.as_ref().unwrap());
+            // The role comes before any token.
+            assert_eq!(choice.get("token_ids").is_none(), begins, "{event}");
+        } else {
+            assert_eq!(choice.get("prompt_token_ids").is_some(), begins, "{event}");
+            told.prompt.extend(choice.get("prompt_token_ids").map(ids).unwrap_or_default());
+        }
+        told.ids.extend(choice.get("token_ids").map(ids).unwrap_or_default());
+        let text = choice["text"].as_str().or(choice["delta"]["content"].as_str());
+        told.text.push_str(text.unwrap_or_default());
+    }
+    choices.into_values().collect()
+}
+
+#[tokio::test]
+async fn all_generated_tokens_are_told_whole_and_in_streams() {
+    let rig = Rig::saying(TEXT);
+    let all = rig.text.encode(TEXT, false).unwrap();
+    let behind = |text: &str| {
+        let token = *rig.text.encode(text, false).unwrap().last().unwrap();
+        all.iter().position(|it| *it == token).unwrap() + 1
+    };
+    // Tokens until all their text together has the string.
+    let until = |stop: &str| {
+        let text = |count: usize| rig.text.tokenizer.decode(&all[..count], true).unwrap();
+        (1..=all.len()).find(|count| text(*count).contains(stop)).unwrap()
+    };
+    let (end, dot) = (behind("<|end|>"), behind("left."));
+    let cases = [
+        (json!({}), end),
+        (json!({"n": 3}), end),
+        (json!({"max_tokens": 3}), 3),
+        (json!({"ignore_eos": true}), all.len()),
+        (json!({"skip_special_tokens": false}), end),
+        (json!({"stop": "night\" and"}), until("night\" and")),
+        (json!({"stop": ["\u{1f98a} s"], "n": 2}), until("\u{1f98a} s")),
+        (json!({"stop": "\u{1f98a}", "include_stop_str_in_output": true}), until("\u{1f98a}")),
+        // Text that may begin a stop string is held back to the end.
+        (json!({"stop": "The end.!"}), end),
+        (json!({"stop_token_ids": [all[dot - 1]]}), dot),
+        (json!({"stop_token_ids": [all[dot - 1]], "include_stop_str_in_output": true}), dot),
+    ];
+    for path in [COMPLETIONS, CHAT] {
+        for (more, count) in &cases {
+            let told = whole(&rig, path, more).await;
+            let n = more["n"].as_u64().unwrap_or(1);
+            assert_eq!(told.len() as u64, n);
+            for choice in &told {
+                assert_eq!(choice.ids, all[..*count], "{path} {more}");
+                // What is not part of the text comes after it.
+                let text = rig.text.tokenizer.decode(&choice.ids, true).unwrap();
+                assert!(text.starts_with(&choice.text), "{path} {more}: {choice:?}");
+                let ends = more.get("stop").or(more.get("stop_token_ids")).is_some();
+                assert!(ends || text == choice.text, "{path} {more}: {choice:?}");
+                let seen = rig.seen.lock().unwrap();
+                assert_eq!(choice.prompt, seen.requests.last().unwrap().prompt);
+            }
+            assert_eq!(streamed(&rig, path, more).await, told, "{path} {more}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn each_choice_of_a_completion_has_its_prompts_tokens_echoed_or_not() {
+    let rig = Rig::saying(TEXT);
+    let hello = rig.text.encode("Hello", true).unwrap();
+    let prompts = [hello, vec![10, 11, 12]];
+    for more in [
+        json!({"prompt": ["Hello", [10, 11, 12]], "n": 2}),
+        json!({"prompt": ["Hello", [10, 11, 12]], "n": 2, "echo": true, "logprobs": 1}),
+        json!({"prompt": ["Hello", [10, 11, 12]], "n": 2, "echo": true, "max_tokens": 0}),
+    ] {
+        let told = whole(&rig, COMPLETIONS, &more).await;
+        assert_eq!(told.len(), 4);
+        let generated = if more["max_tokens"] == 0 { 0 } else { told[0].ids.len() };
+        for (index, choice) in told.iter().enumerate() {
+            assert_eq!(choice.prompt, prompts[index / 2], "{more}");
+            assert_eq!(choice.ids, rig.text.encode(TEXT, false).unwrap()[..generated], "{more}");
+            let echo = if index < 2 { "Hello".to_owned() } else { rig.text.decode(&prompts[1]) };
+            assert_eq!(choice.text.starts_with(&echo), more["echo"] == true, "{more}");
+        }
+        assert_eq!(streamed(&rig, COMPLETIONS, &more).await, told, "{more}");
+    }
+    let cut = json!({"prompt": [10, 11, 12, 13], "truncate_prompt_tokens": 2});
+    assert_eq!(whole(&rig, COMPLETIONS, &cut).await[0].prompt, [12, 13]);
+}
+
+#[tokio::test]
+async fn tokens_of_reasoning_and_calls_are_told_as_they_come() {
+    let rig = Rig::thinking(THOUGHT);
+    let all = rig.text.encode(THOUGHT, false).unwrap();
+    let function = |name: &str| json!({"type": "function", "function": {"name": name}});
+    let tools = json!([function("weather"), function("now")]);
+    for more in [
+        json!({"tools": tools}),
+        json!({"tools": tools, "n": 2}),
+        json!({"tools": tools, "include_reasoning": false}),
+    ] {
+        let told = whole(&rig, CHAT, &more).await;
+        assert_eq!(told[0].text, "I look.");
+        assert!(told.iter().all(|choice| choice.ids == all), "{more}: {told:?}");
+        let by_events = streamed(&rig, CHAT, &more).await;
+        assert_eq!(by_events, told, "{more}");
+    }
+    // Nothing waits for text: each token has an event.
+    let mut body = request(CHAT, &json!({"tools": tools, "stream": true}));
+    let events = rig.client.stream(CHAT, &body).await.unwrap().events;
+    let counts = events.iter().map(|event| &event["choices"][0]["token_ids"]);
+    let counts: Vec<usize> = counts.filter_map(Value::as_array).map(Vec::len).collect();
+    assert_eq!(counts.iter().filter(|count| **count == 1).count(), all.len());
+    assert!(counts.iter().all(|count| *count <= 1));
+    body["return_token_ids"] = json!(false);
+    let fewer = rig.client.stream(CHAT, &body).await.unwrap().events;
+    assert!(fewer.len() < all.len(), "text that is held back has no event of its own");
+}
+
+#[tokio::test]
+async fn nothing_is_told_of_tokens_unless_it_is_asked_for() {
+    let rig = Rig::saying(TEXT);
+    let names = ["token_ids", "prompt_token_ids"];
+    for path in [COMPLETIONS, CHAT] {
+        for asked in [json!(false), Value::Null] {
+            let more = json!({"return_token_ids": asked});
+            let mut body = request(path, &more);
+            let answer = rig.ask(path, &body).await;
+            body["stream"] = json!(true);
+            let events = rig.client.stream(path, &body).await.unwrap().events;
+            for told in events.iter().chain([&answer]) {
+                for name in names {
+                    assert!(told.get(name).is_none(), "{told}");
+                    assert!(told["choices"][0].get(name).is_none(), "{told}");
+                }
+            }
+        }
+        let wrong = request(path, &json!({"return_token_ids": "yes"}));
+        let reply = rig.client.post(path, &wrong).await.unwrap();
+        assert_eq!(
+            (reply.status, &reply.body["error"]["param"]),
+            (400, &json!("return_token_ids"))
+        );
+    }
 }
 
 /// A choice's log-probabilities: tokens, their alternatives' names, and what does not depend on

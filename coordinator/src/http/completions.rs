@@ -70,8 +70,9 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let deadline = common.deadline;
     state.in_time(deadline, state.make_guide(&mut common)).await?;
     let encoded = state.in_time(deadline, state.with_text(bytes, encode)).await?;
-    let names = TokenNames::new(state.text.clone(), common.tokens.named_by_id);
-    let mut choices = Vec::new();
+    let wanted = common.tokens;
+    let names = TokenNames::new(state.text.clone(), wanted.named_by_id);
+    let (mut choices, mut prompt_ids) = (Vec::new(), Vec::new());
     let mut running = Vec::new();
     let (mut prompt_tokens, mut echoed) = (0, 0);
     for (mut text, mut tokens) in encoded {
@@ -88,8 +89,9 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         for _ in 0..common.n {
             let new = || CompletionLogprobs::new(names.clone(), common.keep_special);
             let gathered = logprobs.map(|_| new());
-            choices.push(Choice::new(&tokens, text.as_deref(), gathered));
+            choices.push(Choice::new(&tokens, text.as_deref(), gathered, wanted.ids));
         }
+        prompt_ids.extend(wanted.ids.then(|| tokens.clone()));
         running.push((tokens, max_tokens));
     }
     // Nothing runs before everything is validated.
@@ -98,7 +100,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         .map(|(tokens, max)| RunningPrompt::start(state, &common, tokens, max, arrived, &id))
         .collect::<Result<Vec<_>, _>>()?;
     let envelope = Envelope::new(state, &common.adapter, id, "text_completion");
-    let mut completion = Completion { common, envelope, running, turn: 0, choices };
+    let mut completion = Completion { common, envelope, running, turn: 0, choices, prompt_ids };
     if completion.common.stream {
         return sse::respond(completion).await;
     }
@@ -203,6 +205,10 @@ fn encode(
 #[derive(Debug)]
 struct Choice {
     text: String,
+    /// The ids of its tokens, if the client wants them.
+    token_ids: Option<Vec<u32>>,
+    /// Whether an event of it is in the stream.
+    begun: bool,
     finish_reason: Option<&'static str>,
     stop_reason: Option<StopReason>,
     logprobs: Option<CompletionLogprobs>,
@@ -215,9 +221,16 @@ struct Choice {
 }
 
 impl Choice {
-    fn new(tokens: &[u32], echo: Option<&str>, logprobs: Option<CompletionLogprobs>) -> Self {
+    fn new(
+        tokens: &[u32],
+        echo: Option<&str>,
+        logprobs: Option<CompletionLogprobs>,
+        has_ids: bool,
+    ) -> Self {
         Self {
             text: echo.unwrap_or_default().to_owned(),
+            token_ids: has_ids.then(Vec::new),
+            begun: false,
             finish_reason: None,
             stop_reason: None,
             logprobs,
@@ -236,6 +249,8 @@ struct Completion {
     /// The prompt polled first.
     turn: usize,
     choices: Vec<Choice>,
+    /// The ids of each prompt's tokens, if the client wants them.
+    prompt_ids: Vec<Vec<u32>>,
 }
 
 impl Completion {
@@ -307,6 +322,7 @@ impl Completion {
         let choice = self.choices.get_mut(index)?;
         if !self.common.stream {
             choice.text.push_str(&piece.text);
+            choice.token_ids.iter_mut().for_each(|ids| ids.extend(piece.token));
         }
         choice.finish_reason = piece.finish_reason;
         choice.stop_reason = piece.stop_reason.clone();
@@ -332,6 +348,11 @@ impl Completion {
         usage(prompt, cached, completion)
     }
 
+    /// The ids of the tokens of a choice's prompt, if the client wants them.
+    fn prompt_of(&self, index: usize) -> Option<&[u32]> {
+        self.prompt_ids.get(index / (self.common.n as usize).max(1)).map(Vec::as_slice)
+    }
+
     fn respond_whole(&self) -> HttpResponse {
         let choices: Vec<ChoiceBody<'_>> = self
             .choices
@@ -343,12 +364,15 @@ impl Completion {
                 logprobs: choice.logprobs.as_ref(),
                 finish_reason: choice.finish_reason,
                 stop_reason: choice.stop_reason.as_ref(),
+                token_ids: choice.token_ids.as_deref(),
+                prompt_token_ids: self.prompt_of(index),
             })
             .collect();
         HttpResponse::Ok().json(self.envelope.with(&choices, Some(&self.usage())))
     }
 
-    /// Appends the event of a piece; none for a piece that only holds text back.
+    /// Appends the event of a piece; none for a piece that only holds text back, unless its token
+    /// is told.
     fn push(&mut self, index: usize, piece: &Piece, out: &mut Events) -> Result<(), ApiError> {
         let usage = match self.common.usage {
             StreamUsage::Never => None,
@@ -357,16 +381,26 @@ impl Completion {
         };
         let choice = &mut self.choices[index];
         let echo = choice.echo.take();
+        let token_ids = piece.token_ids(self.common.tokens);
         let silent = piece.text.is_empty() && piece.finish_reason.is_none();
-        if silent && piece.logprobs.is_none() && echo.is_none() {
+        if silent && piece.logprobs.is_none() && token_ids.is_none() && echo.is_none() {
             return Ok(());
         }
+        let begins = !std::mem::replace(&mut choice.begun, true);
         let text = echo.map(|echo| echo + &piece.text);
         let logprobs = choice.logprobs.as_mut().map(CompletionLogprobs::take);
         let logprobs = logprobs.as_ref();
         let text = text.as_deref().unwrap_or(&piece.text);
         let (finish_reason, stop_reason) = (piece.finish_reason, piece.stop_reason.as_ref());
-        let choice = ChoiceBody { index, text, logprobs, finish_reason, stop_reason };
+        let choice = ChoiceBody {
+            index,
+            text,
+            logprobs,
+            finish_reason,
+            stop_reason,
+            token_ids,
+            prompt_token_ids: self.prompt_of(index).filter(|_| begins),
+        };
         out.push(&self.envelope.with(&[choice], usage.as_ref()))
     }
 }
@@ -379,6 +413,10 @@ struct ChoiceBody<'a> {
     logprobs: Option<&'a CompletionLogprobs>,
     finish_reason: Option<&'static str>,
     stop_reason: Option<&'a StopReason>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<&'a [u32]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<&'a [u32]>,
 }
 
 impl EventSource for Completion {

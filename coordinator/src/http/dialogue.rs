@@ -56,6 +56,8 @@ pub struct Started {
     pub ids: CallIds,
     /// The id of its answer.
     pub id: Arc<str>,
+    /// The ids of its prompt's tokens, if the client wants them.
+    pub prompt: Option<Vec<u32>>,
 }
 
 /// Validates a request and hands it to the engine.
@@ -136,10 +138,11 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     }
     let max_tokens = common.output_tokens("messages", tokens.len(), limits)?;
     limits.check_prompts(tokens.len() * common.n as usize)?;
+    let prompt = common.tokens.ids.then(|| tokens.clone());
     let running = RunningPrompt::start(state, &common, tokens, max_tokens, arrived, &id)?;
     let ids = CallIds { drawn: state.draw_seed(state.next_request()) };
     let told = tools.finish_with_calls();
-    Ok(Started { common, running, rules, shows_reasoning, told, ids, id })
+    Ok(Started { common, running, rules, shows_reasoning, told, ids, id, prompt })
 }
 
 /// Compiles the constraint; an error in a function's schema names the function.

@@ -33,6 +33,16 @@ pub struct Answer<'a, C> {
     choices: &'a [C],
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<&'a Value>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<&'a [u32]>,
+}
+
+impl<'a, C> Answer<'a, C> {
+    /// Adds what the client wants to know of the prompt.
+    #[must_use]
+    pub fn of_prompt(self, ids: Option<&'a [u32]>) -> Self {
+        Self { prompt_token_ids: ids, ..self }
+    }
 }
 
 impl Envelope {
@@ -57,6 +67,7 @@ impl Envelope {
             system_fingerprint: (),
             choices,
             usage,
+            prompt_token_ids: None,
         }
     }
 }

@@ -46,7 +46,6 @@ const COMMON: &[(&str, Neutral)] = &[
     ("prompt_logprobs", Null),
     ("repetition_detection", Null),
     ("return_prompt_text", False),
-    ("return_token_ids", False),
     ("structural_tag", Null),
     ("thinking_token_budget", Null),
     ("use_beam_search", False),
@@ -56,7 +55,8 @@ const COMMON: &[(&str, Neutral)] = &[
 
 /// Fields of all endpoints but `/v1/completions` and `/v1/chat/completions`: see
 /// [`super::token_fields`].
-const TOKENS: &[(&str, Neutral)] = &[("return_tokens_as_token_ids", False)];
+const TOKENS: &[(&str, Neutral)] =
+    &[("return_token_ids", False), ("return_tokens_as_token_ids", False)];
 
 /// Fields of `/v1/completions` only.
 const COMPLETIONS: &[(&str, Neutral)] =

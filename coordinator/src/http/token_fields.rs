@@ -7,6 +7,8 @@ use super::limits::Limits;
 /// What a request wants to know of tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TokenFields {
+    /// The ids of the prompt's tokens and of those generated.
+    pub ids: bool,
     /// In log-probabilities, tokens are told by their ids.
     pub named_by_id: bool,
 }
@@ -18,6 +20,6 @@ impl TokenFields {
     /// 400 naming the field.
     pub fn read(fields: &Fields, limits: &Limits) -> Result<Self, ApiError> {
         let named_by_id = fields.boolean("return_tokens_as_token_ids", limits.tokens_by_id)?;
-        Ok(Self { named_by_id })
+        Ok(Self { ids: fields.boolean("return_token_ids", false)?, named_by_id })
     }
 }

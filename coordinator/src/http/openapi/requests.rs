@@ -520,7 +520,7 @@ pub(super) fn unload_adapter() -> Value {
 
 /// What completions and chat may tell of tokens.
 fn of_tokens() -> Properties {
-    properties(json!({"return_tokens_as_token_ids": boolean()}))
+    properties(json!({"return_token_ids": boolean(), "return_tokens_as_token_ids": boolean()}))
 }
 
 fn bytes_at_least(least: usize) -> Value {
