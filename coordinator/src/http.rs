@@ -27,7 +27,8 @@
 //! - [`generation`]: a running request as a sequence of text pieces
 //! - [`envelope`]: fields common to all events of a request; [`sse`]: Server-Sent Events
 //! - `again`: retries where there was no room
-//! - [`logprobs`]: log-probabilities in OpenAI's two formats
+//! - [`logprobs`]: log-probabilities in OpenAI's two formats; [`prompt_logprobs`]: those of prompts
+//!   in vLLM's
 //! - [`metrics`]: the cluster's metrics in the requested format
 //! - [`access`]: request ids and the access log
 //! - `adapters`: LoRA adapters loaded and unloaded while the cluster runs
@@ -81,6 +82,7 @@ mod pairs;
 pub mod params;
 pub mod pool;
 mod pooling;
+pub mod prompt_logprobs;
 pub mod reading;
 pub mod refused;
 pub mod responses;

@@ -405,7 +405,7 @@ fn any_json() -> impl Strategy<Value = Value> {
 
 #[test]
 fn no_json_gives_a_5xx_or_hangs() {
-    const FIELDS: [&str; 18] = [
+    const FIELDS: [&str; 19] = [
         "prompt",
         "messages",
         "max_tokens",
@@ -422,6 +422,7 @@ fn no_json_gives_a_5xx_or_hangs() {
         "top_p",
         "min_tokens",
         "user",
+        "prompt_logprobs",
         "return_token_ids",
         "return_tokens_as_token_ids",
     ];

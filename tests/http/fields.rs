@@ -29,7 +29,6 @@ fn refused() -> Vec<(&'static str, Value, Value)> {
         ("logprob_token_ids", json!([1]), json!(null)),
         ("logits_processors", json!(["a"]), json!([])),
         ("priority", json!(1), json!(0)),
-        ("prompt_logprobs", json!(0), json!(null)),
         ("return_prompt_text", json!(true), json!(false)),
         ("structural_tag", json!("a"), json!(null)),
         ("truncation_side", json!("right"), json!("left")),

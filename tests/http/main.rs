@@ -18,7 +18,7 @@
 //! - [`scores`]: `/rerank` and `/score`
 //! - [`structured`]: structured output fields
 //! - [`tls`]: HTTPS, with curl
-//! - [`token_ids`]: ids of tokens, and tokens told by them
+//! - [`token_ids`]: tokens by their ids, log-probabilities of prompts
 //! - [`tokens`]: `/tokenize` and `/detokenize`
 //! - [`tools`]: tool calls and reasoning, parsed from the text
 //! - [`streams`]: Server-Sent Events, stop strings, failures, disconnects

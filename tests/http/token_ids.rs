@@ -1,8 +1,9 @@
-//! vLLM's fields for clients that work with tokens: ids of tokens, tokens told by their ids.
+//! vLLM's fields for clients that work with tokens: ids of tokens, tokens told by their ids,
+//! log-probabilities of prompts.
 use std::collections::BTreeMap;
 
 use coordinator::http::options::ApiOptions;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::rig::{Rig, THOUGHT};
 
@@ -191,10 +192,10 @@ async fn tokens_of_reasoning_and_calls_are_told_as_they_come() {
 #[tokio::test]
 async fn nothing_is_told_of_tokens_unless_it_is_asked_for() {
     let rig = Rig::saying(TEXT);
-    let names = ["token_ids", "prompt_token_ids"];
+    let names = ["token_ids", "prompt_token_ids", "prompt_logprobs"];
     for path in [COMPLETIONS, CHAT] {
         for asked in [json!(false), Value::Null] {
-            let more = json!({"return_token_ids": asked});
+            let more = json!({"return_token_ids": asked, "prompt_logprobs": null});
             let mut body = request(path, &more);
             let answer = rig.ask(path, &body).await;
             body["stream"] = json!(true);
@@ -273,4 +274,98 @@ async fn log_probabilities_tell_tokens_by_their_ids_where_that_is_wanted() {
     let answer = operators.ask("/v1/responses", &body).await;
     let first = &answer["output"][0]["content"][0]["logprobs"][0]["token"];
     assert!(first.as_str().unwrap().starts_with('C'), "{answer}");
+}
+
+/// What the scripted engine says of a prompt, with so many alternatives told.
+fn expected(rig: &Rig, prompt: &[u32], alternatives: usize) -> Value {
+    let entry = |token: &u32| {
+        let told = |id: u32, logprob: f64, rank: u32| {
+            let text = rig.text.tokenizer.decode(&[id], false).unwrap();
+            json!({"logprob": logprob, "rank": rank, "decoded_token": text})
+        };
+        let mut all = Map::new();
+        all.insert(token.to_string(), told(*token, -0.5, token + 2));
+        for (rank, (id, logprob)) in (1..).zip([(33, -0.25), (34, -0.375)]).take(alternatives) {
+            assert_ne!(id, *token);
+            all.insert(id.to_string(), told(id, logprob, rank));
+        }
+        Value::Object(all)
+    };
+    [Value::Null].into_iter().chain(prompt[1..].iter().map(entry)).collect()
+}
+
+#[tokio::test]
+async fn log_probabilities_of_prompts_have_vllms_shape() {
+    let rig = Rig::saying("a b");
+    let asked = || rig.seen.lock().unwrap().requests.last().unwrap().sampling[0].clone();
+    let (one, other) = ([300u32, 301, 302], [303u32]);
+    for (alternatives, n) in [(0, 1), (1, 2), (2, 1)] {
+        let body = json!({"prompt": [one.to_vec(), other.to_vec()], "n": n, "prompt_logprobs": alternatives});
+        let answer = rig.ask(COMPLETIONS, &body).await;
+        assert!(answer.get("prompt_logprobs").is_none());
+        for (index, choice) in answer["choices"].as_array().unwrap().iter().enumerate() {
+            let prompt = if index < n { &one[..] } else { &other[..] };
+            assert_eq!(choice["prompt_logprobs"], expected(&rig, prompt, alternatives), "{body}");
+            assert_eq!((&choice["text"], &choice["logprobs"]), (&json!("a b"), &Value::Null));
+        }
+        assert_eq!(asked().prompt_logprobs, Some(alternatives as u32));
+        let body = json!({"messages": [{"role": "user", "content": "x"}], "n": n,
+            "prompt_logprobs": alternatives});
+        let answer = rig.ask(CHAT, &body).await;
+        let prompt = rig.seen.lock().unwrap().requests.last().unwrap().prompt.clone();
+        assert_eq!(answer["prompt_logprobs"], expected(&rig, &prompt, alternatives));
+        assert!(answer["choices"][0].get("prompt_logprobs").is_none());
+        assert_eq!((asked().prompt_logprobs, asked().logprobs), (Some(alternatives as u32), None));
+    }
+}
+
+#[tokio::test]
+async fn log_probabilities_of_prompts_and_of_echoes_are_told_apart() {
+    let rig = Rig::saying("a b");
+    let prompt = vec![300, 301, 302];
+    let generated = rig.text.encode("a b", false).unwrap().len();
+    // (echo, logprobs, prompt_logprobs)
+    for (echo, logprobs, own) in
+        [(true, 0, 2), (true, 2, 0), (true, 1, 1), (false, 1, 2), (false, 2, 0)]
+    {
+        let body = json!({"prompt": prompt, "echo": echo, "logprobs": logprobs,
+            "prompt_logprobs": own});
+        let answer = rig.ask(COMPLETIONS, &body).await;
+        let choice = &answer["choices"][0];
+        assert_eq!(choice["prompt_logprobs"], expected(&rig, &prompt, own), "{body}");
+        let told = choice["logprobs"]["top_logprobs"].as_array().unwrap();
+        let echoed = if echo { prompt.len() } else { 0 };
+        assert_eq!(told.len(), echoed + generated, "{body}");
+        for top in told.iter().take(echoed).skip(1) {
+            assert_eq!(top.as_object().unwrap().len(), logprobs + 1, "{body}: {top}");
+        }
+        let most = if echo { own.max(logprobs) } else { own };
+        let asked = rig.seen.lock().unwrap().requests.last().unwrap().sampling[0].clone();
+        assert_eq!(asked.prompt_logprobs, Some(most as u32), "{body}");
+        assert_eq!(asked.logprobs, Some(logprobs as u32), "{body}");
+    }
+}
+
+#[tokio::test]
+async fn log_probabilities_of_prompts_are_bounded() {
+    let rig = Rig::saying("x");
+    for path in [COMPLETIONS, CHAT] {
+        for more in [
+            json!({"prompt_logprobs": -1}),
+            json!({"prompt_logprobs": 21}),
+            json!({"prompt_logprobs": true}),
+            json!({"prompt_logprobs": 0, "stream": true}),
+            json!({"prompt_logprobs": 5, "stream": true}),
+        ] {
+            let reply = rig.client.post(path, &request(path, &more)).await.unwrap();
+            let param = &reply.body["error"]["param"];
+            assert_eq!((reply.status, param), (400, &json!("prompt_logprobs")), "{more}");
+        }
+    }
+    let ask = |n: u32| json!({"prompt": vec![300; 1000], "n": n, "prompt_logprobs": 20});
+    let reply = rig.client.post(COMPLETIONS, &ask(50)).await.unwrap();
+    let error = &reply.body["error"];
+    assert_eq!((reply.status, &error["param"]), (400, &json!("prompt_logprobs")));
+    assert!(error["message"].as_str().unwrap().contains("1050000 log-probabilities"), "{error}");
+    assert_eq!(rig.client.post(COMPLETIONS, &ask(2)).await.unwrap().status, 200);
 }

@@ -88,7 +88,8 @@ pub(crate) struct ApiArgs {
     /// token of --max-model-len, at least 16MiB]
     #[arg(long, value_name = "BYTES", value_parser = parse_body_bytes)]
     pub(crate) max_body_bytes: Option<u64>,
-    /// Maximum number of alternatives per token that a request may ask for (logprobs, top_logprobs)
+    /// Maximum number of alternatives per token that a request may ask for (logprobs, top_logprobs,
+    /// prompt_logprobs)
     #[arg(long, value_name = "N", default_value_t = MAX_LOGPROBS, value_parser = clap::value_parser!(u32).range(0..=LOGPROBS_BOUND))]
     pub(crate) max_logprobs: u32,
     /// Origins (SCHEME://HOST) of web pages whose scripts may use the API, comma separated; * for

@@ -12,6 +12,7 @@ use super::generation::{Next, Piece, RunningPrompt, StopReason, usage};
 use super::logprobs::{ChatLogprob, ChatLogprobs, TokenNames};
 use super::message::{CallIds, Delta, Lines, Message};
 use super::params::{Common, Fields, StreamUsage};
+use super::prompt_logprobs::PromptLogprobs;
 use super::reading::{Reading, Said};
 use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
@@ -33,6 +34,9 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let mut chat = Chat {
         names: TokenNames::new(state.text.clone(), wanted.named_by_id),
         prompt,
+        prompt_logprobs: wanted
+            .prompt_logprobs
+            .map(|alternatives| PromptLogprobs::new(state.text.clone(), alternatives)),
         choices: vec![choice; common.n as usize],
         common,
         envelope,
@@ -45,8 +49,14 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         return sse::respond(chat).await;
     }
     while let Some(next) = chat.running.next().await {
-        if let Next::Piece(piece) = next? {
-            chat.take(piece);
+        match next? {
+            Next::Piece(piece) => chat.take(piece),
+            Next::Prompt(tokens) => {
+                if let Some(all) = &mut chat.prompt_logprobs {
+                    all.extend(tokens);
+                }
+            }
+            Next::Embedding(_) => {}
         }
     }
     Ok(chat.respond_whole())
@@ -99,6 +109,7 @@ struct Chat {
     names: TokenNames,
     /// The ids of the prompt's tokens, if the client wants them.
     prompt: Option<Vec<u32>>,
+    prompt_logprobs: Option<PromptLogprobs>,
     common: Common,
     envelope: Envelope,
     running: RunningPrompt,
@@ -176,7 +187,8 @@ impl Chat {
             .collect();
         let usage = self.usage();
         let answer = self.envelope.with(&choices, Some(&usage));
-        HttpResponse::Ok().json(answer.of_prompt(self.prompt.as_deref()))
+        let (ids, logprobs) = (self.prompt.as_deref(), self.prompt_logprobs.as_ref());
+        HttpResponse::Ok().json(answer.of_prompt(ids, logprobs))
     }
 
     /// Appends an event sent after so many tokens, with the ids of the prompt's tokens, if they are
@@ -195,7 +207,7 @@ impl Chat {
                 Some(usage(self.running.prompt_tokens, self.running.cached_tokens, completion))
             }
         };
-        out.push(&self.envelope.with(&[choice], usage.as_ref()).of_prompt(prompt))
+        out.push(&self.envelope.with(&[choice], usage.as_ref()).of_prompt(prompt, None))
     }
 
     /// Appends the first event of each choice, which names the role; the very first tells of the

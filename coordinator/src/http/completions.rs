@@ -6,6 +6,7 @@ use std::task::{Context, Poll};
 use actix_web::HttpResponse;
 use serde::Serialize;
 use serde_json::Value;
+use shared::protocol::TokenLogprobs;
 
 use super::classes;
 use super::conversation;
@@ -14,6 +15,7 @@ use super::error::ApiError;
 use super::generation::{Next, Piece, RunningPrompt, StopReason, usage};
 use super::logprobs::{CompletionLogprobs, TokenNames};
 use super::params::{Common, Fields, Limits, StreamUsage, token_id};
+use super::prompt_logprobs::PromptLogprobs;
 use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
@@ -46,7 +48,9 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     common.max_tokens = Some(max_tokens.unwrap_or(16));
     common.check_least()?;
     common.sampling.logprobs = logprobs;
-    common.sampling.prompt_logprobs = logprobs.filter(|_| echo);
+    let echoed_logprobs = logprobs.filter(|_| echo);
+    // Enough for both.
+    common.sampling.prompt_logprobs = echoed_logprobs.max(common.tokens.prompt_logprobs);
     let prompts = prompts(&fields, limits, &state.text)?;
     let choices = prompts.len() * common.n as usize;
     if choices > limits.choices {
@@ -70,9 +74,9 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let deadline = common.deadline;
     state.in_time(deadline, state.make_guide(&mut common)).await?;
     let encoded = state.in_time(deadline, state.with_text(bytes, encode)).await?;
-    let wanted = common.tokens;
-    let names = TokenNames::new(state.text.clone(), wanted.named_by_id);
-    let (mut choices, mut prompt_ids) = (Vec::new(), Vec::new());
+    let (wanted, model) = (common.tokens, &state.text);
+    let names = TokenNames::new(model.clone(), wanted.named_by_id);
+    let (mut choices, mut told) = (Vec::new(), Vec::new());
     let mut running = Vec::new();
     let (mut prompt_tokens, mut echoed) = (0, 0);
     for (mut text, mut tokens) in encoded {
@@ -85,13 +89,20 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         let max_tokens = common.output_tokens("prompt", tokens.len(), limits)?;
         prompt_tokens += tokens.len() * common.n as usize;
         echoed += text.as_ref().map_or(0, String::len) * common.n as usize;
-        check_sizes(limits, prompt_tokens, echoed, common.sampling.prompt_logprobs)?;
+        check_sizes(limits, prompt_tokens, echoed)?;
+        limits.check_alternatives("logprobs", prompt_tokens, echoed_logprobs)?;
+        limits.check_alternatives("prompt_logprobs", prompt_tokens, wanted.prompt_logprobs)?;
         for _ in 0..common.n {
             let new = || CompletionLogprobs::new(names.clone(), common.keep_special);
             let gathered = logprobs.map(|_| new());
             choices.push(Choice::new(&tokens, text.as_deref(), gathered, wanted.ids));
         }
-        prompt_ids.extend(wanted.ids.then(|| tokens.clone()));
+        told.push(Told {
+            token_ids: wanted.ids.then(|| tokens.clone()),
+            logprobs: wanted
+                .prompt_logprobs
+                .map(|alternatives| PromptLogprobs::new(model.clone(), alternatives)),
+        });
         running.push((tokens, max_tokens));
     }
     // Nothing runs before everything is validated.
@@ -100,7 +111,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         .map(|(tokens, max)| RunningPrompt::start(state, &common, tokens, max, arrived, &id))
         .collect::<Result<Vec<_>, _>>()?;
     let envelope = Envelope::new(state, &common.adapter, id, "text_completion");
-    let mut completion = Completion { common, envelope, running, turn: 0, choices, prompt_ids };
+    let mut completion = Completion { common, echo, envelope, running, turn: 0, choices, told };
     if completion.common.stream {
         return sse::respond(completion).await;
     }
@@ -110,28 +121,13 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     Ok(completion.respond_whole())
 }
 
-/// Checks the memory kept for all choices: prompt tokens, what is echoed of prompts, and the
-/// log-probabilities of those, with so many alternatives, if requested.
-fn check_sizes(
-    limits: &Limits,
-    prompt_tokens: usize,
-    echoed: usize,
-    alternatives: Option<u32>,
-) -> Result<(), ApiError> {
+/// Checks the memory kept for all choices: prompt tokens, and what is echoed of prompts.
+fn check_sizes(limits: &Limits, prompt_tokens: usize, echoed: usize) -> Result<(), ApiError> {
     limits.check_prompts(prompt_tokens)?;
     if echoed > limits.echoed_bytes {
         let max = limits.echoed_bytes;
         let message = format!("`echo`: {echoed} bytes over all choices, the limit is {max}");
         return Err(ApiError::field("echo", message));
-    }
-    let entries = alternatives.map_or(0, |each| prompt_tokens * (each as usize + 1));
-    if entries > limits.prompt_alternatives {
-        let max = limits.prompt_alternatives;
-        let message = format!(
-            "`logprobs` of echoed prompts: {entries} log-probabilities over all choices, the limit \
-             is {max}"
-        );
-        return Err(ApiError::field("logprobs", message));
     }
     Ok(())
 }
@@ -201,6 +197,13 @@ fn encode(
     prompts.into_iter().map(encode).collect()
 }
 
+/// What is told of a prompt with each of its choices, if the client wants it.
+#[derive(Debug)]
+struct Told {
+    token_ids: Option<Vec<u32>>,
+    logprobs: Option<PromptLogprobs>,
+}
+
 /// The state of one choice of one prompt.
 #[derive(Debug)]
 struct Choice {
@@ -244,13 +247,15 @@ impl Choice {
 #[derive(Debug)]
 struct Completion {
     common: Common,
+    /// Whether prompts are part of the texts.
+    echo: bool,
     envelope: Envelope,
     running: Vec<RunningPrompt>,
     /// The prompt polled first.
     turn: usize,
     choices: Vec<Choice>,
-    /// The ids of each prompt's tokens, if the client wants them.
-    prompt_ids: Vec<Vec<u32>>,
+    /// Of each prompt.
+    told: Vec<Told>,
 }
 
 impl Completion {
@@ -265,7 +270,7 @@ impl Completion {
                     return Some(Err(error));
                 }
                 Ok(Next::Embedding(_)) => {}
-                Ok(Next::Prompt(logprobs)) => self.take_prompt(prompt, &logprobs),
+                Ok(Next::Prompt(logprobs)) => self.take_prompt(prompt, logprobs),
                 Ok(Next::Piece(piece)) => return Some(Ok(self.take_piece(prompt, piece))),
             }
         }
@@ -306,14 +311,22 @@ impl Completion {
         prompt * n..(prompt + 1) * n
     }
 
-    fn take_prompt(&mut self, prompt: usize, logprobs: &[shared::protocol::TokenLogprobs]) {
+    fn take_prompt(&mut self, prompt: usize, logprobs: Vec<TokenLogprobs>) {
         let range = self.of_prompt(prompt);
-        for choice in &mut self.choices[range] {
+        let alternatives = self.common.sampling.logprobs.unwrap_or(0) as usize;
+        for choice in self.choices[range].iter_mut().filter(|_| self.echo) {
             let Some(gathered) = &mut choice.logprobs else { continue };
             if let Some(first) = choice.first.take() {
                 gathered.push_first(first);
             }
-            logprobs.iter().for_each(|token| gathered.push(token));
+            for token in &logprobs {
+                // There are more where `prompt_logprobs` asks for more.
+                let top = token.top.iter().take(alternatives).copied().collect();
+                gathered.push(TokenLogprobs { top, ..*token });
+            }
+        }
+        if let Some(all) = self.told.get_mut(prompt).and_then(|told| told.logprobs.as_mut()) {
+            all.extend(logprobs);
         }
     }
 
@@ -336,7 +349,7 @@ impl Completion {
             if let Some(characters) = choice.echoed.take() {
                 gathered.go_on_behind(characters);
             }
-            gathered.push(token);
+            gathered.push(token.clone());
         }
         Some((index, piece))
     }
@@ -348,9 +361,9 @@ impl Completion {
         usage(prompt, cached, completion)
     }
 
-    /// The ids of the tokens of a choice's prompt, if the client wants them.
-    fn prompt_of(&self, index: usize) -> Option<&[u32]> {
-        self.prompt_ids.get(index / (self.common.n as usize).max(1)).map(Vec::as_slice)
+    /// The prompt of a choice.
+    fn prompt_of(&self, index: usize) -> Option<&Told> {
+        self.told.get(index / (self.common.n as usize).max(1))
     }
 
     fn respond_whole(&self) -> HttpResponse {
@@ -365,7 +378,8 @@ impl Completion {
                 finish_reason: choice.finish_reason,
                 stop_reason: choice.stop_reason.as_ref(),
                 token_ids: choice.token_ids.as_deref(),
-                prompt_token_ids: self.prompt_of(index),
+                prompt_token_ids: self.prompt_of(index).and_then(|it| it.token_ids.as_deref()),
+                prompt_logprobs: self.prompt_of(index).and_then(|it| it.logprobs.as_ref()),
             })
             .collect();
         HttpResponse::Ok().json(self.envelope.with(&choices, Some(&self.usage())))
@@ -392,6 +406,7 @@ impl Completion {
         let logprobs = logprobs.as_ref();
         let text = text.as_deref().unwrap_or(&piece.text);
         let (finish_reason, stop_reason) = (piece.finish_reason, piece.stop_reason.as_ref());
+        let prompt = self.prompt_of(index).filter(|_| begins);
         let choice = ChoiceBody {
             index,
             text,
@@ -399,7 +414,9 @@ impl Completion {
             finish_reason,
             stop_reason,
             token_ids,
-            prompt_token_ids: self.prompt_of(index).filter(|_| begins),
+            prompt_token_ids: prompt.and_then(|it| it.token_ids.as_deref()),
+            // Streams have none.
+            prompt_logprobs: None,
         };
         out.push(&self.envelope.with(&[choice], usage.as_ref()))
     }
@@ -417,6 +434,8 @@ struct ChoiceBody<'a> {
     token_ids: Option<&'a [u32]>,
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_token_ids: Option<&'a [u32]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<&'a PromptLogprobs>,
 }
 
 impl EventSource for Completion {

@@ -75,6 +75,8 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
         return Err(ApiError::field("top_logprobs", "`top_logprobs` needs `logprobs`: true"));
     }
     common.sampling.logprobs = logprobs.then_some(top.unwrap_or(0));
+    let prompt_logprobs = common.tokens.prompt_logprobs;
+    common.sampling.prompt_logprobs = prompt_logprobs;
     // Exceeding the model's length has an error code of its own, which clients act on.
     let max_tokens = fields.count("max_tokens", 1, u32::MAX)?;
     common.max_tokens = fields.count("max_completion_tokens", 1, u32::MAX)?.or(max_tokens);
@@ -138,6 +140,8 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     }
     let max_tokens = common.output_tokens("messages", tokens.len(), limits)?;
     limits.check_prompts(tokens.len() * common.n as usize)?;
+    // They are told once, for all choices.
+    limits.check_alternatives("prompt_logprobs", tokens.len(), prompt_logprobs)?;
     let prompt = common.tokens.ids.then(|| tokens.clone());
     let running = RunningPrompt::start(state, &common, tokens, max_tokens, arrived, &id)?;
     let ids = CallIds { drawn: state.draw_seed(state.next_request()) };

@@ -12,11 +12,11 @@ use crate::text::model::TextModel;
 /// JSON has no infinity: impossible tokens get vLLM's stand-in.
 const IMPOSSIBLE: f32 = -9999.0;
 
-fn finite(logprob: f32) -> f64 {
+pub(super) fn finite(logprob: f32) -> f64 {
     f64::from(if logprob.is_finite() { logprob } else { IMPOSSIBLE })
 }
 
-fn text_of(model: &TextModel, token: u32) -> String {
+pub(super) fn text_of(model: &TextModel, token: u32) -> String {
     String::from_utf8_lossy(&model.token_bytes(token)).into_owned()
 }
 
@@ -80,8 +80,8 @@ impl CompletionLogprobs {
     }
 
     /// Adds a token.
-    pub fn push(&mut self, token: &TokenLogprobs) {
-        self.gather(token.token, Some(token.clone()));
+    pub fn push(&mut self, token: TokenLogprobs) {
+        self.gather(token.token, Some(token));
     }
 
     fn gather(&mut self, token: u32, logprobs: Option<TokenLogprobs>) {
@@ -218,7 +218,7 @@ mod tests {
         let token = TokenLogprobs { token: second, logprob: -2.0, rank: 3, top };
         let names = TokenNames::new(model, false);
         let mut gathered = CompletionLogprobs::new(names.clone(), false);
-        gathered.push(&token);
+        gathered.push(token.clone());
         let expected = json!({"\u{fffd}": -0.5, "a": -1.0});
         assert_eq!(to_value(&gathered).unwrap()["top_logprobs"], json!([expected]));
         // Chat distinguishes them by their bytes.
@@ -230,7 +230,7 @@ mod tests {
         // Ids distinguish them everywhere, and their bytes stay what they are.
         let names = TokenNames { by_id: true, ..names };
         let mut gathered = CompletionLogprobs::new(names.clone(), false);
-        gathered.push(&token);
+        gathered.push(token.clone());
         let name = |id: u32| format!("token_id:{id}");
         let expected = json!({(name(first)): -0.5, (name(third)): -1.0, (name(second)): -2.0});
         let told = to_value(&gathered).unwrap();
@@ -254,7 +254,7 @@ mod tests {
         let names = TokenNames::new(model, false);
         let mut gathered = CompletionLogprobs::new(names.clone(), false);
         gathered.push_first(a);
-        gathered.push(&token);
+        gathered.push(token.clone());
         let logprob = f64::from(-0.1f32);
         let written = to_string(&gathered).unwrap();
         let expected = format!(
@@ -263,7 +263,7 @@ mod tests {
         assert_eq!(written, expected);
         // What a stream has not told yet goes on behind what it has.
         let told = gathered.take();
-        gathered.push(&token);
+        gathered.push(token.clone());
         assert_eq!(to_string(&told).unwrap(), expected);
         assert_eq!(to_value(&gathered).unwrap()["text_offset"], json!([2]));
         let one = ChatLogprob::of(&names, Some(&token)).unwrap();

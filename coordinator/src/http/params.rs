@@ -199,7 +199,7 @@ impl Common {
             model_end_tokens,
             stream,
             usage,
-            tokens: TokenFields::read(fields, limits)?,
+            tokens: TokenFields::read(fields, limits, stream)?,
             include_stop: fields.boolean("include_stop_str_in_output", false)?,
             keep_special: !fields.boolean("skip_special_tokens", true)?,
             fences: false,

@@ -43,7 +43,6 @@ const COMMON: &[(&str, Neutral)] = &[
     ("length_penalty", One),
     ("logprob_token_ids", Null),
     ("logits_processors", Empty),
-    ("prompt_logprobs", Null),
     ("repetition_detection", Null),
     ("return_prompt_text", False),
     ("structural_tag", Null),
@@ -55,8 +54,11 @@ const COMMON: &[(&str, Neutral)] = &[
 
 /// Fields of all endpoints but `/v1/completions` and `/v1/chat/completions`: see
 /// [`super::token_fields`].
-const TOKENS: &[(&str, Neutral)] =
-    &[("return_token_ids", False), ("return_tokens_as_token_ids", False)];
+const TOKENS: &[(&str, Neutral)] = &[
+    ("prompt_logprobs", Null),
+    ("return_token_ids", False),
+    ("return_tokens_as_token_ids", False),
+];
 
 /// Fields of `/v1/completions` only.
 const COMPLETIONS: &[(&str, Neutral)] =

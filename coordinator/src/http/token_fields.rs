@@ -11,15 +11,24 @@ pub struct TokenFields {
     pub ids: bool,
     /// In log-probabilities, tokens are told by their ids.
     pub named_by_id: bool,
+    /// The log-probabilities of the prompt's tokens, with so many alternatives.
+    pub prompt_logprobs: Option<u32>,
 }
 
 impl TokenFields {
-    /// Reads the fields.
+    /// Reads the fields of a request whose answer is streamed, or not.
     ///
     /// # Errors
-    /// 400 naming the field.
-    pub fn read(fields: &Fields, limits: &Limits) -> Result<Self, ApiError> {
+    /// 400 naming field and bound.
+    pub fn read(fields: &Fields, limits: &Limits, stream: bool) -> Result<Self, ApiError> {
+        let name = "prompt_logprobs";
+        let prompt_logprobs = fields.count(name, 0, limits.logprobs)?;
+        // As in vLLM, whose streams have no place for them.
+        if stream && prompt_logprobs.is_some() {
+            let message = format!("`{name}` is allowed only without `stream`");
+            return Err(ApiError::field(name, message));
+        }
         let named_by_id = fields.boolean("return_tokens_as_token_ids", limits.tokens_by_id)?;
-        Ok(Self { ids: fields.boolean("return_token_ids", false)?, named_by_id })
+        Ok(Self { ids: fields.boolean("return_token_ids", false)?, named_by_id, prompt_logprobs })
     }
 }

@@ -5,7 +5,7 @@ use super::schema::{
     Properties, answer, any_list, any_object, any_of, boolean, nothing, only, or_null, properties,
     reference, string, words,
 };
-use super::tokens::{ids, logprob, logprobs, top_logprob};
+use super::tokens::{ids, logprob, logprobs, of_prompt, prompt_logprob, top_logprob};
 
 pub(super) fn count() -> Value {
     json!({"type": "integer", "minimum": 0})
@@ -31,6 +31,7 @@ pub(super) fn all() -> Properties {
         "ResponsePart": response_part(),
         "TokenLogprob": logprob(),
         "TopLogprob": top_logprob(),
+        "PromptLogprob": prompt_logprob(),
         "Message": message(),
         "MessageBlock": message_block(),
         "MessageEvent": message_event(),
@@ -146,12 +147,14 @@ fn stop_reason() -> Value {
 }
 
 fn completion(is_event: bool) -> Value {
+    let mut maybe = of_prompt(is_event);
+    maybe["token_ids"] = ids();
     let choice = answer(
         json!({
             "index": count(), "text": string(), "logprobs": or_null(logprobs()),
             "finish_reason": finish_reason(), "stop_reason": stop_reason(),
         }),
-        json!({"token_ids": ids(), "prompt_token_ids": ids()}),
+        maybe,
     );
     envelope("text_completion", choice, is_event, json!({}))
 }
@@ -180,8 +183,7 @@ fn chat() -> Value {
             "reasoning": string(), "reasoning_content": string(), "tool_calls": any_list(call),
         }),
     );
-    let prompt = json!({"prompt_token_ids": ids()});
-    envelope("chat.completion", chat_choice("message", message), false, prompt)
+    envelope("chat.completion", chat_choice("message", message), false, of_prompt(false))
 }
 
 fn chat_event() -> Value {
@@ -197,8 +199,7 @@ fn chat_event() -> Value {
             "reasoning_content": string(), "tool_calls": any_list(call),
         }),
     );
-    let prompt = json!({"prompt_token_ids": ids()});
-    envelope("chat.completion.chunk", chat_choice("delta", delta), true, prompt)
+    envelope("chat.completion.chunk", chat_choice("delta", delta), true, of_prompt(true))
 }
 
 /// A part of an item's content.

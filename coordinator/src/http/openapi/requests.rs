@@ -190,6 +190,16 @@ impl Requests<'_> {
         own
     }
 
+    /// What completions and chat may tell of tokens.
+    fn of_tokens(&self) -> Properties {
+        let prompt = integer(0, self.limits.logprobs);
+        properties(json!({
+            "return_token_ids": boolean(),
+            "return_tokens_as_token_ids": boolean(),
+            "prompt_logprobs": told(prompt, "Only without `stream`."),
+        }))
+    }
+
     /// The tokens that a choice may have.
     fn output(&self, least: u32) -> Value {
         integer(least, self.limits.max_output())
@@ -207,7 +217,7 @@ impl Requests<'_> {
             &["prompt"],
             joined([
                 self.common(),
-                of_tokens(),
+                self.of_tokens(),
                 properties(own),
                 refused(Endpoint::Completions),
                 unread,
@@ -227,7 +237,7 @@ impl Requests<'_> {
             &["messages"],
             joined([
                 self.common(),
-                of_tokens(),
+                self.of_tokens(),
                 self.conversation(),
                 self.of_chat(),
                 refused(Endpoint::Chat),
@@ -516,11 +526,6 @@ pub(super) fn load_adapter() -> Value {
 pub(super) fn unload_adapter() -> Value {
     let own = json!({"lora_name": bytes(1, ADAPTER_NAME_MAX)});
     given(&["lora_name"], properties(own))
-}
-
-/// What completions and chat may tell of tokens.
-fn of_tokens() -> Properties {
-    properties(json!({"return_token_ids": boolean(), "return_tokens_as_token_ids": boolean()}))
 }
 
 fn bytes_at_least(least: usize) -> Value {

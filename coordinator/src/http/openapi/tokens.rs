@@ -9,6 +9,23 @@ pub(super) fn ids() -> Value {
     any_list(count())
 }
 
+/// The ids of a prompt's tokens and, unless it is of an event, their log-probabilities.
+pub(super) fn of_prompt(is_event: bool) -> Value {
+    let entry = json!({
+        "type": ["object", "null"], "additionalProperties": reference("PromptLogprob"),
+        "description": "The prompt's token and its alternatives, by their ids.",
+    });
+    match is_event {
+        true => json!({"prompt_token_ids": ids()}),
+        false => json!({"prompt_token_ids": ids(), "prompt_logprobs": any_list(entry)}),
+    }
+}
+
+pub(super) fn prompt_logprob() -> Value {
+    let own = json!({"logprob": {"type": "number"}, "rank": count(), "decoded_token": string()});
+    answer(own, json!({}))
+}
+
 /// All tokens' log-probabilities, as in completions.
 pub(super) fn logprobs() -> Value {
     let logprob = json!({"type": ["number", "null"]});
