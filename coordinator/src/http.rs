@@ -8,6 +8,7 @@
 //! - [`fields`]: reads the fields of a request body one by one
 //! - [`limits`]: every bound of a request
 //! - [`params`]: parameters common to completions and chat
+//! - [`token_fields`]: what a request wants to know of tokens
 //! - [`terms`]: what applies to a request besides its body: its deadline and its owner
 //! - [`conversation`]: the part of a chat request that its template is given
 //! - [`refused`]: fields that would change the answer and are not supported
@@ -26,7 +27,8 @@
 //! - [`generation`]: a running request as a sequence of text pieces
 //! - [`envelope`]: fields common to all events of a request; [`sse`]: Server-Sent Events
 //! - `again`: retries where there was no room
-//! - [`logprobs`]: log-probabilities in OpenAI's two formats
+//! - [`logprobs`]: log-probabilities in OpenAI's two formats; [`prompt_logprobs`]: those of prompts
+//!   in vLLM's
 //! - [`metrics`]: the cluster's metrics in the requested format
 //! - [`access`]: request ids and the access log
 //! - `adapters`: LoRA adapters loaded and unloaded while the cluster runs
@@ -80,6 +82,7 @@ mod pairs;
 pub mod params;
 pub mod pool;
 mod pooling;
+pub mod prompt_logprobs;
 pub mod reading;
 pub mod refused;
 pub mod responses;
@@ -92,6 +95,7 @@ pub mod state;
 pub mod structured;
 pub mod terms;
 pub mod tls;
+pub mod token_fields;
 pub mod tokenize;
 pub mod tools;
 pub mod trace;

@@ -43,6 +43,53 @@ async fn completions_equal_the_goldens_at_tp_1_and_2() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tokens_and_prompts_logprobs_equal_the_goldens_and_have_their_ranks() {
+    const ALTERNATIVES: usize = 20;
+    // As the goldens were computed.
+    let exact = ["--workers", "2", "--tensor-parallel", "2", "--dtype", "float32"];
+    let cluster = up(&exact).await;
+    let client = cluster.client().unwrap();
+    let mut far = 0;
+    for golden in text_goldens() {
+        let mut body = greedy(golden.prompt_ids.clone(), 32);
+        for (field, value) in [("ignore_eos", json!(true)), ("return_token_ids", json!(true))] {
+            body[field] = value;
+        }
+        body["prompt_logprobs"] = json!(ALTERNATIVES);
+        let reply = client.post("/v1/completions", &body).await.unwrap();
+        assert_eq!(reply.status, 200, "{}: {}", golden.name, reply.body);
+        let choice = &reply.body["choices"][0];
+        assert_eq!(choice["token_ids"], json!(golden.greedy_ids), "{}", golden.name);
+        assert_eq!(choice["prompt_token_ids"], json!(golden.prompt_ids), "{}", golden.name);
+        let entries = choice["prompt_logprobs"].as_array().unwrap();
+        assert_eq!((entries.len(), &entries[0]), (golden.prompt_ids.len(), &Value::Null));
+        let tokens = golden.prompt_ids.iter().zip(&golden.prompt_logprobs);
+        for (entry, (id, expected)) in entries.iter().zip(tokens).skip(1) {
+            let logprob = |entry: &Value| entry["logprob"].as_f64().unwrap();
+            let own = &entry[id.to_string()];
+            let error = (logprob(own) - expected.unwrap()).abs();
+            assert!(error < 1e-3, "{}: {entry}, not {expected:?}", golden.name);
+            // Ranks are the order of the log-probabilities.
+            let mut order: Vec<(f64, u64, u32)> = entry
+                .as_object()
+                .unwrap()
+                .iter()
+                .map(|(id, it)| (-logprob(it), it["rank"].as_u64().unwrap(), id.parse().unwrap()))
+                .collect();
+            order.sort_by(|a, b| a.partial_cmp(b).unwrap());
+            let ranks: Vec<u64> = order.iter().map(|it| it.1).collect();
+            let most = ALTERNATIVES as u64;
+            assert_eq!(ranks[..ALTERNATIVES], (1..=most).collect::<Vec<_>>(), "{entry}");
+            if let Some(rank) = ranks.get(ALTERNATIVES) {
+                assert_eq!((order[ALTERNATIVES].2, *rank > most), (*id, true), "{entry}");
+                far += 1;
+            }
+        }
+    }
+    assert!(far > 0, "some tokens are not among the likely ones");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn chat_equals_the_goldens_and_stops_at_end_tokens() {
     let cluster = up(&[]).await;
     let client = cluster.client().unwrap();

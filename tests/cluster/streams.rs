@@ -16,19 +16,28 @@ use crate::{STORY, greedy};
 /// Number of pieces of its answer that each client has when the coordinator ends.
 const BEGUN: usize = 6;
 
-/// Lists of log-probabilities, by name.
+/// Lists of log-probabilities and of ids, by name.
 type Lists = BTreeMap<String, Vec<Value>>;
 
 /// A stream's content, without anything that depends on timing.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Answer {
-    /// Per choice: text, log-probabilities, finish reason.
+    /// Per choice: text, log-probabilities and ids of tokens, finish reason.
     choices: BTreeMap<u64, (String, Lists, Value)>,
     /// Numbers of prompt and completion tokens.
     tokens: (u64, u64),
 }
 
 impl Answer {
+    /// Number of tokens whose ids were told, of prompt and choices.
+    fn ids(&self) -> (u64, u64) {
+        let count = |name: &'static str| {
+            let choices = self.choices.values();
+            choices.map(move |(_, lists, _)| lists.get(name).map_or(0, Vec::len) as u64)
+        };
+        (count("prompt_token_ids").max().unwrap_or(0), count("token_ids").sum())
+    }
+
     fn take(&mut self, event: &Value) {
         assert!(event["error"].is_null(), "{event}");
         if let Some(tokens) = event["usage"]["prompt_tokens"].as_u64() {
@@ -42,6 +51,12 @@ impl Answer {
             // end.
             for (name, list) in choice["logprobs"].as_object().into_iter().flatten() {
                 own.1.entry(name.clone()).or_default().extend(list.as_array().unwrap().clone());
+            }
+            for (of, name) in
+                [(choice, "token_ids"), (choice, "prompt_token_ids"), (event, "prompt_token_ids")]
+            {
+                let ids = of[name].as_array().into_iter().flatten().cloned();
+                own.1.entry(name.to_owned()).or_default().extend(ids);
             }
             if !choice["finish_reason"].is_null() {
                 assert!(own.2.is_null(), "it ends once: {event}");
@@ -76,7 +91,7 @@ async fn stream(client: Client, (path, body): (String, Value), pieces: Arc<Atomi
 
 fn completion(change: Value) -> (String, Value) {
     let mut body = json!({"prompt": STORY, "max_tokens": 400, "temperature": 0, "stream": true,
-        "ignore_eos": true, "stream_options": {"include_usage": true}});
+        "ignore_eos": true, "stream_options": {"include_usage": true}, "return_token_ids": true});
     body.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
     ("/v1/completions".to_owned(), body)
 }
@@ -106,7 +121,8 @@ async fn requests(client: &Client) -> Vec<(String, Value)> {
         "json_schema": {"name": "numbers", "schema": numbers}});
     let chat = json!({"messages": [{"role": "user", "content": "Tell me of a rabbit."}],
         "max_tokens": 500, "temperature": 1.0, "seed": 3, "stream": true,
-        "stream_options": {"include_usage": true}, "response_format": numbers});
+        "stream_options": {"include_usage": true}, "response_format": numbers,
+        "return_token_ids": true});
     vec![
         completion(json!({})),
         completion(sampled),
@@ -159,7 +175,9 @@ async fn streams_go_on_to_the_bit_when_their_coordinator_dies_or_ends() {
     let requests = requests(&client).await;
     let mut expected = Vec::new();
     for request in &requests {
-        expected.push(stream(client.clone(), request.clone(), Arc::default()).await);
+        let answer = stream(client.clone(), request.clone(), Arc::default()).await;
+        assert_eq!(answer.ids(), answer.tokens, "{request:?}");
+        expected.push(answer);
     }
     let answers =
         disturbed(&client, &requests, || LocalCluster::signal(first.pid(), "KILL").unwrap()).await;

@@ -415,7 +415,7 @@ fn any_json() -> impl Strategy<Value = Value> {
 
 #[test]
 fn no_json_gives_a_5xx_or_hangs() {
-    const FIELDS: [&str; 16] = [
+    const FIELDS: [&str; 19] = [
         "prompt",
         "messages",
         "max_tokens",
@@ -432,6 +432,9 @@ fn no_json_gives_a_5xx_or_hangs() {
         "top_p",
         "min_tokens",
         "user",
+        "prompt_logprobs",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
     ];
     let rig = Rig::saying("x");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

@@ -18,6 +18,7 @@
 //! - [`scores`]: `/rerank` and `/score`
 //! - [`structured`]: structured output fields
 //! - [`tls`]: HTTPS, with curl
+//! - [`token_ids`]: tokens by their ids, log-probabilities of prompts
 //! - [`tokens`]: `/tokenize` and `/detokenize`
 //! - [`tools`]: tool calls and reasoning, parsed from the text
 //! - [`streams`]: Server-Sent Events, stop strings, failures, disconnects
@@ -42,6 +43,7 @@ mod shapes;
 mod streams;
 mod structured;
 mod tls;
+mod token_ids;
 mod tokens;
 mod tools;
 mod traces;

@@ -273,6 +273,11 @@ fn logprobs(token: u32) -> TokenLogprobs {
     TokenLogprobs { token, logprob: -0.5, rank: 1, top: vec![(token, -0.5), (33, -2.0)] }
 }
 
+/// Those of a prompt's token, which is not among the likely ones.
+fn of_prompt(token: u32) -> TokenLogprobs {
+    TokenLogprobs { rank: token + 2, top: vec![(33, -0.25), (34, -0.375)], ..logprobs(token) }
+}
+
 fn generate(
     script: &Script,
     model: &TextModel,
@@ -281,7 +286,7 @@ fn generate(
 ) {
     let tokens = model.encode(&script.text, false).unwrap();
     if request.sampling[0].prompt_logprobs.is_some() {
-        let prompt = request.prompt[1..].iter().map(|token| logprobs(*token)).collect();
+        let prompt = request.prompt[1..].iter().map(|token| of_prompt(*token)).collect();
         let _ = events.send(EngineEvent::PromptLogprobs(prompt));
     }
     if request.sampling[0].pooling.is_some() {

@@ -80,11 +80,16 @@ pub(crate) struct ApiArgs {
     /// `stream_options.include_usage`
     #[arg(long)]
     pub(crate) enable_force_include_usage: bool,
+    /// Write tokens as token_id:ID in log-probabilities, for requests that do not set
+    /// `return_tokens_as_token_ids`
+    #[arg(long)]
+    pub(crate) return_tokens_as_token_ids: bool,
     /// Maximum size of a request body, in bytes or with a suffix KiB, MiB or GiB [default: 16 per
     /// token of --max-model-len, at least 16MiB]
     #[arg(long, value_name = "BYTES", value_parser = parse_body_bytes)]
     pub(crate) max_body_bytes: Option<u64>,
-    /// Maximum number of alternatives per token that a request may ask for (logprobs, top_logprobs)
+    /// Maximum number of alternatives per token that a request may ask for (logprobs, top_logprobs,
+    /// prompt_logprobs)
     #[arg(long, value_name = "N", default_value_t = MAX_LOGPROBS, value_parser = clap::value_parser!(u32).range(0..=LOGPROBS_BOUND))]
     pub(crate) max_logprobs: u32,
     /// Origins (SCHEME://HOST) of web pages whose scripts may use the API, comma separated; * for
@@ -225,6 +230,7 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
             sampling: args.override_generation_config.unwrap_or_default(),
         },
         reports_usage: args.enable_force_include_usage,
+        tokens_by_id: args.return_tokens_as_token_ids,
         max_body_bytes: args.max_body_bytes,
         max_logprobs: args.max_logprobs,
         allowed_origins: args.allowed_origins.clone(),
@@ -478,12 +484,13 @@ mod tests {
             "--override-generation-config",
             r#"{"temperature": 0.5}"#,
             "--enable-force-include-usage",
+            "--return-tokens-as-token-ids",
         ])
         .unwrap();
         assert_eq!(options.text.variables["enable_thinking"], false);
         assert_eq!(options.text.generation, GenerationSource::None);
         assert_eq!(options.text.sampling.temperature, Some(0.5));
-        assert!(options.reports_usage);
+        assert!(options.reports_usage && options.tokens_by_id);
         assert_eq!(parse(&[]).unwrap().text, TextOptions::default());
         for (option, value, what) in [
             ("--default-chat-template-kwargs", "[]", "JSON object"),

@@ -1,6 +1,5 @@
 //! `POST /v1/chat/completions`.
 use std::slice;
-use std::sync::Arc;
 
 use actix_web::HttpResponse;
 use serde::Serialize;
@@ -10,14 +9,14 @@ use super::dialogue::{self, Form, Started};
 use super::envelope::Envelope;
 use super::error::ApiError;
 use super::generation::{Next, Piece, RunningPrompt, StopReason, usage};
-use super::logprobs::{ChatLogprob, ChatLogprobs};
+use super::logprobs::{ChatLogprob, ChatLogprobs, TokenNames};
 use super::message::{CallIds, Delta, Lines, Message};
 use super::params::{Common, Fields, StreamUsage};
+use super::prompt_logprobs::PromptLogprobs;
 use super::reading::{Reading, Said};
 use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
-use crate::text::model::TextModel;
 use crate::text::reply::Part;
 
 /// Answers a request.
@@ -26,20 +25,38 @@ use crate::text::reply::Part;
 /// Everything a client can do wrong, and the engine's refusals.
 pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, ApiError> {
     refused::check(&fields, Endpoint::Chat)?;
-    let Started { common, running, rules, shows_reasoning, told, ids, id } =
+    let Started { common, running, rules, shows_reasoning, told, ids, id, prompt } =
         dialogue::start(state, fields, Form::Chat).await?;
     let object = if common.stream { "chat.completion.chunk" } else { "chat.completion" };
     let envelope = Envelope::new(state, &common.adapter, id, object);
-    let choice = Choice::new(Reading::new(rules, shows_reasoning));
-    let choices = vec![choice; common.n as usize];
-    let text = state.text.clone();
-    let mut chat = Chat { text, common, envelope, running, choices, ids, told, greeted: false };
+    let wanted = common.tokens;
+    let choice = Choice::new(Reading::new(rules, shows_reasoning), wanted.ids);
+    let mut chat = Chat {
+        names: TokenNames::new(state.text.clone(), wanted.named_by_id),
+        prompt,
+        prompt_logprobs: wanted
+            .prompt_logprobs
+            .map(|alternatives| PromptLogprobs::new(state.text.clone(), alternatives)),
+        choices: vec![choice; common.n as usize],
+        common,
+        envelope,
+        running,
+        ids,
+        told,
+        greeted: false,
+    };
     if chat.common.stream {
         return sse::respond(chat).await;
     }
     while let Some(next) = chat.running.next().await {
-        if let Next::Piece(piece) = next? {
-            chat.take(piece);
+        match next? {
+            Next::Piece(piece) => chat.take(piece),
+            Next::Prompt(tokens) => {
+                if let Some(all) = &mut chat.prompt_logprobs {
+                    all.extend(tokens);
+                }
+            }
+            Next::Embedding(_) => {}
         }
     }
     Ok(chat.respond_whole())
@@ -52,6 +69,8 @@ struct Choice {
     finish_reason: Option<&'static str>,
     stop_reason: Option<StopReason>,
     logprobs: Vec<ChatLogprob>,
+    /// The ids of its tokens, if the client wants them.
+    token_ids: Option<Vec<u32>>,
     reading: Reading,
     /// What stands between the messages of the reply.
     lines: Lines,
@@ -60,12 +79,13 @@ struct Choice {
 }
 
 impl Choice {
-    fn new(reading: Reading) -> Self {
+    fn new(reading: Reading, has_ids: bool) -> Self {
         Self {
             message: Message::default(),
             finish_reason: None,
             stop_reason: None,
             logprobs: Vec::new(),
+            token_ids: has_ids.then(Vec::new),
             reading,
             lines: Lines::default(),
             called: false,
@@ -85,7 +105,11 @@ impl Choice {
 
 #[derive(Debug)]
 struct Chat {
-    text: Arc<TextModel>,
+    /// How log-probabilities tell tokens.
+    names: TokenNames,
+    /// The ids of the prompt's tokens, if the client wants them.
+    prompt: Option<Vec<u32>>,
+    prompt_logprobs: Option<PromptLogprobs>,
     common: Common,
     envelope: Envelope,
     running: RunningPrompt,
@@ -105,6 +129,8 @@ struct ChunkChoice<'a> {
     logprobs: Option<ChatLogprobs<'a>>,
     finish_reason: Option<&'static str>,
     stop_reason: Option<&'a StopReason>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<&'a [u32]>,
 }
 
 /// A choice of the whole answer.
@@ -115,6 +141,8 @@ struct WholeChoice<'a> {
     logprobs: Option<ChatLogprobs<'a>>,
     finish_reason: Option<&'static str>,
     stop_reason: Option<&'a StopReason>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<&'a [u32]>,
 }
 
 impl Chat {
@@ -131,7 +159,8 @@ impl Chat {
         let Some(choice) = self.choices.get_mut(piece.choice as usize) else { return };
         choice.read(&piece).into_iter().for_each(|part| choice.message.take(part));
         choice.stop_reason = piece.stop_reason.clone().or_else(|| choice.stop_reason.take());
-        choice.logprobs.extend(ChatLogprob::of(&self.text, piece.logprobs.as_ref()));
+        choice.logprobs.extend(ChatLogprob::of(&self.names, piece.logprobs.as_ref()));
+        choice.token_ids.iter_mut().for_each(|ids| ids.extend(piece.token));
         let reason = self.finish_reason(&piece);
         if let Some(choice) = self.choices.get_mut(piece.choice as usize) {
             choice.finish_reason = reason.or(choice.finish_reason);
@@ -153,16 +182,22 @@ impl Chat {
                 logprobs: wanted.then(|| ChatLogprobs::of(&choice.logprobs)),
                 finish_reason: choice.finish_reason,
                 stop_reason: choice.stop_reason.as_ref(),
+                token_ids: choice.token_ids.as_deref(),
             })
             .collect();
-        HttpResponse::Ok().json(self.envelope.with(&choices, Some(&self.usage())))
+        let usage = self.usage();
+        let answer = self.envelope.with(&choices, Some(&usage));
+        let (ids, logprobs) = (self.prompt.as_deref(), self.prompt_logprobs.as_ref());
+        HttpResponse::Ok().json(answer.of_prompt(ids, logprobs))
     }
 
-    /// Appends an event sent after so many tokens.
+    /// Appends an event sent after so many tokens, with the ids of the prompt's tokens, if they are
+    /// to be told.
     fn push(
         &self,
         choice: ChunkChoice<'_>,
         completion: u64,
+        prompt: Option<&[u32]>,
         out: &mut Events,
     ) -> Result<(), ApiError> {
         let usage = match self.common.usage {
@@ -172,33 +207,39 @@ impl Chat {
                 Some(usage(self.running.prompt_tokens, self.running.cached_tokens, completion))
             }
         };
-        out.push(&self.envelope.with(&[choice], usage.as_ref()))
+        out.push(&self.envelope.with(&[choice], usage.as_ref()).of_prompt(prompt, None))
     }
 
-    /// Appends the first event of each choice, which names the role.
+    /// Appends the first event of each choice, which names the role; the very first tells of the
+    /// prompt.
     fn greet(&mut self, out: &mut Events) -> Result<(), ApiError> {
         if std::mem::replace(&mut self.greeted, true) {
             return Ok(());
         }
         let delta = &Delta::greeting();
         (0..self.common.n).try_for_each(|index| {
-            let (logprobs, finish_reason, stop_reason) = (None, None, None);
-            self.push(ChunkChoice { index, delta, logprobs, finish_reason, stop_reason }, 0, out)
+            let (logprobs, finish_reason, stop_reason, token_ids) = (None, None, None, None);
+            let choice =
+                ChunkChoice { index, delta, logprobs, finish_reason, stop_reason, token_ids };
+            self.push(choice, 0, self.prompt.as_deref().filter(|_| index == 0), out)
         })
     }
 
-    /// Appends the event of a piece; none for a piece that only holds text back.
+    /// Appends the event of a piece; none for a piece that only holds text back, unless its token
+    /// is told.
     fn push_piece(&mut self, piece: &Piece, out: &mut Events) -> Result<(), ApiError> {
-        let entry = ChatLogprob::of(&self.text, piece.logprobs.as_ref());
+        let entry = ChatLogprob::of(&self.names, piece.logprobs.as_ref());
         let logprobs = entry.as_ref().map(|entry| ChatLogprobs::of(slice::from_ref(entry)));
         let delta = self.delta(piece);
         let (index, finish_reason) = (piece.choice, self.finish_reason(piece));
-        if delta.is_empty() && logprobs.is_none() && finish_reason.is_none() {
+        let token_ids = piece.token_ids(self.common.tokens);
+        let is_silent = delta.is_empty() && finish_reason.is_none();
+        if is_silent && logprobs.is_none() && token_ids.is_none() {
             return Ok(());
         }
-        let stop_reason = piece.stop_reason.as_ref();
-        let choice = ChunkChoice { index, delta: &delta, logprobs, finish_reason, stop_reason };
-        self.push(choice, self.running.completion_tokens, out)
+        let (delta, stop_reason) = (&delta, piece.stop_reason.as_ref());
+        let choice = ChunkChoice { index, delta, logprobs, finish_reason, stop_reason, token_ids };
+        self.push(choice, self.running.completion_tokens, None, out)
     }
 
     fn delta(&mut self, piece: &Piece) -> Delta {

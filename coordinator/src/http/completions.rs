@@ -6,14 +6,16 @@ use std::task::{Context, Poll};
 use actix_web::HttpResponse;
 use serde::Serialize;
 use serde_json::Value;
+use shared::protocol::TokenLogprobs;
 
 use super::classes;
 use super::conversation;
 use super::envelope::Envelope;
 use super::error::ApiError;
 use super::generation::{Next, Piece, RunningPrompt, StopReason, usage};
-use super::logprobs::CompletionLogprobs;
+use super::logprobs::{CompletionLogprobs, TokenNames};
 use super::params::{Common, Fields, Limits, StreamUsage, token_id};
+use super::prompt_logprobs::PromptLogprobs;
 use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
@@ -46,7 +48,9 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     common.max_tokens = Some(max_tokens.unwrap_or(16));
     common.check_least()?;
     common.sampling.logprobs = logprobs;
-    common.sampling.prompt_logprobs = logprobs.filter(|_| echo);
+    let echoed_logprobs = logprobs.filter(|_| echo);
+    // Enough for both.
+    common.sampling.prompt_logprobs = echoed_logprobs.max(common.tokens.prompt_logprobs);
     let prompts = prompts(&fields, limits, &state.text)?;
     let choices = prompts.len() * common.n as usize;
     if choices > limits.choices {
@@ -70,7 +74,9 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let deadline = common.deadline;
     state.in_time(deadline, state.make_guide(&mut common)).await?;
     let encoded = state.in_time(deadline, state.with_text(bytes, encode)).await?;
-    let mut choices = Vec::new();
+    let (wanted, model) = (common.tokens, &state.text);
+    let names = TokenNames::new(model.clone(), wanted.named_by_id);
+    let (mut choices, mut told) = (Vec::new(), Vec::new());
     let mut running = Vec::new();
     let (mut prompt_tokens, mut echoed) = (0, 0);
     for (mut text, mut tokens) in encoded {
@@ -83,12 +89,20 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         let max_tokens = common.output_tokens("prompt", tokens.len(), limits)?;
         prompt_tokens += tokens.len() * common.n as usize;
         echoed += text.as_ref().map_or(0, String::len) * common.n as usize;
-        check_sizes(limits, prompt_tokens, echoed, common.sampling.prompt_logprobs)?;
+        check_sizes(limits, prompt_tokens, echoed)?;
+        limits.check_alternatives("logprobs", prompt_tokens, echoed_logprobs)?;
+        limits.check_alternatives("prompt_logprobs", prompt_tokens, wanted.prompt_logprobs)?;
         for _ in 0..common.n {
-            let new = || CompletionLogprobs::new(state.text.clone(), common.keep_special);
+            let new = || CompletionLogprobs::new(names.clone(), common.keep_special);
             let gathered = logprobs.map(|_| new());
-            choices.push(Choice::new(&tokens, text.as_deref(), gathered));
+            choices.push(Choice::new(&tokens, text.as_deref(), gathered, wanted.ids));
         }
+        told.push(Told {
+            token_ids: wanted.ids.then(|| tokens.clone()),
+            logprobs: wanted
+                .prompt_logprobs
+                .map(|alternatives| PromptLogprobs::new(model.clone(), alternatives)),
+        });
         running.push((tokens, max_tokens));
     }
     // Nothing runs before everything is validated.
@@ -97,7 +111,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         .map(|(tokens, max)| RunningPrompt::start(state, &common, tokens, max, arrived, &id))
         .collect::<Result<Vec<_>, _>>()?;
     let envelope = Envelope::new(state, &common.adapter, id, "text_completion");
-    let mut completion = Completion { common, envelope, running, turn: 0, choices };
+    let mut completion = Completion { common, echo, envelope, running, turn: 0, choices, told };
     if completion.common.stream {
         return sse::respond(completion).await;
     }
@@ -107,28 +121,13 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     Ok(completion.respond_whole())
 }
 
-/// Checks the memory kept for all choices: prompt tokens, what is echoed of prompts, and the
-/// log-probabilities of those, with so many alternatives, if requested.
-fn check_sizes(
-    limits: &Limits,
-    prompt_tokens: usize,
-    echoed: usize,
-    alternatives: Option<u32>,
-) -> Result<(), ApiError> {
+/// Checks the memory kept for all choices: prompt tokens, and what is echoed of prompts.
+fn check_sizes(limits: &Limits, prompt_tokens: usize, echoed: usize) -> Result<(), ApiError> {
     limits.check_prompts(prompt_tokens)?;
     if echoed > limits.echoed_bytes {
         let max = limits.echoed_bytes;
         let message = format!("`echo`: {echoed} bytes over all choices, the limit is {max}");
         return Err(ApiError::field("echo", message));
-    }
-    let entries = alternatives.map_or(0, |each| prompt_tokens * (each as usize + 1));
-    if entries > limits.prompt_alternatives {
-        let max = limits.prompt_alternatives;
-        let message = format!(
-            "`logprobs` of echoed prompts: {entries} log-probabilities over all choices, the limit \
-             is {max}"
-        );
-        return Err(ApiError::field("logprobs", message));
     }
     Ok(())
 }
@@ -198,10 +197,21 @@ fn encode(
     prompts.into_iter().map(encode).collect()
 }
 
+/// What is told of a prompt with each of its choices, if the client wants it.
+#[derive(Debug)]
+struct Told {
+    token_ids: Option<Vec<u32>>,
+    logprobs: Option<PromptLogprobs>,
+}
+
 /// The state of one choice of one prompt.
 #[derive(Debug)]
 struct Choice {
     text: String,
+    /// The ids of its tokens, if the client wants them.
+    token_ids: Option<Vec<u32>>,
+    /// Whether an event of it is in the stream.
+    begun: bool,
     finish_reason: Option<&'static str>,
     stop_reason: Option<StopReason>,
     logprobs: Option<CompletionLogprobs>,
@@ -214,9 +224,16 @@ struct Choice {
 }
 
 impl Choice {
-    fn new(tokens: &[u32], echo: Option<&str>, logprobs: Option<CompletionLogprobs>) -> Self {
+    fn new(
+        tokens: &[u32],
+        echo: Option<&str>,
+        logprobs: Option<CompletionLogprobs>,
+        has_ids: bool,
+    ) -> Self {
         Self {
             text: echo.unwrap_or_default().to_owned(),
+            token_ids: has_ids.then(Vec::new),
+            begun: false,
             finish_reason: None,
             stop_reason: None,
             logprobs,
@@ -230,11 +247,15 @@ impl Choice {
 #[derive(Debug)]
 struct Completion {
     common: Common,
+    /// Whether prompts are part of the texts.
+    echo: bool,
     envelope: Envelope,
     running: Vec<RunningPrompt>,
     /// The prompt polled first.
     turn: usize,
     choices: Vec<Choice>,
+    /// Of each prompt.
+    told: Vec<Told>,
 }
 
 impl Completion {
@@ -249,7 +270,7 @@ impl Completion {
                     return Some(Err(error));
                 }
                 Ok(Next::Embedding(_)) => {}
-                Ok(Next::Prompt(logprobs)) => self.take_prompt(prompt, &logprobs),
+                Ok(Next::Prompt(logprobs)) => self.take_prompt(prompt, logprobs),
                 Ok(Next::Piece(piece)) => return Some(Ok(self.take_piece(prompt, piece))),
             }
         }
@@ -290,14 +311,22 @@ impl Completion {
         prompt * n..(prompt + 1) * n
     }
 
-    fn take_prompt(&mut self, prompt: usize, logprobs: &[shared::protocol::TokenLogprobs]) {
+    fn take_prompt(&mut self, prompt: usize, logprobs: Vec<TokenLogprobs>) {
         let range = self.of_prompt(prompt);
-        for choice in &mut self.choices[range] {
+        let alternatives = self.common.sampling.logprobs.unwrap_or(0) as usize;
+        for choice in self.choices[range].iter_mut().filter(|_| self.echo) {
             let Some(gathered) = &mut choice.logprobs else { continue };
             if let Some(first) = choice.first.take() {
                 gathered.push_first(first);
             }
-            logprobs.iter().for_each(|token| gathered.push(token));
+            for token in &logprobs {
+                // There are more where `prompt_logprobs` asks for more.
+                let top = token.top.iter().take(alternatives).copied().collect();
+                gathered.push(TokenLogprobs { top, ..*token });
+            }
+        }
+        if let Some(all) = self.told.get_mut(prompt).and_then(|told| told.logprobs.as_mut()) {
+            all.extend(logprobs);
         }
     }
 
@@ -306,6 +335,7 @@ impl Completion {
         let choice = self.choices.get_mut(index)?;
         if !self.common.stream {
             choice.text.push_str(&piece.text);
+            choice.token_ids.iter_mut().for_each(|ids| ids.extend(piece.token));
         }
         choice.finish_reason = piece.finish_reason;
         choice.stop_reason = piece.stop_reason.clone();
@@ -319,7 +349,7 @@ impl Completion {
             if let Some(characters) = choice.echoed.take() {
                 gathered.go_on_behind(characters);
             }
-            gathered.push(token);
+            gathered.push(token.clone());
         }
         Some((index, piece))
     }
@@ -329,6 +359,11 @@ impl Completion {
         let completion: u64 = self.running.iter().map(|running| running.completion_tokens).sum();
         let cached: u64 = self.running.iter().map(|running| running.cached_tokens).sum();
         usage(prompt, cached, completion)
+    }
+
+    /// The prompt of a choice.
+    fn prompt_of(&self, index: usize) -> Option<&Told> {
+        self.told.get(index / (self.common.n as usize).max(1))
     }
 
     fn respond_whole(&self) -> HttpResponse {
@@ -342,12 +377,16 @@ impl Completion {
                 logprobs: choice.logprobs.as_ref(),
                 finish_reason: choice.finish_reason,
                 stop_reason: choice.stop_reason.as_ref(),
+                token_ids: choice.token_ids.as_deref(),
+                prompt_token_ids: self.prompt_of(index).and_then(|it| it.token_ids.as_deref()),
+                prompt_logprobs: self.prompt_of(index).and_then(|it| it.logprobs.as_ref()),
             })
             .collect();
         HttpResponse::Ok().json(self.envelope.with(&choices, Some(&self.usage())))
     }
 
-    /// Appends the event of a piece; none for a piece that only holds text back.
+    /// Appends the event of a piece; none for a piece that only holds text back, unless its token
+    /// is told.
     fn push(&mut self, index: usize, piece: &Piece, out: &mut Events) -> Result<(), ApiError> {
         let usage = match self.common.usage {
             StreamUsage::Never => None,
@@ -356,16 +395,29 @@ impl Completion {
         };
         let choice = &mut self.choices[index];
         let echo = choice.echo.take();
+        let token_ids = piece.token_ids(self.common.tokens);
         let silent = piece.text.is_empty() && piece.finish_reason.is_none();
-        if silent && piece.logprobs.is_none() && echo.is_none() {
+        if silent && piece.logprobs.is_none() && token_ids.is_none() && echo.is_none() {
             return Ok(());
         }
+        let begins = !std::mem::replace(&mut choice.begun, true);
         let text = echo.map(|echo| echo + &piece.text);
         let logprobs = choice.logprobs.as_mut().map(CompletionLogprobs::take);
         let logprobs = logprobs.as_ref();
         let text = text.as_deref().unwrap_or(&piece.text);
         let (finish_reason, stop_reason) = (piece.finish_reason, piece.stop_reason.as_ref());
-        let choice = ChoiceBody { index, text, logprobs, finish_reason, stop_reason };
+        let prompt = self.prompt_of(index).filter(|_| begins);
+        let choice = ChoiceBody {
+            index,
+            text,
+            logprobs,
+            finish_reason,
+            stop_reason,
+            token_ids,
+            prompt_token_ids: prompt.and_then(|it| it.token_ids.as_deref()),
+            // Streams have none.
+            prompt_logprobs: None,
+        };
         out.push(&self.envelope.with(&[choice], usage.as_ref()))
     }
 }
@@ -378,6 +430,12 @@ struct ChoiceBody<'a> {
     logprobs: Option<&'a CompletionLogprobs>,
     finish_reason: Option<&'static str>,
     stop_reason: Option<&'a StopReason>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<&'a [u32]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<&'a [u32]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<&'a PromptLogprobs>,
 }
 
 impl EventSource for Completion {

@@ -56,6 +56,8 @@ pub struct Started {
     pub ids: CallIds,
     /// The id of its answer.
     pub id: Arc<str>,
+    /// The ids of its prompt's tokens, if the client wants them.
+    pub prompt: Option<Vec<u32>>,
 }
 
 /// Validates a request and hands it to the engine.
@@ -73,6 +75,8 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
         return Err(ApiError::field("top_logprobs", "`top_logprobs` needs `logprobs`: true"));
     }
     common.sampling.logprobs = logprobs.then_some(top.unwrap_or(0));
+    let prompt_logprobs = common.tokens.prompt_logprobs;
+    common.sampling.prompt_logprobs = prompt_logprobs;
     // Exceeding the model's length has an error code of its own, which clients act on.
     let max_tokens = fields.count("max_tokens", 1, u32::MAX)?;
     common.max_tokens = fields.count("max_completion_tokens", 1, u32::MAX)?.or(max_tokens);
@@ -136,10 +140,13 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     }
     let max_tokens = common.output_tokens("messages", tokens.len(), limits)?;
     limits.check_prompts(tokens.len() * common.n as usize)?;
+    // They are told once, for all choices.
+    limits.check_alternatives("prompt_logprobs", tokens.len(), prompt_logprobs)?;
+    let prompt = common.tokens.ids.then(|| tokens.clone());
     let running = RunningPrompt::start(state, &common, tokens, max_tokens, arrived, &id)?;
     let ids = CallIds { drawn: state.draw_seed(state.next_request()) };
     let told = tools.finish_with_calls();
-    Ok(Started { common, running, rules, shows_reasoning, told, ids, id })
+    Ok(Started { common, running, rules, shows_reasoning, told, ids, id, prompt })
 }
 
 /// Compiles the constraint; an error in a function's schema names the function.

@@ -8,6 +8,7 @@ use serde::Serialize;
 use serde_json::Value;
 use shared::clock::since_1970;
 
+use super::prompt_logprobs::PromptLogprobs;
 use super::state::AppState;
 use crate::adapters::AdapterUse;
 
@@ -33,6 +34,18 @@ pub struct Answer<'a, C> {
     choices: &'a [C],
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<&'a Value>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<&'a [u32]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<&'a PromptLogprobs>,
+}
+
+impl<'a, C> Answer<'a, C> {
+    /// Adds what the client wants to know of the prompt.
+    #[must_use]
+    pub fn of_prompt(self, ids: Option<&'a [u32]>, logprobs: Option<&'a PromptLogprobs>) -> Self {
+        Self { prompt_token_ids: ids, prompt_logprobs: logprobs, ..self }
+    }
 }
 
 impl Envelope {
@@ -57,6 +70,8 @@ impl Envelope {
             system_fingerprint: (),
             choices,
             usage,
+            prompt_token_ids: None,
+            prompt_logprobs: None,
         }
     }
 }

@@ -13,6 +13,7 @@ use super::access::Tally;
 use super::error::ApiError;
 use super::params::Common;
 use super::state::AppState;
+use super::token_fields::TokenFields;
 use crate::engine::{
     EngineError, EngineEvent, FinishReason, GenerateRequest, Generation, StopCheck,
 };
@@ -26,14 +27,22 @@ pub struct Piece {
     pub choice: u32,
     /// Text that is certain now; may be empty.
     pub text: String,
-    /// Whether it comes from a token rather than only a choice's end.
-    pub is_token: bool,
+    /// The token that it comes from; none if it is only a choice's end.
+    pub token: Option<u32>,
     /// The token's log-probabilities, if requested.
     pub logprobs: Option<TokenLogprobs>,
     /// Set with the choice's last piece.
     pub finish_reason: Option<&'static str>,
     /// What ended the choice, if the request named it; only with the last piece.
     pub stop_reason: Option<StopReason>,
+}
+
+impl Piece {
+    /// The ids of its tokens, if the client wants them.
+    #[must_use]
+    pub fn token_ids(&self, wanted: TokenFields) -> Option<&[u32]> {
+        wanted.ids.then_some(self.token.as_slice())
+    }
 }
 
 /// What ended a choice, of what the request named, in vLLM's format: null for the model's own end
@@ -283,7 +292,7 @@ impl RunningPrompt {
                 Ok(Next::Piece(Piece {
                     choice,
                     text,
-                    is_token: true,
+                    token: Some(token),
                     logprobs,
                     ..Piece::default()
                 }))
@@ -331,7 +340,7 @@ impl RunningPrompt {
         }
         let finish_reason = Some(told);
         let stop_reason = self.stop_reason(choice, reason);
-        Piece { choice, text, is_token: false, logprobs: None, finish_reason, stop_reason }
+        Piece { choice, text, token: None, logprobs: None, finish_reason, stop_reason }
     }
 
     fn stop_reason(&self, choice: u32, reason: FinishReason) -> Option<StopReason> {

@@ -48,7 +48,7 @@ pub struct Limits {
     pub prompt_tokens: usize,
     /// Bytes of echoed prompts, over all choices.
     pub echoed_bytes: usize,
-    /// Log-probabilities of echoed prompts, alternatives included, over all choices.
+    /// Log-probabilities of prompts, echoed or not, alternatives included, over all choices.
     pub prompt_alternatives: usize,
     /// Whether requests may have a priority other than 0.
     pub priorities: bool,
@@ -56,6 +56,8 @@ pub struct Limits {
     pub harmony: bool,
     /// Whether streams report usage although their requests do not ask for it.
     pub reports_usage: bool,
+    /// Whether log-probabilities tell tokens by their ids, unless a request says otherwise.
+    pub tokens_by_id: bool,
 }
 
 /// Most bytes that the messages of a conversation may make of its body, each of its length:
@@ -109,6 +111,7 @@ impl Limits {
             logprobs: options.max_logprobs,
             top_logprobs: options.max_logprobs,
             reports_usage: options.reports_usage,
+            tokens_by_id: options.tokens_by_id,
             ..self
         }
     }
@@ -150,6 +153,7 @@ impl Limits {
             priorities: false,
             harmony: false,
             reports_usage: false,
+            tokens_by_id: false,
             max_model_len,
             prompt_tokens: (8 * max_model_len as usize).max(1 << 20),
             echoed_bytes: 64 << 20,
@@ -202,5 +206,28 @@ impl Limits {
             "`n`: the prompts of all choices have {tokens} tokens in total, the limit is {max}"
         );
         Err(ApiError::field("n", message))
+    }
+
+    /// Checks the number of log-probabilities that are kept of a request's prompts, of `tokens`
+    /// tokens with so many alternatives each, if this field asks for them.
+    ///
+    /// # Errors
+    /// Names the field.
+    pub fn check_alternatives(
+        &self,
+        field: &str,
+        tokens: usize,
+        alternatives: Option<u32>,
+    ) -> Result<(), ApiError> {
+        let entries = alternatives.map_or(0, |each| tokens.saturating_mul(each as usize + 1));
+        if entries <= self.prompt_alternatives {
+            return Ok(());
+        }
+        let max = self.prompt_alternatives;
+        let message = format!(
+            "`{field}`: the prompts have {entries} log-probabilities over all choices, the limit \
+             is {max}"
+        );
+        Err(ApiError::field(field, message))
     }
 }

@@ -12,18 +12,37 @@ use crate::text::model::TextModel;
 /// JSON has no infinity: impossible tokens get vLLM's stand-in.
 const IMPOSSIBLE: f32 = -9999.0;
 
-fn finite(logprob: f32) -> f64 {
+pub(super) fn finite(logprob: f32) -> f64 {
     f64::from(if logprob.is_finite() { logprob } else { IMPOSSIBLE })
 }
 
-fn text_of(model: &TextModel, token: u32) -> String {
+pub(super) fn text_of(model: &TextModel, token: u32) -> String {
     String::from_utf8_lossy(&model.token_bytes(token)).into_owned()
+}
+
+/// How tokens are told.
+#[derive(Clone, Debug)]
+pub struct TokenNames {
+    model: Arc<TextModel>,
+    by_id: bool,
+}
+
+impl TokenNames {
+    /// By their text, or by their ids, as in vLLM: text does not always tell tokens apart.
+    #[must_use]
+    pub fn new(model: Arc<TextModel>, by_id: bool) -> Self {
+        Self { model, by_id }
+    }
+
+    fn of(&self, token: u32) -> String {
+        if self.by_id { format!("token_id:{token}") } else { text_of(&self.model, token) }
+    }
 }
 
 /// The format of completions, gathered token by token.
 #[derive(Clone, Debug)]
 pub struct CompletionLogprobs {
-    model: Arc<TextModel>,
+    names: TokenNames,
     tokens: Vec<Gathered>,
     /// Number of characters of text so far.
     offset: usize,
@@ -44,14 +63,14 @@ impl CompletionLogprobs {
     /// Starts with nothing gathered; `keep_special` tells whether special tokens are part of the
     /// text.
     #[must_use]
-    pub fn new(model: Arc<TextModel>, keep_special: bool) -> Self {
-        Self { model, tokens: Vec::new(), offset: 0, keep_special }
+    pub fn new(names: TokenNames, keep_special: bool) -> Self {
+        Self { names, tokens: Vec::new(), offset: 0, keep_special }
     }
 
     /// Takes what was gathered; what follows continues after it.
     #[must_use]
     pub fn take(&mut self) -> Self {
-        let rest = Self { offset: self.offset, ..Self::new(self.model.clone(), self.keep_special) };
+        let rest = Self { offset: self.offset, ..Self::new(self.names.clone(), self.keep_special) };
         std::mem::replace(self, rest)
     }
 
@@ -61,12 +80,12 @@ impl CompletionLogprobs {
     }
 
     /// Adds a token.
-    pub fn push(&mut self, token: &TokenLogprobs) {
-        self.gather(token.token, Some(token.clone()));
+    pub fn push(&mut self, token: TokenLogprobs) {
+        self.gather(token.token, Some(token));
     }
 
     fn gather(&mut self, token: u32, logprobs: Option<TokenLogprobs>) {
-        let model = &self.model;
+        let model = &self.names.model;
         self.tokens.push(Gathered { token, offset: self.offset, logprobs });
         if !self.keep_special && model.special_token(&text_of(model, token)) == Some(token) {
             return;
@@ -85,13 +104,13 @@ impl CompletionLogprobs {
 
 impl Serialize for CompletionLogprobs {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let (model, tokens) = (&*self.model, &self.tokens);
+        let (names, tokens) = (&self.names, &self.tokens);
         let mut map = serializer.serialize_map(Some(4))?;
-        let text = |it: &Gathered| text_of(model, it.token);
+        let text = |it: &Gathered| names.of(it.token);
         map.serialize_entry("tokens", &Listed(tokens, text))?;
         let logprob = |it: &Gathered| it.logprobs.as_ref().map(|it| finite(it.logprob));
         map.serialize_entry("token_logprobs", &Listed(tokens, logprob))?;
-        let top = |it: &Gathered| Some(Alternatives(model, it.logprobs.clone()?));
+        let top = |it: &Gathered| Some(Alternatives(names, it.logprobs.clone()?));
         map.serialize_entry("top_logprobs", &Listed(tokens, top))?;
         map.serialize_entry("text_offset", &Listed(tokens, |it: &Gathered| it.offset))?;
         map.end()
@@ -109,20 +128,20 @@ impl<T: Serialize, F: Fn(&Gathered) -> T> Serialize for Listed<'_, F> {
     }
 }
 
-/// The alternatives to a token by their text, and the token itself, which is always among them. The
-/// best come first; tokens with the same text cannot be distinguished here.
-struct Alternatives<'a>(&'a TextModel, TokenLogprobs);
+/// The alternatives to a token by their names, and the token itself, which is always among them.
+/// The best come first; tokens with the same text cannot be distinguished here by it.
+struct Alternatives<'a>(&'a TokenNames, TokenLogprobs);
 
 impl Serialize for Alternatives<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let Self(model, token) = self;
-        let mut texts: Vec<String> = Vec::with_capacity(token.top.len() + 1);
+        let Self(names, token) = self;
+        let mut told: Vec<String> = Vec::with_capacity(token.top.len() + 1);
         let mut map = serializer.serialize_map(None)?;
         for (id, logprob) in token.top.iter().chain(&[(token.token, token.logprob)]) {
-            let text = text_of(model, *id);
-            if !texts.contains(&text) {
-                map.serialize_entry(&text, &finite(*logprob))?;
-                texts.push(text);
+            let name = names.of(*id);
+            if !told.contains(&name) {
+                map.serialize_entry(&name, &finite(*logprob))?;
+                told.push(name);
             }
         }
         map.end()
@@ -132,24 +151,24 @@ impl Serialize for Alternatives<'_> {
 /// One token in the format of chat.
 #[derive(Clone, Debug)]
 pub struct ChatLogprob {
-    model: Arc<TextModel>,
+    names: TokenNames,
     token: TokenLogprobs,
 }
 
 impl ChatLogprob {
     /// The token's, if they were requested.
     #[must_use]
-    pub fn of(model: &Arc<TextModel>, token: Option<&TokenLogprobs>) -> Option<Self> {
-        token.map(|token| Self { model: model.clone(), token: token.clone() })
+    pub fn of(names: &TokenNames, token: Option<&TokenLogprobs>) -> Option<Self> {
+        token.map(|token| Self { names: names.clone(), token: token.clone() })
     }
 }
 
 impl Serialize for ChatLogprob {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let Self { model, token } = self;
+        let Self { names, token } = self;
         let entry = |id: u32, logprob: f32, top_logprobs: Option<Vec<Entry>>| {
-            let bytes = model.token_bytes(id);
-            let token = String::from_utf8_lossy(&bytes).into_owned();
+            let bytes = names.model.token_bytes(id);
+            let token = names.of(id);
             Entry { token, logprob: finite(logprob), bytes, top_logprobs }
         };
         let top = token.top.iter().map(|(id, logprob)| entry(*id, *logprob, None)).collect();
@@ -197,16 +216,31 @@ mod tests {
         let (first, second, third) = (id("<0xE2>"), id("<0x82>"), id("a"));
         let top = vec![(first, -0.5), (third, -1.0), (second, -2.0)];
         let token = TokenLogprobs { token: second, logprob: -2.0, rank: 3, top };
-        let mut gathered = CompletionLogprobs::new(model.clone(), false);
-        gathered.push(&token);
+        let names = TokenNames::new(model, false);
+        let mut gathered = CompletionLogprobs::new(names.clone(), false);
+        gathered.push(token.clone());
         let expected = json!({"\u{fffd}": -0.5, "a": -1.0});
         assert_eq!(to_value(&gathered).unwrap()["top_logprobs"], json!([expected]));
         // Chat distinguishes them by their bytes.
-        let told = to_value(ChatLogprob::of(&model, Some(&token))).unwrap();
+        let told = to_value(ChatLogprob::of(&names, Some(&token))).unwrap();
         assert_eq!(
             (&told["bytes"], &told["top_logprobs"][0]["bytes"]),
             (&json!([0x82]), &json!([0xe2]))
         );
+        // Ids distinguish them everywhere, and their bytes stay what they are.
+        let names = TokenNames { by_id: true, ..names };
+        let mut gathered = CompletionLogprobs::new(names.clone(), false);
+        gathered.push(token.clone());
+        let name = |id: u32| format!("token_id:{id}");
+        let expected = json!({(name(first)): -0.5, (name(third)): -1.0, (name(second)): -2.0});
+        let told = to_value(&gathered).unwrap();
+        assert_eq!(
+            (&told["tokens"], &told["top_logprobs"]),
+            (&json!([name(second)]), &json!([expected]))
+        );
+        let told = to_value(ChatLogprob::of(&names, Some(&token))).unwrap();
+        assert_eq!((&told["token"], &told["bytes"]), (&json!(name(second)), &json!([0x82])));
+        assert_eq!(told["top_logprobs"][0]["token"], name(first));
     }
 
     #[test]
@@ -217,9 +251,10 @@ mod tests {
         // As of a token that another one keeps from being chosen at all.
         let top = vec![(b, -0.1), (a, f32::NEG_INFINITY)];
         let token = TokenLogprobs { token: b, logprob: -0.1, rank: 1, top };
-        let mut gathered = CompletionLogprobs::new(model.clone(), false);
+        let names = TokenNames::new(model, false);
+        let mut gathered = CompletionLogprobs::new(names.clone(), false);
         gathered.push_first(a);
-        gathered.push(&token);
+        gathered.push(token.clone());
         let logprob = f64::from(-0.1f32);
         let written = to_string(&gathered).unwrap();
         let expected = format!(
@@ -228,10 +263,10 @@ mod tests {
         assert_eq!(written, expected);
         // What a stream has not told yet goes on behind what it has.
         let told = gathered.take();
-        gathered.push(&token);
+        gathered.push(token.clone());
         assert_eq!(to_string(&told).unwrap(), expected);
         assert_eq!(to_value(&gathered).unwrap()["text_offset"], json!([2]));
-        let one = ChatLogprob::of(&model, Some(&token)).unwrap();
+        let one = ChatLogprob::of(&names, Some(&token)).unwrap();
         let entry = |text: &str, byte: u8, logprob: &str| {
             format!(r#""token":"{text}","logprob":{logprob},"bytes":[{byte}]"#)
         };
@@ -240,6 +275,6 @@ mod tests {
             to_string(&ChatLogprobs::of(&[one])).unwrap(),
             format!(r#"{{"content":[{{{b},"top_logprobs":[{{{b}}},{{{a}}}]}}],"refusal":null}}"#)
         );
-        assert!(ChatLogprob::of(&model, None).is_none());
+        assert!(ChatLogprob::of(&names, None).is_none());
     }
 }

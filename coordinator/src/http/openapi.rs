@@ -6,7 +6,7 @@
 //! - `schema`: small JSON schemas
 //! - `requests`: the bodies of requests
 //! - `parts`: what the conversations among them are made of
-//! - `answers`: what is answered
+//! - `answers`: what is answered; `tokens`: what that tells of tokens
 //! - `operators`: bodies and answers of the operator's API
 mod answers;
 mod operators;
@@ -14,6 +14,7 @@ mod parts;
 mod places;
 mod requests;
 mod schema;
+mod tokens;
 
 use serde_json::{Map, Value, json};
 

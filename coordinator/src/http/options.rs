@@ -14,6 +14,8 @@ pub struct ApiOptions {
     pub text: TextOptions,
     /// Whether streams report usage although their requests do not ask for it.
     pub reports_usage: bool,
+    /// Whether log-probabilities tell tokens by their ids, unless their requests say otherwise.
+    pub tokens_by_id: bool,
     /// Maximum bytes of a request body; absent: enough for one full prompt.
     pub max_body_bytes: Option<u64>,
     /// Maximum number of alternatives that a request may ask for.
@@ -61,6 +63,7 @@ impl Default for ApiOptions {
             keys: ApiKeys::default(),
             text: TextOptions::default(),
             reports_usage: false,
+            tokens_by_id: false,
             max_body_bytes: None,
             max_logprobs: MAX_LOGPROBS,
             allowed_origins: Vec::new(),

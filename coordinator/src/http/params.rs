@@ -17,6 +17,7 @@ pub use super::limits::Limits;
 use super::limits::{MODEL_BYTES, ranges};
 use super::models::Models;
 use super::structured::{self, Asked};
+use super::token_fields::TokenFields;
 use crate::adapters::AdapterUse;
 use crate::engine::TokenGuide;
 use crate::guide::Grammar;
@@ -53,6 +54,8 @@ pub struct Common {
     pub stream: bool,
     /// Which events of the stream report usage.
     pub usage: StreamUsage,
+    /// What the client wants to know of tokens.
+    pub tokens: TokenFields,
     /// Whether the stop string that ends a choice is part of its text.
     pub include_stop: bool,
     /// Whether special tokens are part of the text.
@@ -196,6 +199,7 @@ impl Common {
             model_end_tokens,
             stream,
             usage,
+            tokens: TokenFields::read(fields, limits, stream)?,
             include_stop: fields.boolean("include_stop_str_in_output", false)?,
             keep_special: !fields.boolean("skip_special_tokens", true)?,
             fences: false,

@@ -51,7 +51,7 @@ impl Reading {
                 said.reasons = reasoned || reader.reasons() || found;
             }
         }
-        self.reasoning_tokens += u64::from(said.reasons && piece.is_token);
+        self.reasoning_tokens += u64::from(said.reasons && piece.token.is_some());
         said
     }
 

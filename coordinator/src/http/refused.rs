@@ -43,16 +43,21 @@ const COMMON: &[(&str, Neutral)] = &[
     ("length_penalty", One),
     ("logprob_token_ids", Null),
     ("logits_processors", Empty),
-    ("prompt_logprobs", Null),
     ("repetition_detection", Null),
     ("return_prompt_text", False),
-    ("return_token_ids", False),
-    ("return_tokens_as_token_ids", False),
     ("structural_tag", Null),
     ("thinking_token_budget", Null),
     ("use_beam_search", False),
     ("vllm_xargs", Empty),
     ("watermarking", False),
+];
+
+/// Fields of all endpoints but `/v1/completions` and `/v1/chat/completions`: see
+/// [`super::token_fields`].
+const TOKENS: &[(&str, Neutral)] = &[
+    ("prompt_logprobs", Null),
+    ("return_token_ids", False),
+    ("return_tokens_as_token_ids", False),
 ];
 
 /// Fields of `/v1/completions` only.
@@ -216,12 +221,12 @@ impl Endpoint {
         let lists: &'static [&'static [(&'static str, Neutral)]] = match self {
             Self::Completions => &[COMMON, COMPLETIONS],
             Self::Chat => &[COMMON, CHAT],
-            Self::Responses => &[COMMON, RESPONSES],
-            Self::Messages => &[COMMON, MESSAGES],
-            Self::Embeddings => &[COMMON, TEXTS, VECTORS, EMBEDDINGS],
-            Self::Rerank | Self::Score => &[COMMON, TEXTS, COMPARISON],
-            Self::Classify => &[COMMON, TEXTS, CLASSES],
-            Self::Pooling => &[COMMON, TEXTS, VECTORS, POOLING],
+            Self::Responses => &[COMMON, TOKENS, RESPONSES],
+            Self::Messages => &[COMMON, TOKENS, MESSAGES],
+            Self::Embeddings => &[COMMON, TOKENS, TEXTS, VECTORS, EMBEDDINGS],
+            Self::Rerank | Self::Score => &[COMMON, TOKENS, TEXTS, COMPARISON],
+            Self::Classify => &[COMMON, TOKENS, TEXTS, CLASSES],
+            Self::Pooling => &[COMMON, TOKENS, TEXTS, VECTORS, POOLING],
         };
         lists.iter().copied().flatten()
     }

@@ -21,11 +21,10 @@ use super::dialogue::{self, Form, Started};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::generation::{Next, Piece, RunningPrompt};
-use super::logprobs::ChatLogprob;
+use super::logprobs::{ChatLogprob, TokenNames};
 use super::reading::{Reading, Said};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
-use crate::text::model::TextModel;
 use crate::text::reply::Part;
 
 /// Answers a request.
@@ -55,7 +54,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
 /// A response in progress.
 #[derive(Debug)]
 struct Answering {
-    text: Arc<TextModel>,
+    names: TokenNames,
     running: RunningPrompt,
     head: Head,
     output: Output,
@@ -118,7 +117,8 @@ impl Answering {
             echo,
         };
         Self {
-            text: state.text.clone(),
+            // OpenAI's own API, which knows of no other names.
+            names: TokenNames::new(state.text.clone(), false),
             running,
             head,
             output: Output::new(id.trim_start_matches("resp_"), ids),
@@ -182,7 +182,7 @@ impl Answering {
     fn take(&mut self, piece: &Piece, sink: &mut Sink<'_>) -> Result<(), ApiError> {
         let Said { parts, reasons, .. } = self.reading.take(piece);
         self.is_cut |= piece.finish_reason == Some("length");
-        self.pending.extend(ChatLogprob::of(&self.text, piece.logprobs.as_ref()));
+        self.pending.extend(ChatLogprob::of(&self.names, piece.logprobs.as_ref()));
         let answers = parts.iter().any(|part| matches!(part, Part::Content(_)));
         if !answers && (reasons || !parts.is_empty()) {
             // They do not belong to text of the answer.

@@ -280,7 +280,6 @@ pub(crate) const ROWS: &[Row] = &[
         Flag("the template is told of all `tools` of a request"),
     ),
     row(&["tool-server"], Other("the server runs no tools: clients do")),
-    row(&["return-tokens-as-token-ids"], Flag("tokens are told as text")),
     row(&["enable-prompt-embeds"], Flag("prompts are text or tokens")),
     row(&["seed"], Other("set `seed` in requests")),
     row(

@@ -5,6 +5,7 @@ use super::schema::{
     Properties, answer, any_list, any_object, any_of, boolean, nothing, only, or_null, properties,
     reference, string, words,
 };
+use super::tokens::{ids, logprob, logprobs, of_prompt, prompt_logprob, top_logprob};
 
 pub(super) fn count() -> Value {
     json!({"type": "integer", "minimum": 0})
@@ -30,6 +31,7 @@ pub(super) fn all() -> Properties {
         "ResponsePart": response_part(),
         "TokenLogprob": logprob(),
         "TopLogprob": top_logprob(),
+        "PromptLogprob": prompt_logprob(),
         "Message": message(),
         "MessageBlock": message_block(),
         "MessageEvent": message_event(),
@@ -116,18 +118,20 @@ fn usage() -> Value {
     )
 }
 
-/// What completions and chat have around their choices.
-fn envelope(object: &str, choice: Value, is_event: bool) -> Value {
+/// What completions and chat have around their choices, and what they may have besides.
+fn envelope(object: &str, choice: Value, is_event: bool, maybe: Value) -> Value {
     let mut always = json!({
         "id": string(), "object": only(object), "created": time(), "model": string(),
         "system_fingerprint": nothing(), "choices": any_list(choice),
     });
     let usage = reference("Usage");
+    let mut maybe = properties(maybe);
     if is_event {
-        return answer(always, json!({"usage": or_null(usage)}));
+        maybe.insert("usage".to_owned(), or_null(usage));
+    } else {
+        always["usage"] = usage;
     }
-    always["usage"] = usage;
-    answer(always, json!({}))
+    answer(always, Value::Object(maybe))
 }
 
 /// Why a choice is over.
@@ -143,38 +147,16 @@ fn stop_reason() -> Value {
 }
 
 fn completion(is_event: bool) -> Value {
-    let logprob = json!({"type": ["number", "null"]});
-    let top = json!({"type": ["object", "null"], "additionalProperties": {"type": "number"}});
-    let logprobs = answer(
-        json!({
-            "tokens": any_list(string()), "token_logprobs": any_list(logprob),
-            "top_logprobs": any_list(top), "text_offset": any_list(count()),
-        }),
-        json!({}),
-    );
+    let mut maybe = of_prompt(is_event);
+    maybe["token_ids"] = ids();
     let choice = answer(
         json!({
-            "index": count(), "text": string(), "logprobs": or_null(logprobs),
+            "index": count(), "text": string(), "logprobs": or_null(logprobs()),
             "finish_reason": finish_reason(), "stop_reason": stop_reason(),
         }),
-        json!({}),
+        maybe,
     );
-    envelope("text_completion", choice, is_event)
-}
-
-/// One token's log-probabilities, as in chat.
-fn logprob() -> Value {
-    let mut all = properties(of_token());
-    all.insert("top_logprobs".to_owned(), any_list(reference("TopLogprob")));
-    answer(Value::Object(all), json!({}))
-}
-
-fn top_logprob() -> Value {
-    answer(of_token(), json!({}))
-}
-
-fn of_token() -> Value {
-    json!({"token": string(), "logprob": {"type": "number"}, "bytes": any_list(count())})
+    envelope("text_completion", choice, is_event, json!({}))
 }
 
 fn chat_choice(name: &str, content: Value) -> Value {
@@ -187,7 +169,7 @@ fn chat_choice(name: &str, content: Value) -> Value {
             "index": count(), name: content, "logprobs": or_null(logprobs),
             "finish_reason": finish_reason(), "stop_reason": stop_reason(),
         }),
-        json!({}),
+        json!({"token_ids": ids()}),
     )
 }
 
@@ -201,7 +183,7 @@ fn chat() -> Value {
             "reasoning": string(), "reasoning_content": string(), "tool_calls": any_list(call),
         }),
     );
-    envelope("chat.completion", chat_choice("message", message), false)
+    envelope("chat.completion", chat_choice("message", message), false, of_prompt(false))
 }
 
 fn chat_event() -> Value {
@@ -217,7 +199,7 @@ fn chat_event() -> Value {
             "reasoning_content": string(), "tool_calls": any_list(call),
         }),
     );
-    envelope("chat.completion.chunk", chat_choice("delta", delta), true)
+    envelope("chat.completion.chunk", chat_choice("delta", delta), true, of_prompt(true))
 }
 
 /// A part of an item's content.

@@ -190,6 +190,16 @@ impl Requests<'_> {
         own
     }
 
+    /// What completions and chat may tell of tokens.
+    fn of_tokens(&self) -> Properties {
+        let prompt = integer(0, self.limits.logprobs);
+        properties(json!({
+            "return_token_ids": boolean(),
+            "return_tokens_as_token_ids": boolean(),
+            "prompt_logprobs": told(prompt, "Only without `stream`."),
+        }))
+    }
+
     /// The tokens that a choice may have.
     fn output(&self, least: u32) -> Value {
         integer(least, self.limits.max_output())
@@ -205,7 +215,13 @@ impl Requests<'_> {
         let unread = unread(&UNREAD);
         given(
             &["prompt"],
-            joined([self.common(), properties(own), refused(Endpoint::Completions), unread]),
+            joined([
+                self.common(),
+                self.of_tokens(),
+                properties(own),
+                refused(Endpoint::Completions),
+                unread,
+            ]),
         )
     }
 
@@ -219,7 +235,13 @@ impl Requests<'_> {
     pub(super) fn chat(&self) -> Value {
         given(
             &["messages"],
-            joined([self.common(), self.conversation(), self.of_chat(), refused(Endpoint::Chat)]),
+            joined([
+                self.common(),
+                self.of_tokens(),
+                self.conversation(),
+                self.of_chat(),
+                refused(Endpoint::Chat),
+            ]),
         )
     }
 
