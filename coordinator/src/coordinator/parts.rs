@@ -8,6 +8,7 @@ use actix::Addr;
 use actix_web::dev::ServerHandle;
 use shared::clock::Clock;
 use shared::ids::{Incarnation, ReplicaId};
+use shared::model_config::ConfigOverrides;
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{EngineConfig, Lora, Serving};
 use tokio::sync::watch;
@@ -46,6 +47,7 @@ pub(super) fn cluster_config(
         placement: options.placement.clone(),
         model: options.sources.model.clone(),
         identity,
+        config_overrides: ConfigOverrides::default(),
         dtype: options.dtype,
         quantization: options.quantization,
         lora: lora_sources(options),
