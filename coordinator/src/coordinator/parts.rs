@@ -8,7 +8,6 @@ use actix::Addr;
 use actix_web::dev::ServerHandle;
 use shared::clock::Clock;
 use shared::ids::{Incarnation, ReplicaId};
-use shared::model_config::ConfigOverrides;
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{EngineConfig, Lora, Serving};
 use tokio::sync::watch;
@@ -47,7 +46,7 @@ pub(super) fn cluster_config(
         placement: options.placement.clone(),
         model: options.sources.model.clone(),
         identity,
-        config_overrides: ConfigOverrides::default(),
+        config_overrides: options.api.text.config_overrides.clone(),
         dtype: options.dtype,
         quantization: options.quantization,
         lora: lora_sources(options),
