@@ -1,14 +1,18 @@
 //! PURE: the parts of a model folder's `config.json` that every role must read in the same way: the
-//! text model of a multimodal model, the maximum sequence length, and classes.
+//! text model of a multimodal model, the maximum sequence length, and classes; and what is laid
+//! over it.
 //!
 //! - `classifier`: models that sort texts into classes
 //! - `gemma3`: defaults of Gemma 3
+//! - `overrides`: keys that go before those of the file
 use serde_json::Value;
 
 mod classifier;
 mod gemma3;
+mod overrides;
 
 pub use self::classifier::{Activation, CLASSES_MAX, ClassHeadSource, Classifier, classifier};
+pub use self::overrides::{ConfigOverrides, OVERRIDES_BYTES_MAX};
 
 /// Gemma 3's text model.
 pub const GEMMA3: &str = "Gemma3ForCausalLM";

@@ -19,6 +19,7 @@
 //! - [`hosts`]: all workers of a host, started by one command
 //! - [`loading`]: LoRA adapters loaded and unloaded while requests run
 //! - [`misfits`]: standbys with other options or another secret than the leader's
+//! - [`overrides`]: keys laid over a model's `config.json`
 //! - [`pages`]: `/metrics` of every role of a running cluster
 //! - [`placing`]: which workers form a replica
 //! - [`priorities`]: urgent requests before others
@@ -68,6 +69,7 @@ mod hosts;
 mod loading;
 mod misfits;
 mod openai_client;
+mod overrides;
 mod pages;
 mod placing;
 mod prefixes;

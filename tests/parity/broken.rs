@@ -3,6 +3,7 @@ use std::path::Path;
 
 use kernels::ReferenceBackend;
 use kernels::collective::single_rank;
+use shared::model_config::ConfigOverrides;
 use shared::protocol::Quantization;
 use testkit::models::variant;
 use worker::model::config::ModelConfig;
@@ -406,6 +407,27 @@ fn configurations_that_cannot_be_served() {
     let error = config("\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": -1");
     names(&error, &["config.json", "rms_norm_eps is -1"]);
     names(&config("\"vocab_size\": 384", "\"vocab_size\": 0"), &["vocab_size is 0", "1..="]);
+}
+
+#[test]
+fn keys_laid_over_a_configuration_are_checked_like_its_own() {
+    let over = |text: &str| ConfigOverrides::parse(text).unwrap();
+    let error = |text: &str| {
+        let model = variant("llama-gqa");
+        let checked = worker::check::model_with(&model, &over(text), 1, Quantization::None);
+        checked.unwrap_err().to_string()
+    };
+    let negative = "config.json: with --hf-overrides: rms_norm_eps is -1, it must be between";
+    names(&error(r#"{"rms_norm_eps": -1}"#), &[negative]);
+    names(&error(r#"{"hidden_size": null}"#), &["with --hf-overrides: key hidden_size is missing"]);
+    names(&error(r#"{"hidden_size": "a"}"#), &["with --hf-overrides: hidden_size: invalid type"]);
+    // Tensors are held against the result.
+    names(&error(r#"{"intermediate_size": 96}"#), &["gate_proj", "config.json requires [96, 64]"]);
+    let inner = |text: &str| ModelConfig::load_with(&variant("mistral3"), &over(text)).unwrap();
+    let plain = inner("{}");
+    let changed = inner(r#"{"text_config": {"rms_norm_eps": 0.5}, "rms_norm_eps": 0.25}"#);
+    assert_eq!(changed, ModelConfig { norm_eps: 0.5, ..plain.clone() });
+    assert_ne!(changed, plain);
 }
 
 /// An incomplete download lacks the last layer, which is noticed before anything is packed.

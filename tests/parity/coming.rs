@@ -4,6 +4,7 @@ use std::net::TcpListener;
 use std::time::Duration;
 
 use shared::ids::{BlockId, Epoch, ReplicaId, SeqId, StepId};
+use shared::model_config::ConfigOverrides;
 use shared::protocol::{
     Adapter, CollectiveSpec, Drafts, Dtype, EngineConfig, Form, KvCacheDtype, Lora, NewSequence,
     Quantization, SequenceStep, StepPlan,
@@ -57,6 +58,7 @@ impl<D: Device> Serving<D> {
             rank: 0,
             world_size: 1,
             reduction_ranks: 1,
+            config_overrides: ConfigOverrides::default(),
             dtype: Dtype::Auto,
             quantization: Quantization::None,
             lora: lora.clone(),

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use shared::ids::{Epoch, ReplicaId};
+use shared::model_config::ConfigOverrides;
 use shared::protocol::{
     CollectiveSpec, Dtype, EngineConfig, Form, KvCacheDtype, Lora, Quantization,
 };
@@ -43,6 +44,7 @@ fn form(rank: u32, epoch: u64) -> Form {
         rank,
         world_size: 2,
         reduction_ranks: 2,
+        config_overrides: ConfigOverrides::default(),
         dtype: Dtype::Auto,
         quantization: Quantization::None,
         lora: Lora::default(),
@@ -104,6 +106,7 @@ fn alone(epoch: u64, draft: Option<&str>) -> Form {
         rank: 0,
         world_size: 1,
         reduction_ranks: 1,
+        config_overrides: ConfigOverrides::default(),
         dtype: Dtype::Auto,
         quantization: Quantization::None,
         lora: Lora::default(),
@@ -310,6 +313,32 @@ fn a_folder_that_was_replaced_is_loaded_anew() {
     assert!(loaded && second != first);
     std::fs::write(&file, &whole).unwrap();
     assert_eq!(form().unwrap(), (true, first));
+}
+
+/// A model with other keys laid over its configuration is another one.
+#[test]
+fn other_keys_laid_over_the_configuration_are_loaded_anew() {
+    let device = CpuDevice { threads: 1 };
+    let mut engine = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
+    let (own, other) = (AbortSlot::default(), AbortSlot::default());
+    let mut epoch = 0;
+    let mut is_loaded = |text: &str| {
+        epoch += 1;
+        let config_overrides = ConfigOverrides::parse(text).unwrap();
+        let form = Form { config_overrides, ..alone(epoch, None) };
+        let mut observer = FormReporter { epoch: form.epoch, other: &other, ends: None };
+        let ready = engine.form(&form, &own, &mut observer);
+        engine.release();
+        own.clear();
+        ready.map(|ready| ready.load_seconds > 0.0).map_err(|error| error.message)
+    };
+    let theta = r#"{"rope_parameters": null, "rope_scaling": null, "rope_theta": 500000.0}"#;
+    for (text, expected) in [("{}", true), ("{}", false), (theta, true), (theta, false)] {
+        assert_eq!(is_loaded(text), Ok(expected), "{text}");
+    }
+    let error = is_loaded(r#"{"max_position_embeddings": 32}"#).unwrap_err();
+    assert!(error.contains("max_position_embeddings is 32, below"), "{error}");
+    assert_eq!(is_loaded("{}"), Ok(true), "back to the file's own");
 }
 
 /// Before weights are read, which would say that a tensor has another shape. It is no fault of the

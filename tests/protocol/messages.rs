@@ -4,6 +4,7 @@ use shared::ids::{
     BlockId, Epoch, HostBlockId, Incarnation, ReplicaId, RequestId, SeqId, StepId, WorkerId,
 };
 use shared::log::LogLines;
+use shared::model_config::{ConfigOverrides, OVERRIDES_BYTES_MAX};
 use shared::model_identity::ModelIdentity;
 use shared::protocol::actors::creation::{
     ARGUMENT_MAX, Begin, CLASSES_MAX, Creation, EndHow, Hosting, Instance, Needs, Placed,
@@ -123,6 +124,7 @@ fn form(collective: CollectiveSpec) -> ToWorker {
         collective_timeout_ms: 30_000,
         step_timeout_ms: 60_000,
         model: "/models/\u{e9}".to_owned(),
+        config_overrides: ConfigOverrides::parse(r#"{"rope_theta": 1e6}"#).unwrap(),
         dtype: Dtype::Bfloat16,
         quantization: Quantization::Int8,
         lora: Lora { adapters: vec![adapter()], max_rank: 16, places: 4 },
@@ -299,6 +301,18 @@ fn what_names_all_adapters_fits_into_its_frame() {
     round_trip(&welcome);
     assert!(codec::encode(&welcome).unwrap().len() <= WELCOME_MAX as usize);
     assert!(codec::encode(&lora).unwrap().len() <= CONTROL_MAX as usize / 2);
+    let text = format!("{{\"a\":\"{}\"}}", "x".repeat(OVERRIDES_BYTES_MAX - 8));
+    let config_overrides = ConfigOverrides::parse(&text).unwrap();
+    assert!(codec::encode(&config_overrides).unwrap().len() <= CONTROL_MAX as usize / 8);
+}
+
+#[test]
+fn what_is_laid_over_a_configuration_is_checked_when_it_arrives() {
+    for bad in ["{", "[1]"] {
+        let bytes = codec::encode(&bad.to_owned()).unwrap();
+        let decoded = codec::decode_message::<ConfigOverrides>(&bytes);
+        assert!(decoded.is_err(), "{bad}: {decoded:?}");
+    }
 }
 
 fn actor_frames() -> Vec<ActorFrame> {

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use coordinator::cluster::{Cluster, ClusterConfig, Effect, Member, PlacementRules};
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
+use shared::model_config::ConfigOverrides;
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{
     Dtype, EngineConfig, Formed, KvCacheDtype, Lora, NodeResources, Quantization, Started, ToWorker,
@@ -20,6 +21,7 @@ fn cluster(tensor_parallel: u32) -> Cluster {
         max_replicas: None,
         model: "m".into(),
         identity: Some(ModelIdentity(1)),
+        config_overrides: ConfigOverrides::default(),
         dtype: Dtype::Float32,
         quantization: Quantization::None,
         engine: EngineConfig {

@@ -16,6 +16,7 @@ use shared::ids::{Incarnation, ReplicaId, WorkerId};
 use shared::membership::View;
 use shared::metrics::Limits;
 use shared::metrics::merger::checkpoint::Checkpoint;
+use shared::model_config::ConfigOverrides;
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{Dtype, Quantization, StepResult, WorkerStats};
 use shared::wire::auth::Secret;
@@ -89,6 +90,7 @@ impl Coordinator {
             max_replicas: scenario.max_replicas,
             model: MODEL.to_owned(),
             identity: Some(ModelIdentity(1)),
+            config_overrides: ConfigOverrides::default(),
             dtype: Dtype::Auto,
             quantization: Quantization::None,
             engine: scenario.engine.clone(),

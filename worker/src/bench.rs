@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use kernels::collective::{Collective, local_group};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
+use shared::model_config::ConfigOverrides;
 use shared::protocol::{
     Drafts, Dtype, EngineConfig, KvCacheDtype, NewSequence, Quantization, SequenceStep, StepPlan,
 };
@@ -33,6 +34,8 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 pub struct BenchOptions {
     /// The model folder.
     pub model: PathBuf,
+    /// What is laid over its `config.json`.
+    pub config_overrides: ConfigOverrides,
     /// Data type of activations in matrix products.
     pub dtype: Dtype,
     /// How the weights are stored.
@@ -114,7 +117,8 @@ impl Replica {
     fn start(options: &BenchOptions) -> Result<Self, String> {
         let ranks = options.tensor_parallel;
         let group = local_group(ranks as usize, TIMEOUT).map_err(|error| error.to_string())?;
-        let config = ModelConfig::load(&options.model).map_err(|error| error.to_string())?;
+        let config = ModelConfig::load_with(&options.model, &options.config_overrides)
+            .map_err(|error| error.to_string())?;
         let (sender, results) = sync_channel(ranks as usize);
         let mut replica = Self {
             plans: Vec::new(),
@@ -257,7 +261,7 @@ fn engine<D: Device>(
     collective: Box<dyn Collective>,
 ) -> Result<(Engine<D::Backend>, Described), ModelError> {
     let model: &Path = &options.model;
-    let config = ModelConfig::load(model)?;
+    let config = ModelConfig::load_with(model, &options.config_overrides)?;
     let shard = Shard::new(&config, rank, options.tensor_parallel)?;
     let files = WeightFiles::open(model)?;
     let precision = device.precision(options.dtype, &config)?;

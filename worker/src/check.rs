@@ -1,6 +1,7 @@
 //! What a model folder needs of a host, read from its headers and norms: no matrix is loaded.
 use std::path::Path;
 
+use shared::model_config::ConfigOverrides;
 use shared::protocol::{Lora, Quantization};
 
 use crate::model::ModelError;
@@ -32,12 +33,13 @@ pub fn has_weights(folder: &Path) -> bool {
         .any(|file| folder.join(file).exists())
 }
 
-/// Reads only the folder's configuration, and checks that `degree` ranks can divide the model.
+/// Reads only the folder's configuration, with `overrides` laid over it, and checks that `degree`
+/// ranks can divide the model.
 ///
 /// # Errors
 /// [`ModelError`], with the sentence that a worker would end with.
-pub fn degree(folder: &Path, degree: u32) -> Result<(), ModelError> {
-    Shard::new(&ModelConfig::load(folder)?, 0, degree).map(drop)
+pub fn degree(folder: &Path, overrides: &ConfigOverrides, degree: u32) -> Result<(), ModelError> {
+    Shard::new(&ModelConfig::load_with(folder, overrides)?, 0, degree).map(drop)
 }
 
 /// Reads the folder's configuration and the headers of its weight files. Checks that `degree` ranks
@@ -52,7 +54,20 @@ pub fn model(
     degree: u32,
     quantization: Quantization,
 ) -> Result<ModelNeeds, ModelError> {
-    let config = ModelConfig::load(folder)?;
+    model_with(folder, &ConfigOverrides::default(), degree, quantization)
+}
+
+/// The same with `overrides` laid over the folder's configuration.
+///
+/// # Errors
+/// As [`model`].
+pub fn model_with(
+    folder: &Path,
+    overrides: &ConfigOverrides,
+    degree: u32,
+    quantization: Quantization,
+) -> Result<ModelNeeds, ModelError> {
+    let config = ModelConfig::load_with(folder, overrides)?;
     let part = Shard::new(&config, 0, degree)?;
     let whole = Shard::new(&config, 0, 1)?;
     let files = WeightFiles::open(folder)?;
@@ -78,20 +93,26 @@ pub fn model(
 ///
 /// # Errors
 /// [`ModelError`], with the sentence that a worker would end with.
-pub fn adapters(folder: &Path, lora: &Lora, degree: u32) -> Result<u64, ModelError> {
-    let config = ModelConfig::load(folder)?;
+pub fn adapters(
+    folder: &Path,
+    overrides: &ConfigOverrides,
+    lora: &Lora,
+    degree: u32,
+) -> Result<u64, ModelError> {
+    let config = ModelConfig::load_with(folder, overrides)?;
     let shard = Shard::new(&config, 0, degree)?;
     let (matrices, _) = LoraFiles::open(lora, &config)?.bytes(&config, &shard, 0)?;
     Ok(matrices)
 }
 
-/// Opens a draft model's folder and checks it against the model. Returns the memory that its
-/// weights need on the rank that drafts, in bytes; its KV is part of that rank's KV cache.
+/// Opens a draft model's folder and checks it against the model, over whose configuration alone
+/// `overrides` are laid. Returns the memory that its weights need on the rank that drafts, in
+/// bytes; its KV is part of that rank's KV cache.
 ///
 /// # Errors
 /// [`ModelError`], with the sentence that a worker would end with.
-pub fn draft(folder: &Path, draft: &Path) -> Result<u64, ModelError> {
-    DraftFiles::open(draft, &ModelConfig::load(folder)?)?;
+pub fn draft(folder: &Path, overrides: &ConfigOverrides, draft: &Path) -> Result<u64, ModelError> {
+    DraftFiles::open(draft, &ModelConfig::load_with(folder, overrides)?)?;
     Ok(model(draft, 1, Quantization::None)?.weight_bytes)
 }
 

@@ -12,6 +12,7 @@ use coordinator::text::model::{GenerationSource, SamplingDefaults, TextOptions};
 use coordinator::text::reply::{CallFormat, Reasoning};
 use coordinator::text::template::RESERVED;
 use serde_json::{Map, Value};
+use shared::model_config::ConfigOverrides;
 use zeroize::Zeroizing;
 
 use super::options::parse_bytes;
@@ -25,6 +26,11 @@ const LOGPROBS_BOUND: i64 = 128;
 /// Options of the HTTP API.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ApiArgs {
+    /// Keys that go before those of the model's config.json, as a JSON object: each replaces the
+    /// file's, null removes it; those within text_config (of multimodal models) one by one. Workers
+    /// get them from the coordinator; must be the same for the coordinator and all front ends
+    #[arg(long, value_name = "JSON", value_parser = ConfigOverrides::parse)]
+    pub(crate) hf_overrides: Option<ConfigOverrides>,
     /// Answer only with `Authorization: Bearer KEY` or `x-api-key: KEY`, of any of these keys, on
     /// all paths but probes, /metrics and /version. Others see command lines: --api-key-file, or
     /// TUTTI_API_KEY in the environment, hides it
@@ -224,6 +230,7 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
     Ok(ApiOptions {
         keys,
         text: TextOptions {
+            config_overrides: args.hf_overrides.clone().unwrap_or_default(),
             chat_template: args.chat_template.clone(),
             variables: args.default_chat_template_kwargs.clone().unwrap_or_default().0,
             generation: args.generation_config.clone(),

@@ -19,7 +19,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
         None => demo_model()?,
     };
     let threads = args.compute.threads.unwrap_or_else(|| (cores() / args.tensor_parallel).max(1));
-    let needs = worker::check::model(&model, args.tensor_parallel, args.quantization)
+    let config_overrides = args.hf_overrides.clone().unwrap_or_default();
+    let (degree, quantization) = (args.tensor_parallel, args.quantization);
+    let needs = worker::check::model_with(&model, &config_overrides, degree, quantization)
         .map_err(|error| CliError::Failed(error.to_string()))?;
     let longest = needs.max_positions.saturating_sub(WARM_UP_STEPS as usize);
     let longest = u32::try_from(longest).unwrap_or(u32::MAX);
@@ -33,10 +35,11 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     }
     let options = BenchOptions {
         model,
+        config_overrides,
         dtype: args.dtype,
-        quantization: args.quantization,
+        quantization,
         kv_cache_dtype: args.kv_cache_dtype,
-        tensor_parallel: args.tensor_parallel,
+        tensor_parallel: degree,
         device: devices::choose(&args.compute, threads)?,
         prompt_tokens,
         decode_steps: args.decode_steps,

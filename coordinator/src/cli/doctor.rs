@@ -21,6 +21,7 @@ use rustls::client::danger::ServerCertVerifier as _;
 use rustls::pki_types::ServerName;
 use serde::Serialize;
 use serde_json::json;
+use shared::model_config::ConfigOverrides;
 use shared::protocol::Quantization;
 
 use super::etcd::{EtcdArgs, parse_address};
@@ -83,6 +84,9 @@ pub(crate) struct DoctorArgs {
     pub(crate) model: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) hub: HubArgs,
+    /// Keys that go before those of the model's config.json, as when serving
+    #[arg(long, value_name = "JSON", value_parser = ConfigOverrides::parse)]
+    pub(crate) hf_overrides: Option<ConfigOverrides>,
     /// Workers per replica
     #[arg(long, alias = "tensor-parallel-size", value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,

@@ -243,23 +243,26 @@ pub(crate) fn check_model(
     weights: WeightsLocation,
 ) -> Result<(), CliError> {
     let CoordinatorOptions { model, tensor_parallel: degree, lora, .. } = options;
+    let overrides = &options.api.text.config_overrides;
     let checks_adapters = || {
-        let none = lora.adapters.is_empty();
-        if none { Ok(()) } else { worker::check::adapters(model, lora, *degree).map(drop) }
+        if lora.adapters.is_empty() {
+            return Ok(());
+        }
+        worker::check::adapters(model, overrides, lora, *degree).map(drop)
     };
     let elsewhere = weights == WeightsLocation::MayBeElsewhere;
     let checked = if elsewhere && options.sources.pinned.is_some() {
         // Workers fetch them; what is here may be on its way.
-        worker::check::degree(model, *degree).and_then(|()| checks_adapters())
+        worker::check::degree(model, overrides, *degree).and_then(|()| checks_adapters())
     } else if elsewhere && !worker::check::has_weights(model) {
-        worker::check::degree(model, *degree).inspect(|()| {
+        worker::check::degree(model, overrides, *degree).inspect(|()| {
             tracing::warn!(
                 model = %model.display(),
                 "this host does not have the model's weights: every worker's host must have them"
             );
         })
     } else {
-        let fits = worker::check::model(model, *degree, options.quantization);
+        let fits = worker::check::model_with(model, overrides, *degree, options.quantization);
         fits.and_then(|_| checks_adapters())
     };
     checked.map_err(|error| CliError::Failed(error.to_string()))

@@ -2,6 +2,7 @@
 use std::io::Write as _;
 
 use coordinator::scheduler::{Method, NgramConfig};
+use shared::model_config::ConfigOverrides;
 
 use super::options::Workers;
 use super::*;
@@ -206,6 +207,24 @@ fn weights_are_quantised_when_that_is_asked_for() {
     assert_eq!(args.serving.quantization, Quantization::None);
     let error = up(&["--quantization", "fp8"], "").unwrap_err();
     assert!(error.contains("--quantization") && error.contains("none, int8"), "{error}");
+}
+
+#[test]
+fn keys_of_a_models_configuration_are_json_on_the_command_line_and_in_a_file() {
+    let given = |words: &[&str], file| up(words, file).map(|args| args.serving.api.hf_overrides);
+    let parsed = |text| Some(ConfigOverrides::parse(text).unwrap());
+    assert_eq!(given(&[], ""), Ok(None));
+    assert_eq!(given(&[], "hf-overrides = '{\"a\": 1}'"), Ok(parsed("{\"a\": 1}")));
+    let words = ["--hf-overrides", "{\"b\": {\"c\": null}}"];
+    assert_eq!(given(&words, "hf-overrides = '{\"a\": 1}'"), Ok(parsed(words[1])));
+    let error = given(&["--hf-overrides", "[1]"], "").unwrap_err();
+    assert!(error.contains("--hf-overrides") && error.contains("not a JSON object"), "{error}");
+    let error = given(&[], "hf-overrides = 'rope'").unwrap_err();
+    assert!(error.contains("not a JSON object") && error.contains(".toml"), "{error}");
+    for role in ["coordinator", "frontend", "doctor", "bench"] {
+        assert!(parse_words(&["tutti", role, "--hf-overrides", "{}"]).is_ok(), "{role}");
+    }
+    assert!(parse_words(&["tutti", "worker", "--hf-overrides", "{}"]).is_err(), "it is told");
 }
 
 #[test]

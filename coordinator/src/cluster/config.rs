@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use shared::hub::HubModel;
 use shared::ids::{Incarnation, WorkerId};
+use shared::model_config::ConfigOverrides;
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{Adapter, Dtype, EngineConfig, Lora, NodeResources, Quantization, ToFetch};
 use shared::wire::auth::Secret;
@@ -26,6 +27,8 @@ pub struct ClusterConfig {
     pub model: String,
     /// Its contents as read here, if it can be read: every rank must have the same.
     pub identity: Option<ModelIdentity>,
+    /// What every rank lays over its `config.json`.
+    pub config_overrides: ConfigOverrides,
     /// Compute data type, the same on every rank of every replica.
     pub dtype: Dtype,
     /// Quantization of the weights, likewise.

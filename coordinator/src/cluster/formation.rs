@@ -180,6 +180,7 @@ impl Cluster {
                 collective_timeout_ms: self.config.collective_timeout.as_millis() as u64,
                 step_timeout_ms: self.config.step_timeout.as_millis() as u64,
                 model: self.config.model.clone(),
+                config_overrides: self.config.config_overrides.clone(),
                 dtype: self.config.dtype,
                 quantization: self.config.quantization,
                 lora: self.adapters.lora(),

@@ -33,6 +33,7 @@ use shared::protocol::{
 use shared::wire::auth::Secret;
 
 use super::formation::collective_for;
+use shared::model_config::ConfigOverrides;
 use shared::model_identity::ModelIdentity;
 
 use super::*;
@@ -45,6 +46,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
         max_replicas: None,
         model: "m".into(),
         identity: Some(ModelIdentity(1)),
+        config_overrides: ConfigOverrides::default(),
         dtype: Dtype::Bfloat16,
         quantization: Quantization::None,
         engine: EngineConfig {

@@ -46,6 +46,7 @@ pub(super) fn cluster_config(
         placement: options.placement.clone(),
         model: options.sources.model.clone(),
         identity,
+        config_overrides: options.api.text.config_overrides.clone(),
         dtype: options.dtype,
         quantization: options.quantization,
         lora: lora_sources(options),

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use serde_json::{Map, Value};
-use shared::model_config::{self, Classifier};
+use shared::model_config::{self, Classifier, ConfigOverrides};
 use shared::sampling::Pooling;
 use tokenizers::{PostProcessor as _, Tokenizer, TruncationDirection};
 
@@ -46,6 +46,8 @@ impl TextModelError {
 /// same.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TextOptions {
+    /// What is laid over the model's `config.json`, also by its workers.
+    pub config_overrides: ConfigOverrides,
     /// A chat template in place of the folder's own.
     pub chat_template: Option<PathBuf>,
     /// Variables of the chat template that requests do not set.
@@ -117,19 +119,16 @@ impl TextModel {
             return Err(TextModelError::new(folder, "there is no such model folder"));
         }
         let config_file = folder.join("config.json");
-        let config = read_json(&config_file)?;
-        let classifier = model_config::classifier(&config)
-            .map_err(|message| TextModelError::new(&config_file, message))?;
-        let config = model_config::text_model(config)
-            .map_err(|message| TextModelError::new(&config_file, message))?;
-        let positions = model_config::positions(&config)
-            .map_err(|message| TextModelError::new(&config_file, message))?;
+        let overrides = &options.config_overrides;
+        let failed = |message| TextModelError::new(&config_file, overrides.explain(message));
+        let config = overrides.lay_over(read_json(&config_file)?).map_err(failed)?;
+        let classifier = model_config::classifier(&config).map_err(failed)?;
+        let config = model_config::text_model(config).map_err(failed)?;
+        let positions = model_config::positions(&config).map_err(failed)?;
         let size = |key: &str| {
             let value = config.get(key).and_then(Value::as_u64).filter(|n| *n > 0);
             let value = value.and_then(|n| u32::try_from(n).ok());
-            value.ok_or_else(|| {
-                TextModelError::new(&config_file, format!("key {key} must be a positive integer"))
-            })
+            value.ok_or_else(|| failed(format!("key {key} must be a positive integer")))
         };
         let vocab_size = size("vocab_size")?;
         let file = folder.join("tokenizer.json");
@@ -376,6 +375,9 @@ fn fingerprint(folder: &Path, options: &TextOptions) -> u64 {
     }
     if options.sampling != SamplingDefaults::default() {
         parts.push(("sampling", format!("{:?}", options.sampling).into_bytes()));
+    }
+    if !options.config_overrides.is_empty() {
+        parts.push(("hf-overrides", options.config_overrides.canonical()));
     }
     let mut state = 0xcbf2_9ce4_8422_2325u64;
     for (name, content) in parts {

@@ -14,7 +14,7 @@ pub struct Serves {
     /// Contents of the model's folder; unknown where its weights are elsewhere.
     #[serde(default)]
     pub model: Option<ModelIdentity>,
-    /// Fingerprint of the tokenizer's files.
+    /// Fingerprint of the files that concern text, and of the options that go before them.
     pub text: u64,
     /// Maximum length of a sequence, in tokens.
     pub max_model_len: u32,

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::lora::Lora;
 use crate::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
+use crate::model_config::ConfigOverrides;
 use crate::model_identity::ModelIdentity;
 
 /// What a worker computes on.
@@ -365,6 +366,8 @@ pub struct Form {
     /// The model folder, as a path on the worker's host; or a model on the hub, as
     /// [`HubModel`](crate::hub::HubModel) is written, whose files the worker has in its cache.
     pub model: String,
+    /// What is laid over its `config.json`.
+    pub config_overrides: ConfigOverrides,
     /// Data type of activations in matrix products.
     pub dtype: Dtype,
     /// How the weights are stored.

@@ -153,8 +153,8 @@ impl Serving {
 
 /// What [`Serving::text_fingerprint`] covers, one of which differs if the fingerprints do.
 pub const TEXT_PARTS: &str = "config.json, generation_config.json, the tokenizer's files, a chat \
-     template, how texts are pooled, --chat-template, --default-chat-template-kwargs, \
-     --generation-config or --override-generation-config";
+     template, how texts are pooled, --hf-overrides, --chat-template, \
+     --default-chat-template-kwargs, --generation-config or --override-generation-config";
 
 /// A request submitted to the engine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

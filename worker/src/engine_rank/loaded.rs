@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use kernels::collective::single_rank;
 use kernels::{Collective, KernelError};
+use shared::model_config::ConfigOverrides;
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{Dtype, EngineConfig, Form, KvCacheDtype, Lora, Quantization};
 
@@ -28,6 +29,7 @@ pub(super) struct LoadedKey {
     draft: Option<(String, Option<ModelIdentity>)>,
     /// Identity of the contents of the model's folder, and of the adapters' if they never change.
     pub(super) identity: ModelIdentity,
+    config_overrides: ConfigOverrides,
     dtype: Dtype,
     quantization: Quantization,
     rank: u32,
@@ -48,6 +50,7 @@ impl LoadedKey {
                 (folder.to_owned(), identity.ok())
             }),
             identity,
+            config_overrides: form.config_overrides.clone(),
             dtype: form.dtype,
             quantization: form.quantization,
             rank: form.rank,
@@ -104,7 +107,7 @@ pub(super) fn load<D: Device>(
 ) -> Result<Engine<D::Backend>, ModelError> {
     let form = joining.form;
     let folder = Path::new(&form.model);
-    let config = ModelConfig::load(folder)?;
+    let config = ModelConfig::load_with(folder, &form.config_overrides)?;
     let shard = Shard::new(&config, form.rank, form.world_size)?
         .with_reduction(&config, form.reduction_ranks)?;
     let files = WeightFiles::open(folder)?;

@@ -6,6 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 
 use kernels::collective::AbortHandle;
 use shared::ids::{ReplicaId, SeqId, StepId};
+use shared::model_config::ConfigOverrides;
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{
     Adapter, AdapterChange, CollectiveSpec, Dtype, EngineConfig, KvCacheDtype, Lora, Quantization,
@@ -191,6 +192,7 @@ fn form(epoch: u64, model: &str) -> ExecutorCommand {
         rank: 0,
         world_size: 1,
         reduction_ranks: 1,
+        config_overrides: ConfigOverrides::default(),
         dtype: Dtype::Auto,
         quantization: Quantization::None,
         lora: Lora::default(),

@@ -12,7 +12,7 @@ use kernels::backend::{Activation, ExpertActivation, PlainActivation};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use shared::model_config::{self, Classifier};
+use shared::model_config::{self, Classifier, ConfigOverrides};
 
 use self::architecture::{Architecture, Biases};
 pub use self::architecture::{Fused, MlpNames, NormKind, Norms};
@@ -184,13 +184,22 @@ impl ModelConfig {
     /// # Errors
     /// [`ModelError::File`] naming the key, its value's problem and the bound.
     pub fn load(folder: &Path) -> Result<Self, ModelError> {
+        Self::load_with(folder, &ConfigOverrides::default())
+    }
+
+    /// The same with `overrides` laid over the file.
+    ///
+    /// # Errors
+    /// As [`ModelConfig::load`].
+    pub fn load_with(folder: &Path, overrides: &ConfigOverrides) -> Result<Self, ModelError> {
         let file = folder.join("config.json");
         let text = std::fs::read_to_string(&file)
             .map_err(|error| ModelError::file(&file, format!("cannot be read: {error}")))?;
         let config = serde_json::from_str(&text).map_err(|error| {
             ModelError::file(&file, format!("not a model configuration: {error}"))
         })?;
-        Self::from_value(config).map_err(|message| ModelError::file(&file, message))
+        let config = overrides.lay_over(config).and_then(Self::from_value);
+        config.map_err(|message| ModelError::file(&file, overrides.explain(message)))
     }
 
     /// Checks the contents of a `config.json`.

@@ -1,9 +1,10 @@
 //! The model folder, and whether its weights fit.
 use std::path::{Path, PathBuf};
 
-use coordinator::text::model::TextModel;
+use coordinator::text::model::{TextModel, TextOptions};
 use shared::host::available_memory;
 use shared::hub::ModelPart;
+use shared::model_config::ConfigOverrides;
 use shared::protocol::Lora;
 use worker::model::ModelError;
 
@@ -26,7 +27,9 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
         Err(finding) => return vec![finding],
     };
     let mut findings = Vec::new();
-    match worker::check::model(&folder, args.tensor_parallel, args.quantization) {
+    let overrides = overrides(args);
+    let (degree, quantization) = (args.tensor_parallel, args.quantization);
+    match worker::check::model_with(&folder, &overrides, degree, quantization) {
         Ok(needs) => {
             findings.push(Finding::ok(
                 MODEL,
@@ -51,9 +54,10 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
             let weights = needs.weight_bytes / u64::from(args.tensor_parallel) + adapters;
             findings.push(memory(Weights { weights, draft }, args, workers, available));
         }
-        Err(error) => findings.push(Finding::fail(MODEL, error.to_string(), remedy(&error))),
+        Err(error) => findings.push(Finding::fail(MODEL, error.to_string(), remedy(&error, args))),
     }
-    findings.push(match TextModel::load(&folder) {
+    let options = TextOptions { config_overrides: overrides, ..TextOptions::default() };
+    findings.push(match TextModel::load_with(&folder, &options) {
         Ok(text) => Finding::ok(
             TOKENIZER,
             format!(
@@ -72,17 +76,27 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
 }
 
 /// Returns the remedy for a model that cannot be served.
-fn remedy(error: &ModelError) -> &'static str {
+fn remedy(error: &ModelError, args: &DoctorArgs) -> &'static str {
     match error {
         ModelError::Degree { .. } => "--tensor-parallel N, with one of the possible degrees",
         ModelError::File { file, .. } if !file.exists() => {
             "--model DIR, a folder in Hugging Face format with config.json and safetensors"
+        }
+        ModelError::File { file, .. }
+            if file.ends_with("config.json") && args.hf_overrides.is_some() =>
+        {
+            "correct --hf-overrides, or name another model with --model"
         }
         ModelError::File { file, .. } if file.ends_with("config.json") => {
             "name another model with --model; the README lists the supported ones"
         }
         _ => "copy the folder again from its source, or name another with --model",
     }
+}
+
+/// What is laid over the model's configuration.
+fn overrides(args: &DoctorArgs) -> ConfigOverrides {
+    args.hf_overrides.clone().unwrap_or_default()
 }
 
 fn folder(args: &DoctorArgs) -> Result<PathBuf, Finding> {
@@ -115,7 +129,8 @@ fn adapters(folder: &Path, args: &DoctorArgs) -> Option<ExtraModel> {
     }
     let places = args.lora.max_loras.map_or(String::new(), |places| format!(" of {places}"));
     let found = local(adapters_of(&args.lora), &args.hub).and_then(|lora| {
-        let bytes = worker::check::adapters(folder, &lora, args.tensor_parallel);
+        let overrides = overrides(args);
+        let bytes = worker::check::adapters(folder, &overrides, &lora, args.tensor_parallel);
         bytes.map_err(|error| error.to_string())
     });
     Some(match found {
@@ -144,8 +159,10 @@ fn local(mut lora: Lora, args: &HubArgs) -> Result<Lora, String> {
 fn draft(folder: &Path, args: &DoctorArgs) -> Option<ExtraModel> {
     let draft = args.speculative_config.as_ref()?.draft_model.as_ref()?;
     let looked = hub::cached("--speculative-config", draft, &args.hub, ModelPart::Weights);
-    let looked = looked
-        .and_then(|draft| worker::check::draft(folder, &draft).map_err(|error| error.to_string()));
+    let looked = looked.and_then(|draft| {
+        let bytes = worker::check::draft(folder, &overrides(args), &draft);
+        bytes.map_err(|error| error.to_string())
+    });
     Some(match looked {
         Ok(bytes) => {
             let text = format!("{}: {} of weights on rank 0", draft.display(), mib(bytes));

@@ -3,6 +3,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use coordinator::http::admin::LOCAL_WORKERS_MAX;
+use shared::model_config::ConfigOverrides;
 use shared::protocol::{Dtype, KvCacheDtype, Quantization};
 
 use super::super::http_client::TrustArgs;
@@ -161,6 +162,9 @@ pub(crate) struct BenchArgs {
     pub(crate) model: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) hub: HubArgs,
+    /// Keys that go before those of the model's config.json, as when serving
+    #[arg(long, value_name = "JSON", value_parser = ConfigOverrides::parse)]
+    pub(crate) hf_overrides: Option<ConfigOverrides>,
     /// Type of the activations in matrix products: auto, float32 or bfloat16, as when serving
     #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = parse_dtype)]
     pub(crate) dtype: Dtype,

@@ -132,8 +132,8 @@ pub(crate) const ROWS: &[Row] = &[
     row(&["-q"], Other("`--quantization METHOD`")),
     row(&["tokenizer-revision", "code-revision"], Other("`--revision`, for the whole model")),
     row(
-        &["hf-overrides", "hf-config-path", "rope-scaling", "rope-theta"],
-        Other("edit the folder's `config.json` ([Long contexts](configuration.md#long-contexts))"),
+        &["hf-config-path", "rope-scaling", "rope-theta"],
+        Other("`--hf-overrides JSON` ([Long contexts](configuration.md#long-contexts))"),
     ),
     row(
         &["tokenizer", "tokenizer-mode", "skip-tokenizer-init"],
@@ -158,13 +158,13 @@ pub(crate) const ROWS: &[Row] = &[
     row(
         &["task", "runner"],
         Other(
-            "the model's `config.json` says what it can do: text and embeddings, or \
-             [classes](api.md#classification)",
+            "the model's `config.json`, or `--hf-overrides`, says what it can do: text and \
+             embeddings, or [classes](api.md#classification)",
         ),
     ),
     row(
         &["convert"],
-        Other("edit the folder's `config.json`: `architectures` ([Rerankers](api.md#rerankers))"),
+        Other("`--hf-overrides JSON`, with `architectures` ([Rerankers](api.md#rerankers))"),
     ),
     row(
         &["pooler-config", "override-pooler-config"],

@@ -27,7 +27,11 @@ fn what_asks_for_nothing_is_left_out_and_the_rest_is_told() {
         ("tutti up -cc.mode=3", "`-cc.mode` is a vLLM option; here: nothing is compiled"),
         ("tutti up --compilation-config.level 3", "nothing is compiled"),
         ("tutti up --max-log-len 100", "`--max-log-len` is a vLLM option; here: prompts and"),
-        ("tutti up --hf-overrides {}", "`config.json` (docs/configuration.md#long-contexts)"),
+        (
+            "tutti up --rope-theta 1e6",
+            "`--hf-overrides JSON` (docs/configuration.md#long-contexts)",
+        ),
+        ("tutti up --convert classify", "`--hf-overrides JSON`, with `architectures` (docs/api.md"),
         ("tutti up --nnodes 2", "other hosts (README.md#several-machines)"),
         ("tutti up --no-enable-log-deltas", "`--no-enable-log-deltas` is a vLLM option; here: pr"),
         ("tutti up --task embed", "text and embeddings, or classes"),
@@ -36,7 +40,8 @@ fn what_asks_for_nothing_is_left_out_and_the_rest_is_told() {
         assert!(error.contains(told) && !error.contains("tip:"), "{line}: {error}");
         assert_eq!(error.trim_end().lines().count(), 1, "{error}");
     }
-    assert!(hint("hf-overrides").unwrap().contains("config.json"));
+    assert!(hint("rope-scaling").unwrap().contains("--hf-overrides"));
+    assert!(hint("hf-overrides").is_none(), "it is an option here too");
     assert!(hint("enable_chunked_prefill").unwrap().contains("always the case"));
     assert!(hint("model").is_none());
 }

@@ -8,6 +8,7 @@ use shared::protocol::{
 };
 use shared::wire::auth::Secret;
 
+use shared::model_config::ConfigOverrides;
 use shared::model_identity::ModelIdentity;
 
 use super::*;
@@ -62,6 +63,7 @@ fn cluster_with(lora: Lora) -> (Addr<ClusterActor>, watch::Receiver<ClusterView>
         max_replicas: None,
         model: "m".into(),
         identity: Some(ModelIdentity(1)),
+        config_overrides: ConfigOverrides::default(),
         dtype: Dtype::Float32,
         quantization: Quantization::None,
         engine,

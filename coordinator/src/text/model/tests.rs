@@ -135,6 +135,33 @@ fn sizes_are_those_of_the_text_model() {
     assert!(error.contains("config.json: key max_position_embeddings must be"), "{error}");
 }
 
+/// As if the file had been edited; front ends must have the same.
+#[test]
+fn keys_laid_over_the_configuration_count_for_text_too() {
+    let demo = &folders()[0];
+    let load = |text: &str| {
+        let config_overrides = ConfigOverrides::parse(text).unwrap();
+        let options = TextOptions { config_overrides, ..TextOptions::default() };
+        TextModel::load_with(demo, &options).map_err(|error| error.to_string())
+    };
+    let plain = load("{}").unwrap();
+    assert_eq!(plain.fingerprint, TextModel::load(demo).unwrap().fingerprint);
+    let yarn = r#"{"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1e4}}"#;
+    let long = load(yarn).unwrap();
+    assert_eq!((plain.max_positions, long.max_positions), (1024, 2048));
+    assert_ne!(long.fingerprint, plain.fingerprint);
+    let other = r#"{"rope_parameters":{"factor":2,"rope_theta":1e4,"rope_type":"yarn"}}"#;
+    assert_eq!(load(other).unwrap().fingerprint, long.fingerprint, "only written in another way");
+    let other = yarn.replace(": 2,", ": 3,");
+    assert_ne!(load(&other).unwrap().fingerprint, long.fingerprint);
+    let classes = r#"{"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}"#;
+    assert_eq!(load(classes).unwrap().numbers(), 3);
+    let error = load(r#"{"vocab_size": -1}"#).unwrap_err();
+    assert!(error.contains("config.json: with --hf-overrides: key vocab_size must be"), "{error}");
+    let error = load(r#"{"architectures": ["Mistral3ForConditionalGeneration"]}"#).unwrap_err();
+    assert!(error.contains("with --hf-overrides: key text_config of Mistral3"), "{error}");
+}
+
 fn in_pieces(model: &TextModel, tokens: &[u32]) -> String {
     let mut decoder = IncrementalDecoder::new(model.tokenizer.clone());
     let mut text = String::new();
