@@ -1,5 +1,5 @@
-//! The answers of a batch: a file of JSON lines in the format of OpenAI's Batch API, in the order in
-//! which they come.
+//! The answers of a batch: a file of JSON lines in the format of OpenAI's Batch API, in the order
+//! in which they come.
 use std::collections::HashSet;
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead as _, BufReader, BufWriter, Write as _};

@@ -87,8 +87,8 @@ impl SamplingDefaults {
         Ok(parsed)
     }
 
-    /// Reads a model's file, which has much else. A value that no request could have is skipped, and
-    /// nothing else with it; `told` hears what is wrong with it.
+    /// Reads a model's file, which has much else. A value that no request could have is skipped,
+    /// and nothing else with it; `told` hears what is wrong with it.
     fn of_file(config: &Value, mut told: impl FnMut(String)) -> Self {
         let mut parsed = Self::default();
         for (key, value) in config.as_object().into_iter().flatten() {
