@@ -94,8 +94,8 @@ impl Batch {
         for (id, body) in &self.bodies {
             let answer = &answers[id];
             assert_eq!(answer["status_code"], 200, "{answer}");
-            let id = answer["body"]["id"].as_str().and_then(|id| id.strip_prefix("cmpl-"));
-            assert_eq!(answer["request_id"].as_str(), id, "{answer}");
+            let own = answer["body"]["id"].as_str().and_then(|own| own.strip_prefix("cmpl-"));
+            assert_eq!(answer["request_id"].as_str(), own, "{answer}");
             let expected = client.post("/v1/completions", body).await.unwrap().body;
             for field in ["choices", "usage"] {
                 assert_eq!(answer["body"][field], expected[field], "{id}");

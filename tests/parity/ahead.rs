@@ -233,6 +233,11 @@ fn started(backend: CudaBackend, rank: u32, degree: u32) -> Engine<CudaBackend> 
         kv_cache_dtype: KvCacheDtype::Auto,
     };
     let mut engine = engine_of(&variant("llama-gqa"), rank, degree, backend, sizes).unwrap();
+    if degree > 1 {
+        engine.backend().set_alone(true);
+        engine.profile().unwrap();
+        engine.backend().set_alone(false);
+    }
     engine.start(SEQS * BLOCKS, SEQS * BLOCKS).unwrap();
     engine
 }
