@@ -120,9 +120,9 @@ async fn a_batch_is_answered_as_its_requests_are_and_goes_on_after_it_was_killed
     batch.until_lines(5).await;
     LocalCluster::signal(run.pid(), "KILL").unwrap();
     drop(run);
-    let begun = batch.lines();
-    assert!(begun.len() < 63, "it was killed before its end");
-    // As if it had been killed while it wrote.
+    // It may have come far meanwhile. As if it had been killed earlier, and while it wrote.
+    let mut begun = batch.lines();
+    begun.truncate(20);
     let torn = begun.join("\n") + "\n" + &begun[0][..begun[0].len() / 2];
     std::fs::write(batch.output(), torn).unwrap();
 
@@ -175,7 +175,7 @@ async fn a_batch_waits_for_a_coordinator_that_is_killed_and_started_again() {
     let batch = Batch::new(60);
     // Before anybody listens there.
     let run = ["--server", &listen, "--concurrency", "3", "--retry-for"];
-    let mut patient = batch.run(&[&run[..], &["60"]].concat());
+    let mut patient = batch.run(&[&run[..], &["120"]].concat());
     let first = coordinator();
     batch.until_lines(10).await;
     drop(first);
