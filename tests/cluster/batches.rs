@@ -2,12 +2,13 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use testkit::client::Client;
 use testkit::fleet::free_port;
-use testkit::local_cluster::LocalCluster;
+use testkit::local_cluster::{LocalCluster, tutti_binary};
 
 use crate::{STORY, up};
 
@@ -53,12 +54,25 @@ impl Batch {
         std::fs::write(self.input(), lines).unwrap();
     }
 
-    /// Starts `tutti run-batch`.
-    fn run(&self, more: &[&str]) -> LocalCluster {
+    /// The arguments of `tutti run-batch`.
+    fn args(&self, more: &[&str]) -> Vec<String> {
         let text = |path: &Path| path.to_str().unwrap().to_owned();
         let (input, output) = (text(&self.input()), text(&self.output()));
-        let args = ["run-batch", "-i", &input, "-o", &output];
-        LocalCluster::spawn(&[&args, more].concat()).unwrap()
+        let own = ["run-batch", "-i", &input, "-o", &output];
+        own.iter().chain(more).map(|&it| it.to_owned()).collect()
+    }
+
+    /// Starts it.
+    fn start(&self, more: &[&str]) -> LocalCluster {
+        let args = self.args(more);
+        LocalCluster::spawn(&args.iter().map(String::as_str).collect::<Vec<_>>()).unwrap()
+    }
+
+    /// Runs it to its end; returns its exit code and its output.
+    fn run(&self, more: &[&str]) -> (Option<i32>, String) {
+        let output = Command::new(tutti_binary()).args(self.args(more)).output().unwrap();
+        let said = [output.stdout, output.stderr].concat();
+        (output.status.code(), String::from_utf8(said).unwrap())
     }
 
     fn lines(&self) -> Vec<String> {
@@ -116,7 +130,7 @@ async fn a_batch_is_answered_as_its_requests_are_and_goes_on_after_it_was_killed
     );
     batch.add("vector", "/v1/embeddings", &json!({"input": STORY}));
     let server = ["--server", cluster.base(), "--concurrency", "3"];
-    let run = batch.run(&[&server[..], &["--api-key", "the-key"]].concat());
+    let run = batch.start(&[&server[..], &["--api-key", "the-key"]].concat());
     batch.until_lines(5).await;
     LocalCluster::signal(run.pid(), "KILL").unwrap();
     drop(run);
@@ -126,23 +140,23 @@ async fn a_batch_is_answered_as_its_requests_are_and_goes_on_after_it_was_killed
     let torn = begun.join("\n") + "\n" + &begun[0][..begun[0].len() / 2];
     std::fs::write(batch.output(), torn).unwrap();
 
-    let mut again = batch.run(&server);
-    assert_eq!(again.wait_end().unwrap().code(), Some(2), "{}", again.log());
-    assert!(again.log().contains("give --resume"), "{}", again.log());
+    let (code, said) = batch.run(&server);
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("give --resume"), "{said}");
     // That is no answer to anything.
-    let mut keyless = batch.run(&[&server[..], &["--resume"]].concat());
-    assert_eq!(keyless.wait_end().unwrap().code(), Some(1), "{}", keyless.log());
-    assert!(keyless.log().contains("wants another --api-key"), "{}", keyless.log());
+    let (code, said) = batch.run(&[&server[..], &["--resume"]].concat());
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("wants another --api-key"), "{said}");
     assert_eq!(batch.lines(), begun, "the line that was cut off is gone");
 
-    let mut rest = batch.run(&[&server[..], &["--resume", "--api-key", "the-key"]].concat());
-    assert_eq!(rest.wait_end().unwrap().code(), Some(0), "{}", rest.log());
+    let (code, said) = batch.run(&[&server[..], &["--resume", "--api-key", "the-key"]].concat());
+    assert_eq!(code, Some(0), "{said}");
     let counts = format!(
         "{0} of {0} requests: {1} answered, 1 refused, 0 failed",
         63 - begun.len(),
         62 - begun.len()
     );
-    assert!(rest.log().contains(&counts), "{counts}: {}", rest.log());
+    assert!(said.contains(&counts), "{counts}: {said}");
     let answers = batch.answers();
     assert_eq!(answers.len(), 63);
     assert_eq!(answers["bad"]["status_code"], 400);
@@ -175,7 +189,7 @@ async fn a_batch_waits_for_a_coordinator_that_is_killed_and_started_again() {
     let batch = Batch::new(60);
     // Before anybody listens there.
     let run = ["--server", &listen, "--concurrency", "3", "--retry-for"];
-    let mut patient = batch.run(&[&run[..], &["120"]].concat());
+    let mut patient = batch.start(&[&run[..], &["120"]].concat());
     let first = coordinator();
     batch.until_lines(10).await;
     drop(first);
@@ -187,9 +201,9 @@ async fn a_batch_waits_for_a_coordinator_that_is_killed_and_started_again() {
 
     drop(second);
     std::fs::remove_file(batch.output()).unwrap();
-    let mut hasty = batch.run(&[&run[..], &["0"]].concat());
-    assert_eq!(hasty.wait_end().unwrap().code(), Some(1), "{}", hasty.log());
-    assert!(hasty.log().contains("60 requests have no answer yet"), "{}", hasty.log());
+    let (code, said) = batch.run(&[&run[..], &["0"]].concat());
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("60 requests have no answer yet"), "{said}");
     let line: Value = serde_json::from_str(&batch.lines()[0]).unwrap();
     assert_eq!((&line["response"], &line["error"]["code"]), (&Value::Null, &json!("unreached")));
 }
