@@ -3,12 +3,12 @@
 use serde_json::{Value, json};
 use std::io::{Read as _, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
-use std::process::Command;
 use std::time::Duration;
 
 use testkit::fleet::free_port;
-use testkit::local_cluster::{LocalCluster, tutti_binary};
-use testkit::models::repository;
+use testkit::local_cluster::LocalCluster;
+
+use crate::secrets::run;
 
 /// A GET with headers: status and JSON.
 async fn get(base: &str, path: &str, headers: &[(&str, &str)]) -> (u16, Value) {
@@ -18,15 +18,6 @@ async fn get(base: &str, path: &str, headers: &[(&str, &str)]) -> (u16, Value) {
     }
     let response = request.send().await.unwrap();
     (response.status().as_u16(), response.json().await.unwrap_or_default())
-}
-
-/// Runs `tutti ARGS` to its end; returns the exit code and the output.
-fn run(args: &[&str]) -> (Option<i32>, String) {
-    let output =
-        Command::new(tutti_binary()).args(args).current_dir(repository()).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned()
-        + &String::from_utf8_lossy(&output.stdout);
-    (output.status.code(), said)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

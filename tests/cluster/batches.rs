@@ -1,16 +1,15 @@
 //! `tutti run-batch`: files of requests, and what may come between.
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use testkit::client::Client;
 use testkit::fleet::free_port;
-use testkit::local_cluster::{LocalCluster, tutti_binary};
+use testkit::local_cluster::LocalCluster;
 
-use crate::{STORY, up};
+use crate::{STORY, secrets, up};
 
 /// Time limit that is generous enough for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -54,25 +53,21 @@ impl Batch {
         std::fs::write(self.input(), lines).unwrap();
     }
 
-    /// The arguments of `tutti run-batch`.
-    fn args(&self, more: &[&str]) -> Vec<String> {
-        let text = |path: &Path| path.to_str().unwrap().to_owned();
-        let (input, output) = (text(&self.input()), text(&self.output()));
-        let own = ["run-batch", "-i", &input, "-o", &output];
-        own.iter().chain(more).map(|&it| it.to_owned()).collect()
+    /// Calls `act` with the arguments of `tutti run-batch`.
+    fn with_args<T>(&self, more: &[&str], act: impl FnOnce(&[&str]) -> T) -> T {
+        let (input, output) = (self.input(), self.output());
+        let (input, output) = (input.to_str().unwrap(), output.to_str().unwrap());
+        act(&[&["run-batch", "-i", input, "-o", output], more].concat())
     }
 
     /// Starts it.
     fn start(&self, more: &[&str]) -> LocalCluster {
-        let args = self.args(more);
-        LocalCluster::spawn(&args.iter().map(String::as_str).collect::<Vec<_>>()).unwrap()
+        self.with_args(more, |args| LocalCluster::spawn(args).unwrap())
     }
 
     /// Runs it to its end; returns its exit code and its output.
     fn run(&self, more: &[&str]) -> (Option<i32>, String) {
-        let output = Command::new(tutti_binary()).args(self.args(more)).output().unwrap();
-        let said = [output.stdout, output.stderr].concat();
-        (output.status.code(), String::from_utf8(said).unwrap())
+        self.with_args(more, secrets::run)
     }
 
     fn lines(&self) -> Vec<String> {
@@ -206,4 +201,19 @@ async fn a_batch_waits_for_a_coordinator_that_is_killed_and_started_again() {
     assert!(said.contains("60 requests have no answer yet"), "{said}");
     let line: Value = serde_json::from_str(&batch.lines()[0]).unwrap();
     assert_eq!((&line["response"], &line["error"]["code"]), (&Value::Null, &json!("unreached")));
+}
+
+/// The queue has room for one, and the first server is not there.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_batch_waits_for_a_busy_server_and_goes_on_at_the_next_one() {
+    let cluster = up(&["--max-num-seqs", "1", "--max-queued-requests", "1"]).await;
+    let batch = Batch::new(12);
+    let servers = format!("127.0.0.1:{},{}", free_port(), cluster.base());
+    let (code, said) = batch.run(&["--server", &servers, "--concurrency", "12"]);
+    assert_eq!(code, Some(0), "{said}");
+    let client = cluster.client().unwrap();
+    let refused = client.scrape().await.unwrap().sum("tutti_requests_rejected_total", &[]);
+    assert!(refused > 0.0, "it was never busy");
+    assert_eq!(batch.answers().len(), 12);
+    batch.check(&client).await;
 }

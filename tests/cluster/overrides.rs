@@ -1,16 +1,16 @@
 //! Keys laid over a model's `config.json` (`--hf-overrides`): every process goes by them as if the
 //! file had them.
 use std::path::Path;
-use std::process::Command;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use testkit::client::Client;
 use testkit::fleet::free_port;
-use testkit::local_cluster::{LocalCluster, tutti_binary};
-use testkit::models::{class_goldens, goldens, repository, variant};
+use testkit::local_cluster::LocalCluster;
+use testkit::models::{class_goldens, goldens, variant};
 use testkit::scrape::Scrape;
 
+use crate::secrets::run;
 use crate::up;
 
 /// Stretched from 128 to 512 positions.
@@ -54,15 +54,6 @@ async fn answers(client: &Client) -> Vec<Value> {
 
 async fn max_model_len(client: &Client) -> Value {
     client.get("/v1/models").await.unwrap().body["data"][0]["max_model_len"].clone()
-}
-
-/// Runs `tutti ARGS` to its end; returns the exit code and the output.
-fn run(args: &[&str]) -> (Option<i32>, String) {
-    let output =
-        Command::new(tutti_binary()).args(args).current_dir(repository()).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned()
-        + &String::from_utf8_lossy(&output.stdout);
-    (output.status.code(), said)
 }
 
 fn path(folder: &Path) -> &str {

@@ -14,7 +14,6 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use serde::Deserialize;
 
 use self::input::Requests;
 use self::results::Outcome;
@@ -86,23 +85,10 @@ struct Progress {
 }
 
 impl Progress {
-    fn count(&mut self, outcome: &Outcome) {
-        #[derive(Deserialize)]
-        struct Usage {
-            #[serde(alias = "output_tokens")]
-            completion_tokens: Option<u64>,
-        }
-        #[derive(Deserialize)]
-        struct Body {
-            usage: Option<Usage>,
-        }
+    fn count(&mut self, outcome: &Outcome, completion_tokens: u64) {
+        self.completion_tokens += completion_tokens;
         match outcome {
-            Outcome::Answered { status: 200..=299, body, .. } => {
-                self.answered += 1;
-                let body = serde_json::from_str::<Body>(body).ok();
-                let tokens = body.and_then(|body| body.usage?.completion_tokens);
-                self.completion_tokens += tokens.unwrap_or_default();
-            }
+            Outcome::Answered { status: 200..=299, .. } => self.answered += 1,
             Outcome::Answered { status, .. } if !results::may_pass(*status) => self.refused += 1,
             _ => self.failed += 1,
         }
@@ -144,9 +130,10 @@ pub(crate) fn run(args: &RunBatchArgs) -> Result<(), CliError> {
                     // Of no use for a single request, and the same for all.
                     return Err(format!("the server wants another --api-key: {body}"));
                 }
-                let mut progress = lock(&progress);
-                progress.count(&outcome);
+                let tokens = outcome.completion_tokens();
                 let line = outcome.line(&request.custom_id) + "\n";
+                let mut progress = lock(&progress);
+                progress.count(&outcome, tokens);
                 (&file).write_all(line.as_bytes()).map_err(|error| {
                     format!("--output-file {}: {error}", args.output_file.display())
                 })

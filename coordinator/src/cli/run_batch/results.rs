@@ -33,6 +33,22 @@ pub(super) enum Outcome {
 }
 
 impl Outcome {
+    /// Number of tokens that were generated, if the answer tells.
+    pub(super) fn completion_tokens(&self) -> u64 {
+        #[derive(Deserialize)]
+        struct Usage {
+            #[serde(alias = "output_tokens")]
+            completion_tokens: Option<u64>,
+        }
+        #[derive(Deserialize)]
+        struct Body {
+            usage: Option<Usage>,
+        }
+        let Self::Answered { status: 200..=299, body, .. } = self else { return 0 };
+        let body = serde_json::from_str::<Body>(body).ok();
+        body.and_then(|body| body.usage?.completion_tokens).unwrap_or_default()
+    }
+
     /// Formats the line, without its end. Bodies are written as they came.
     pub(super) fn line(&self, custom_id: &str) -> String {
         let own = json!(custom_id);

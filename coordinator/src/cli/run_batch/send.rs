@@ -43,15 +43,19 @@ impl Sender {
                 Outcome::Answered { status, .. } => !may_pass(*status),
                 Outcome::Failed { code, .. } => *code == TIMEOUT,
             };
-            let since: &Instant = first_failure.get_or_insert_with(Instant::now);
-            if is_over || since.elapsed() >= self.patience {
+            if is_over {
                 return outcome;
             }
-            // As the server asks, or twice as long each time; never all at once.
+            let since: &Instant = first_failure.get_or_insert_with(Instant::now);
+            let left = self.patience.saturating_sub(since.elapsed());
+            if left.is_zero() {
+                return outcome;
+            }
+            // As long as the server asks at least, or twice as long each time; never all at once.
             let doubled = WAITS.0.saturating_mul(1 << attempt.min(10)).min(WAITS.1);
-            let most = wanted.unwrap_or(doubled);
-            let wait = most / 2 + jittered(most / 2, number as u64, attempt as u64);
-            std::thread::sleep(wait.min(self.patience.saturating_sub(since.elapsed())));
+            let least = wanted.unwrap_or(doubled / 2);
+            let more = jittered(doubled / 2, number as u64, attempt as u64);
+            std::thread::sleep(least.saturating_add(more).min(left));
             attempt += 1;
         }
     }
@@ -75,7 +79,7 @@ impl Sender {
         let header = |name: &str| response.headers().get(name)?.to_str().ok();
         let request_id = header("x-request-id").unwrap_or_default().to_owned();
         let seconds = header("retry-after").and_then(|text| text.parse().ok());
-        let wanted = seconds.map(|it| Duration::from_secs(it).min(WAITS.1));
+        let wanted = seconds.map(Duration::from_secs);
         let status = response.status().as_u16();
         match response.body_mut().with_config().limit(ANSWER_MAX).read_to_string() {
             Ok(body) => (Outcome::Answered { status, request_id, body }, wanted),

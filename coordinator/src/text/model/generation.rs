@@ -154,7 +154,8 @@ pub(super) fn read(
     let defaults = match source {
         GenerationSource::None => SamplingDefaults::default(),
         _ => SamplingDefaults::of_file(&config, |problem| {
-            tracing::warn!(file = FILE, problem, "a default of the model is not used");
+            let file = source.file().unwrap_or_else(|| folder.join(FILE));
+            tracing::warn!(file = %file.display(), problem, "a sampling default is not used");
         }),
     };
     Ok((defaults.overridden(overrides), ends))
