@@ -19,6 +19,10 @@
 //   beginning, and leaves: nothing keeps spinning. Threads decide that together, so none is left at
 //   a barrier.
 //
+// - The first thread of the first block adds up how long exchanges take: from where a launch has
+//   waited for its predecessors until what the other ranks pushed in its last exchange is there. On
+//   the rank that the others wait for, that is the least.
+//
 // Launches can wait for a long time, so they release the next kernel only after their last
 // exchange. Otherwise waiting blocks of that kernel could keep another rank's kernels off a GPU
 // that both share.
@@ -37,7 +41,10 @@ struct Lane {
     const TuttiPeers* peers;
     uint32_t rank, ranks, slot, blocks;
     uint64_t round;
+    uint64_t clock; // the time spent before this launch, less the time at its begin
 };
+
+__device__ __forceinline__ bool keeps_time() { return blockIdx.x == 0 && threadIdx.x == 0; }
 
 // Starts this block's exchanges. False, for all threads of the block, after a failure.
 __device__ __forceinline__ bool begin(const TuttiPeers* peers, Lane* lane) {
@@ -47,6 +54,10 @@ __device__ __forceinline__ bool begin(const TuttiPeers* peers, Lane* lane) {
     lane->slot = peers->slot;
     lane->blocks = peers->blocks;
     lane->round = reinterpret_cast<const uint64_t*>(peers->rounds)[blockIdx.x] + 1;
+    lane->clock = 0;
+    if (keeps_time()) {
+        lane->clock = *reinterpret_cast<const uint64_t*>(peers->spent) - nanoseconds();
+    }
     return all_of_block(load_word(reinterpret_cast<const uint32_t*>(peers->failed)) == 0);
 }
 
@@ -109,7 +120,11 @@ __device__ __forceinline__ bool exchange(const Lane& lane) {
         store_release(flag_of(lane, peer, lane.rank), lane.round);
         there = wait_for(lane, peer);
     }
-    return all_of_block(there);
+    const bool all = all_of_block(there);
+    if (keeps_time()) {
+        *reinterpret_cast<uint64_t*>(lane.peers->spent) = lane.clock + nanoseconds();
+    }
+    return all;
 }
 
 // 4 elements of every rank. There are RANKS slots here; this rank's own is not used.

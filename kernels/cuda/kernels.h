@@ -108,7 +108,7 @@ typedef struct {
     uint32_t ranks;     /* 2, 4 or 8 */
     uint32_t slot;      /* f32 elements per slot: a multiple of 4 */
     uint32_t blocks;
-    uint64_t reserved;
+    uint64_t spent;     /* u64, 0 at first: nanoseconds that exchanges have taken */
 } TuttiPeers;
 /* Outcomes: one of these, with the rank that was waited for in the low 8 bits. */
 #define TUTTI_PEERS_ABORTED 0x100u

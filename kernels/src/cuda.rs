@@ -62,6 +62,7 @@ mod sample;
 pub mod sample_lists;
 mod sampling;
 mod step;
+mod stopwatch;
 pub mod stream;
 mod swap;
 pub mod tensors;

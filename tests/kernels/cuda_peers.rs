@@ -120,8 +120,8 @@ const CHANGES: &[Change] = &[
     Change {
         what: "only the threads that looked wait",
         scenario: "whole",
-        from: "return all_of_block(there);",
-        to: "return there;",
+        from: "const bool all = all_of_block(there);",
+        to: "const bool all = there;",
     },
     Change {
         what: "slots have one half",
@@ -135,6 +135,21 @@ const CHANGES: &[Change] = &[
         scenario: "whole",
         from: ">= lane.round)",
         to: "== lane.round)",
+    },
+    Change {
+        what: "the time of an exchange ends before it does",
+        scenario: "whole",
+        from: "    const bool all = all_of_block(there);\n    if (keeps_time()) {\n        \
+               *reinterpret_cast<uint64_t*>(lane.peers->spent) = lane.clock + nanoseconds();\n    \
+               }\n    return all;",
+        to: "    if (keeps_time()) {\n        *reinterpret_cast<uint64_t*>(lane.peers->spent) = \
+             lane.clock + nanoseconds();\n    }\n    return all_of_block(there);",
+    },
+    Change {
+        what: "the time of earlier exchanges is forgotten",
+        scenario: "whole",
+        from: "lane->clock = *reinterpret_cast<const uint64_t*>(peers->spent) - nanoseconds();",
+        to: "lane->clock = 0 - nanoseconds();",
     },
     Change {
         what: "launches begin where the last one began",

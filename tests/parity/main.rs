@@ -40,6 +40,7 @@ mod ahead;
 mod broken;
 mod checkpoint;
 mod classes;
+mod collective_time;
 mod coming;
 mod cuda;
 mod cuda_invariance;

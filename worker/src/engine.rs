@@ -263,6 +263,8 @@ impl<B: Backend> Engine<B> {
             draft.start(&mut self.backend, &self.config, num_blocks)?;
         }
         self.num_blocks = num_blocks;
+        // What it took to get here belongs to no step.
+        let _ = self.backend.take_collective_time();
         Ok(())
     }
 
@@ -296,7 +298,6 @@ impl<B: Backend> Engine<B> {
         self.digest = TokenDigest::of(plan.step);
         self.drafted.clear();
         self.drafting = None;
-        let _ = self.backend.take_collective_time();
         let (mut sampling, mut waited) = (Duration::ZERO, None);
         // The plan to compute: with what the draft model drafted.
         let mut plan = Cow::Borrowed(plan);

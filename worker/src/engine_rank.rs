@@ -421,7 +421,7 @@ impl<D: Device> Rank for EngineRank<D> {
             return ExchangeStats { unfinished, is_timed: true, ..ExchangeStats::default() };
         };
         let backend = loaded.engine.backend();
-        let is_timed = !backend.samples_everywhere();
+        let is_timed = backend.times_collectives();
         ExchangeStats { bytes: backend.take_exchanged(), unfinished, is_timed }
     }
 

@@ -88,6 +88,11 @@ struct Rank {
     TuttiPeers table;
     std::vector<uint64_t> rounds;
     uint32_t failed = 0, abort = 0, outcome = 0;
+    uint64_t spent = 0;
+    // For its first block: exchanges and time spent before this launch, the steps of the launch and
+    // of its first push or flag, and for each exchange the step of the last flag it waits for.
+    uint64_t rounds_before = 0, spent_before = 0, launched_at = 0, began_by = 0;
+    std::vector<uint64_t> last_flag;
     float *data = nullptr, *more = nullptr, *weight = nullptr;
     tutti_bf16* rows = nullptr;
     uint32_t live = 0;
@@ -196,6 +201,7 @@ class World : public emulate::PeerMemory {
 
     void push(void* to, const void* from) override {
         touched("pushes");
+        began();
         Pending pending{static_cast<float4*>(to), {}};
         memcpy(&pending.value, from, 16);
         index_of(to);
@@ -211,6 +217,13 @@ class World : public emulate::PeerMemory {
     void store_release(uint64_t* at, uint64_t value) override {
         touched("raises a flag");
         check_flag(at);
+        began();
+        const auto index = static_cast<size_t>(at - flags.data());
+        if (index / size % blocks == 0) {
+            std::vector<uint64_t>& last = ranks[index / size / blocks].last_flag;
+            last.resize(std::max<size_t>(last.size(), value + 1), 0);
+            last[value] = now;
+        }
         become_visible(running->own[thread()]);
         become_visible(running->ordered);
         *at = value;
@@ -317,6 +330,8 @@ class World : public emulate::PeerMemory {
             Rank& rank = ranks[r];
             rank.rounds.assign(blocks, 0);
             rank.failed = rank.abort = rank.outcome = 0;
+            rank.spent = 0;
+            rank.last_flag.clear();
             rank.launch = 0;
             rank.in_launch = rank.stopped = false;
             rank.right = 0;
@@ -330,6 +345,7 @@ class World : public emulate::PeerMemory {
             table.failed = address(&rank.failed);
             table.abort = address(&rank.abort);
             table.outcome = address(&rank.outcome);
+            table.spent = address(&rank.spent);
             table.spin_ns = spin;
             table.rank = r;
             table.ranks = size;
@@ -366,6 +382,14 @@ class World : public emulate::PeerMemory {
     void touched(const char* what) const {
         if (ranks[running->rank].had_failed) {
             wrong("rank %u %s in a launch after it has failed", running->rank, what);
+        }
+    }
+
+    // The first block of the running rank has read the clock by now.
+    void began() {
+        Rank& rank = ranks[running->rank];
+        if (running == rank.blocks[0].get()) {
+            rank.began_by = std::min(rank.began_by, now);
         }
     }
 
@@ -432,6 +456,10 @@ class World : public emulate::PeerMemory {
         const auto number = static_cast<uint32_t>(rank.launch);
         rank.in_launch = true;
         rank.had_failed = rank.failed != 0;
+        rank.rounds_before = rank.rounds[0];
+        rank.spent_before = rank.spent;
+        rank.launched_at = now;
+        rank.began_by = NEVER;
         const uint32_t count = what.kind == Kind::norm ? what.count * what.rows : what.count;
         memset(rank.data, 0xff, DATA_MAX * 4);
         memset(rank.more, 0xff, size_t{RANKS_MAX} * DATA_MAX * 4);
@@ -495,6 +523,7 @@ class World : public emulate::PeerMemory {
         }
         if (rank.outcome == 0) {
             check(ended.rank);
+            check_time(ended.rank);
             rank.right++;
             exchanges++;
         } else if (rank.failed == 0) {
@@ -535,6 +564,25 @@ class World : public emulate::PeerMemory {
                 }
                 break;
             case Kind::norm: check_norm(rank, what, number, expect); break;
+        }
+    }
+
+    // What a launch has added to the time of exchanges: at least from its first push to the last
+    // flag it waited for, at most all that it took.
+    void check_time(uint32_t r) const {
+        const Rank& rank = ranks[r];
+        const uint64_t rounds = rank.rounds[0];
+        uint64_t least = 0, most = 0;
+        if (rounds != rank.rounds_before) {
+            const uint64_t flag = rank.last_flag[rounds];
+            least = flag > rank.began_by ? flag - rank.began_by : 0;
+            most = now - rank.launched_at;
+        }
+        const uint64_t spent = rank.spent - rank.spent_before;
+        if (spent < least || spent > most) {
+            wrong("rank %u of %u, launch %zu: its exchanges took %llu, not %llu to %llu", r, size,
+                  rank.launch, static_cast<unsigned long long>(spent),
+                  static_cast<unsigned long long>(least), static_cast<unsigned long long>(most));
         }
     }
 

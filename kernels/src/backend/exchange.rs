@@ -58,9 +58,15 @@ pub trait ExchangeOps: RowOps {
     /// [`KernelError::Collective`].
     fn broadcast_tokens(&mut self, tokens: &mut [u32]) -> Result<(), KernelError>;
 
-    /// Returns the time spent in collectives since the last call, and resets it. Zero if
-    /// [`Self::samples_everywhere`], because devices that exchange data by themselves do not report
-    /// it.
+    /// Whether the time spent in collectives is known: devices that exchange data by themselves may
+    /// not report it.
+    fn times_collectives(&self) -> bool {
+        true
+    }
+
+    /// Returns the time spent in collectives since the last call, and resets it; zero unless
+    /// [`Self::times_collectives`]. Where devices exchange data by themselves, a step's time may
+    /// come with the next one's.
     fn take_collective_time(&mut self) -> std::time::Duration;
 
     /// Returns the bytes exchanged in collectives since the last call, and resets them.

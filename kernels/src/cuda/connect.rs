@@ -120,7 +120,7 @@ impl CudaBackend {
         });
         self.step.allow_parts(group.is_some());
         if let Some(group) = group {
-            self.device.context.group.join(group, timeout);
+            self.device.context.group.join(group, timeout, graphs);
             // Reserved now, since this rank would otherwise do it later than others.
             self.reserve_exchanged()?;
         }

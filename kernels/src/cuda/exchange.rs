@@ -154,8 +154,13 @@ impl ExchangeOps for CudaBackend {
         self.timed(|collective| collective.broadcast(tokens, 0))
     }
 
+    fn times_collectives(&self) -> bool {
+        self.device.context.group.is_timed()
+    }
+
     fn take_collective_time(&mut self) -> Duration {
-        std::mem::take(&mut self.collective_time)
+        let device = self.device.context.group.call(|group| group.take_time());
+        std::mem::take(&mut self.collective_time) + device.unwrap_or_default()
     }
 
     fn take_exchanged(&mut self) -> ByteCounters {

@@ -54,6 +54,25 @@ pub(super) trait DeviceGroup: fmt::Debug {
         Ok(false)
     }
 
+    /// Begins to measure how long exchanges take, or says false if that would leave out those of
+    /// most steps. `graphs`: whether steps run as graphs.
+    fn begin_timing(&mut self, graphs: bool) -> bool {
+        let _ = graphs;
+        false
+    }
+
+    /// Queues a report of the time that exchanges have taken, for [`DeviceGroup::take_time`].
+    fn report_time(&mut self, device: &Device) -> Result<(), KernelError> {
+        let _ = device;
+        Ok(())
+    }
+
+    /// Time that exchanges have taken according to the reports that have arrived, since the last
+    /// call.
+    fn take_time(&mut self) -> Duration {
+        Duration::ZERO
+    }
+
     /// Reports errors that the group has detected by itself (asynchronous errors, aborts). Called
     /// while the host waits for the stream, and afterwards.
     fn poll(&mut self) -> Result<(), CollectiveError>;
@@ -108,6 +127,8 @@ pub(super) struct FusedNorm {
 struct ActiveGroup {
     group: Box<dyn DeviceGroup>,
     timeout: Duration,
+    /// Whether it measures how long exchanges take.
+    is_timed: bool,
 }
 
 /// The group of a context, if it has joined one.
@@ -124,9 +145,17 @@ impl GroupSlot {
         self.joined.try_borrow().is_ok_and(|joined| joined.is_none())
     }
 
-    /// Joins a group; exchanges, and waits for them, may take up to `timeout`.
-    pub(super) fn join(&self, group: Box<dyn DeviceGroup>, timeout: Duration) {
-        *self.joined.borrow_mut() = Some(ActiveGroup { group, timeout });
+    /// Joins a group; exchanges, and waits for them, may take up to `timeout`. `graphs`: whether
+    /// steps run as graphs.
+    pub(super) fn join(&self, mut group: Box<dyn DeviceGroup>, timeout: Duration, graphs: bool) {
+        let is_timed = group.begin_timing(graphs);
+        *self.joined.borrow_mut() = Some(ActiveGroup { group, timeout, is_timed });
+    }
+
+    /// Whether the group measures how long exchanges take; true without one, because the host then
+    /// does.
+    pub(super) fn is_timed(&self) -> bool {
+        self.joined.borrow().as_ref().is_none_or(|joined| joined.is_timed)
     }
 
     /// While the group rests, nothing is exchanged and waits do not poll it: errors of other ranks
@@ -162,7 +191,7 @@ impl GroupSlot {
         }
         // A group that waits within a call of its own polls itself.
         let Ok(mut joined) = self.joined.try_borrow_mut() else { return Ok(()) };
-        let Some(ActiveGroup { group, timeout }) = joined.as_mut() else { return Ok(()) };
+        let Some(ActiveGroup { group, timeout, .. }) = joined.as_mut() else { return Ok(()) };
         group.poll()?;
         match waited {
             Some(waited) if waited > *timeout => {

@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 use std::rc::Rc;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use super::calls::driver as sys;
 use super::context::{Context, check, check_bytes};
@@ -333,6 +333,16 @@ impl Pinned<u32> {
         let at = &self.as_slice()[index];
         // SAFETY: aligned, alive as long as `self`, and in writable memory.
         unsafe { AtomicU32::from_ptr(std::ptr::from_ref(at).cast_mut()) }
+    }
+}
+
+impl Pinned<u64> {
+    /// A word that the GPU can write at the same time.
+    #[must_use]
+    pub fn long_word(&self, index: usize) -> &AtomicU64 {
+        let at = &self.as_slice()[index];
+        // SAFETY: aligned, alive as long as `self`, and in writable memory.
+        unsafe { AtomicU64::from_ptr(std::ptr::from_ref(at).cast_mut()) }
     }
 }
 

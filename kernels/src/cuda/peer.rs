@@ -15,11 +15,14 @@ use std::cell::RefCell;
 use std::mem::ManuallyDrop;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
+use super::context::Context;
 use super::device::Device;
 use super::group::{DeviceGroup, FusedNorm};
 use super::launch::{self, PEER_SLOT};
-use super::memory::{DeviceMemory, DevicePtr};
+use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use crate::collective::{AbortAll, AbortHandle};
 use crate::error::{CollectiveError, KernelError};
 pub(super) use connect::{AgreeError, SetupContext, agree, process_id};
@@ -34,23 +37,56 @@ pub(super) type Retired = Rc<RefCell<Vec<DeviceMemory>>>;
 pub(super) struct PeerGroup {
     /// `TuttiPeers`
     table: DeviceMemory,
-    /// Slots, flags, rounds and the word that records a failure.
+    /// Slots, flags, rounds, the word that records a failure, and the time of exchanges.
     own: Option<DeviceMemory>,
     /// Other ranks' memory, mapped here; unmapped before `own` is retired.
     mapped: Vec<Mapped>,
     words: Arc<SignalWords>,
+    clock: Clock,
     abort: Arc<AbortAll>,
     thresholds: Thresholds,
     large: Option<Box<dyn DeviceGroup>>,
     /// Whether ranks of this process use `own` without having opened it.
     shares_process: bool,
     retired: Retired,
-    timeout: std::time::Duration,
+    timeout: Duration,
+}
+
+/// How long the kernels' exchanges have taken: the GPU adds it up, and copies the sum here when
+/// asked.
+#[derive(Debug)]
+struct Clock {
+    /// Nanoseconds.
+    reported: Pinned<u64>,
+    /// Byte offset of the sum within the group's own memory.
+    at: usize,
+    taken: u64,
+}
+
+impl Clock {
+    fn new(context: &Rc<Context>, at: usize) -> Result<Self, KernelError> {
+        let reported = Pinned::new(context, 1, "the time that exchanges between GPUs take")?;
+        Ok(Self { reported, at, taken: 0 })
+    }
+
+    fn take(&mut self) -> Duration {
+        let reported = self.reported.long_word(0).load(Ordering::Relaxed);
+        let before = std::mem::replace(&mut self.taken, reported);
+        Duration::from_nanos(reported.saturating_sub(before))
+    }
 }
 
 impl PeerGroup {
     fn algorithm_for(&self, bytes: usize) -> AllReduceAlgorithm {
         self.thresholds.algorithm_for(bytes, self.large.is_some())
+    }
+
+    /// Forgets the time of exchanges so far; waits for the stream.
+    fn reset_clock(&mut self, device: &Device) -> Result<(), KernelError> {
+        self.report_time(device)?;
+        device.stream.synchronize()?;
+        self.clock.take();
+        Ok(())
     }
 
     /// Description for people.
@@ -122,6 +158,26 @@ impl DeviceGroup for PeerGroup {
         // SAFETY: as in `sum`; the callers have checked the shapes.
         unsafe { device.launch(call) }?;
         Ok(true)
+    }
+
+    fn begin_timing(&mut self, _graphs: bool) -> bool {
+        if let Some(large) = &mut self.large {
+            // Of large messages those within graphs are left out: most are not, and those of most
+            // steps are small, for which the kernels of this group keep the time.
+            large.begin_timing(false);
+        }
+        true
+    }
+
+    fn report_time(&mut self, device: &Device) -> Result<(), KernelError> {
+        let Some(own) = &self.own else { return Ok(()) };
+        let Clock { reported, at, .. } = &mut self.clock;
+        own.download_pinned(&device.stream, *at, reported, 1)
+    }
+
+    fn take_time(&mut self) -> Duration {
+        let large = self.large.as_mut().map_or(Duration::ZERO, |large| large.take_time());
+        self.clock.take() + large
     }
 
     fn poll(&mut self) -> Result<(), CollectiveError> {

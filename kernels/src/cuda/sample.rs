@@ -208,6 +208,9 @@ impl CudaBackend {
         let is_free = sampling.queued.iter().all(|queued| queued.slot != slot);
         ensure!("sample", is_free, "{QUEUED_MAX} steps are queued already");
         sampling.results()?.download(device, slot, rows.len(), top)?;
+        // After the tokens, which need not wait for it.
+        let report = device.context.group.call(|group| group.report_time(device));
+        report.unwrap_or(Ok(()))?;
         Ok(slot)
     }
 

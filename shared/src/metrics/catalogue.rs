@@ -332,9 +332,9 @@ catalogue! {
         model [RANK, REPLICA, WORKER], EveryRank, "Forward pass without collectives, per step.";
     histogram(STEP_SECONDS) RANK_COLLECTIVE: "tutti_rank_collective_seconds", Seconds,
         model [RANK, REPLICA, WORKER], EveryRank,
-        "Waiting for and exchanging data with other ranks, per step; not measured where GPUs \
-         exchange data by themselves, within graphs: there it is an unknown part of the forward \
-         pass.";
+        "Waiting for and exchanging data with other ranks, per step. Where GPUs exchange data by \
+         themselves, their time may be counted for the next step, and what NCCL exchanges within \
+         CUDA graphs is not measured: that is an unknown part of the forward pass.";
     counter RANK_COLLECTIVE_BYTES: "tutti_rank_collective_bytes_total", Bytes,
         model [ALGORITHM, RANK, REPLICA, WORKER], EveryRank,
         "Bytes of partial sums and logits that a rank exchanged with other ranks, by algorithm: \

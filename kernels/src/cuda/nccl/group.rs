@@ -11,6 +11,7 @@ use crate::cuda::connect::GroupSetup;
 use crate::cuda::device::Device;
 use crate::cuda::group::{DeviceGroup, give_up};
 use crate::cuda::memory::{DeviceMemory, DevicePtr};
+use crate::cuda::stopwatch::Stopwatch;
 use crate::cuda::stream::{Event, pause};
 use crate::error::{CollectiveError, KernelError};
 
@@ -26,6 +27,8 @@ const TRIED_MOST: usize = 8 << 20;
 pub(in crate::cuda) struct NcclGroup {
     communicator: Communicator,
     timeout: Duration,
+    /// Measures how long exchanges take, once asked to.
+    stopwatch: Option<Stopwatch>,
 }
 
 impl NcclGroup {
@@ -64,7 +67,7 @@ impl NcclGroup {
             communicator.end().map_err(|reason| context.hangs(reason))?;
             return Err(error.into());
         }
-        let mut group = Self { communicator, timeout: setup.timeout };
+        let mut group = Self { communicator, timeout: setup.timeout, stopwatch: None };
         let memory = [&data, &all];
         let tried = group.try_out(device, memory, ranks as usize, deadline, setup.is_given_up);
         if let Err(error) = tried {
@@ -109,6 +112,21 @@ impl NcclGroup {
     }
 }
 
+impl NcclGroup {
+    fn timed(
+        &mut self,
+        device: &Device,
+        call: impl FnOnce(&mut Communicator, Duration) -> Result<(), CollectiveError>,
+    ) -> Result<(), KernelError> {
+        let Self { communicator, timeout, stopwatch } = self;
+        let call = || call(communicator, *timeout).map_err(KernelError::from);
+        match stopwatch {
+            Some(stopwatch) => stopwatch.time(device, call),
+            None => call(),
+        }
+    }
+}
+
 fn at(ptr: DevicePtr) -> *mut c_void {
     ptr.0 as *mut c_void
 }
@@ -121,12 +139,13 @@ impl DeviceGroup for NcclGroup {
         count: usize,
     ) -> Result<(), KernelError> {
         let stream = device.stream.raw();
-        let called = self.communicator.call("all_reduce", self.timeout, |nccl, comm| {
-            // SAFETY: the callers have `count` floats there, alive until the stream is past the
-            // call; the communicator is alive, and its GPU is this thread's.
-            unsafe { (nccl.all_reduce)(at(data), at(data), count, FLOAT32, SUM, comm, stream) }
-        });
-        called.map_err(Into::into)
+        self.timed(device, |communicator, timeout| {
+            communicator.call("all_reduce", timeout, |nccl, comm| {
+                // SAFETY: the callers have `count` floats there, alive until the stream is past the
+                // call; the communicator is alive, and its GPU is this thread's.
+                unsafe { (nccl.all_reduce)(at(data), at(data), count, FLOAT32, SUM, comm, stream) }
+            })
+        })
     }
 
     fn all_gather(
@@ -137,11 +156,21 @@ impl DeviceGroup for NcclGroup {
         bytes: usize,
     ) -> Result<(), KernelError> {
         let stream = device.stream.raw();
-        let called = self.communicator.call("all_gather", self.timeout, |nccl, comm| {
-            // SAFETY: as above: `bytes` at `local`, and as many per rank at `all`.
-            unsafe { (nccl.all_gather)(at(local), at(all), bytes, INT8, comm, stream) }
-        });
-        called.map_err(Into::into)
+        self.timed(device, |communicator, timeout| {
+            communicator.call("all_gather", timeout, |nccl, comm| {
+                // SAFETY: as above: `bytes` at `local`, and as many per rank at `all`.
+                unsafe { (nccl.all_gather)(at(local), at(all), bytes, INT8, comm, stream) }
+            })
+        })
+    }
+
+    fn begin_timing(&mut self, graphs: bool) -> bool {
+        self.stopwatch = (!graphs).then(Stopwatch::default);
+        self.stopwatch.is_some()
+    }
+
+    fn take_time(&mut self) -> Duration {
+        self.stopwatch.as_mut().map_or(Duration::ZERO, Stopwatch::take)
     }
 
     fn poll(&mut self) -> Result<(), CollectiveError> {

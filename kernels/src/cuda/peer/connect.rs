@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::memory::{HANDLE_BYTES, Mapped, SignalWords, check_access, handle_of};
 use super::tuning::Thresholds;
-use super::{PeerGroup, Retired, trial};
+use super::{Clock, PeerGroup, Retired, trial};
 use crate::collective::{AbortAll, Collective};
 use crate::cuda::choice::Capability;
 use crate::cuda::connect::{GroupSetup, gather_bytes};
@@ -35,6 +35,7 @@ struct Layout {
     flags: usize,
     rounds: usize,
     failed: usize,
+    spent: usize,
     bytes: usize,
 }
 
@@ -43,7 +44,8 @@ impl Layout {
         let flags = 2 * PEER_BLOCKS * ranks * PEER_SLOT * 4;
         let rounds = flags + PEER_BLOCKS * ranks * 8;
         let failed = rounds + PEER_BLOCKS * 8;
-        Self { flags, rounds, failed, bytes: (failed + 16).next_multiple_of(GRANULE) }
+        let spent = failed + 8;
+        Self { flags, rounds, failed, spent, bytes: (spent + 8).next_multiple_of(GRANULE) }
     }
 }
 
@@ -153,6 +155,7 @@ impl PeerGroup {
             own: Some(made.own),
             mapped,
             words: made.words,
+            clock: made.clock,
             abort,
             thresholds: thresholds.unwrap_or_default(),
             // Added once this group is known to work.
@@ -181,6 +184,10 @@ impl PeerGroup {
             give_up(Box::new(group), &device.stream)?;
             return Err(error.into());
         }
+        if let Err(error) = group.reset_clock(device) {
+            give_up(Box::new(group), &device.stream)?;
+            return Err(error.into());
+        }
         Ok(group)
     }
 }
@@ -191,6 +198,7 @@ struct OwnMemory {
     handle: [u8; HANDLE_BYTES],
     table: DeviceMemory,
     words: Arc<SignalWords>,
+    clock: Clock,
 }
 
 impl OwnMemory {
@@ -210,6 +218,7 @@ impl OwnMemory {
         let own = DeviceMemory::zeroed(context, stream, layout.bytes, what)?;
         let table = DeviceMemory::new(context, Table::BYTES, what)?;
         let words = Arc::new(SignalWords::new(context)?);
+        let clock = Clock::new(context, layout.spent)?;
         // Ranks of one process need none.
         let is_elsewhere = |other: &Capability| other.process != capabilities[rank].process;
         let handle = match capabilities.iter().any(is_elsewhere) {
@@ -218,7 +227,7 @@ impl OwnMemory {
         };
         // Others may write as soon as they get the handle.
         stream.synchronize()?;
-        Ok(Self { own, handle, table, words })
+        Ok(Self { own, handle, table, words, clock })
     }
 }
 
@@ -279,7 +288,7 @@ impl Table<'_> {
             u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX),
             pair(*rank, places.len()),
             pair(PEER_SLOT, PEER_BLOCKS),
-            0,
+            own.offset(layout.spent).0,
         ]);
         words
     }
@@ -298,7 +307,8 @@ mod tests {
             assert!(slots < u32::MAX as usize, "the kernels count elements in 32 bits");
             assert_eq!(layout.rounds - layout.flags, PEER_BLOCKS * ranks * 8);
             assert_eq!(layout.failed - layout.rounds, PEER_BLOCKS * 8);
-            assert!(layout.bytes >= layout.failed + 4 && layout.bytes.is_multiple_of(GRANULE));
+            assert_eq!(layout.spent - layout.failed, 8);
+            assert!(layout.bytes >= layout.spent + 8 && layout.bytes.is_multiple_of(GRANULE));
         }
     }
 }
