@@ -186,7 +186,7 @@ impl Case {
 fn top_k_of_all_parts_gives_the_tokens_of_whole_rows() {
     let mut random = Random(71);
     let mut kinds = [0; 3];
-    let shapes = [((2, 45), 64), ((4, 257), 128), ((8, 33), 64), ((8, 301), 128), ((3, 70), 64)];
+    let shapes = [((2, 45), 64), ((4, 257), 128), ((8, 301), 128), ((3, 70), 64)];
     for (shape, most) in shapes {
         let case = Case::new(&mut random, shape, most, 40);
         for (row, token) in case.check_tokens().into_iter().enumerate() {
@@ -198,7 +198,7 @@ fn top_k_of_all_parts_gives_the_tokens_of_whole_rows() {
         }
     }
     // Corrupted ones, masked ones, and draws that are not simply the best.
-    assert!(kinds[0] >= 15 && kinds[1] > 40 && kinds[2] > 30, "{kinds:?}");
+    assert!(kinds[0] >= 12 && kinds[1] > 30 && kinds[2] > 25, "{kinds:?}");
 }
 
 /// Parts with more equal logits at the cut than a list holds, with as many as it holds behind
@@ -223,8 +223,13 @@ fn top_k_of_parts_with_crowds_gives_the_tokens_of_whole_rows() {
         }
     }
     for row in &mut case.rows {
-        row.params =
-            SampleParams { temperature: 1.3, top_k: 128, top_p: 0.97, min_p: 0.0, ..row.params.clone() };
+        row.params = SampleParams {
+            temperature: 1.3,
+            top_k: 128,
+            top_p: 0.97,
+            min_p: 0.0,
+            ..row.params.clone()
+        };
         row.allowed = None;
     }
     case.rows[1].allowed = Some(random_mask(&mut random, case.vocab));

@@ -61,7 +61,8 @@ impl<B: Backend> Engine<B> {
         let mut cache = self.backend.new_kv_cache(shape)?;
         let longest = self.config.max_model_len.max(1);
         // Every row has a mask, to make room for all of them.
-        let kind = Kind { choice: Choice::TopP, masks: true, adapters: self.decoder.num_adapters() > 0 };
+        let kind =
+            Kind { choice: Choice::TopP, masks: true, adapters: self.decoder.num_adapters() > 0 };
         for steps in largest(&self.config, longest) {
             self.dummy_step(&mut cache, &steps, kind)?;
         }

@@ -1,7 +1,7 @@
 //! PURE: calls of the kernels of `kernels/cuda/sample.cu`.
 use super::{
-    ARGMAX, ARGMAX_MERGE, Args, BEST_KEYS, Call, DRAW_BEST, DevicePtr, LOGPROBS, Rows, SAMPLE, call,
-    words,
+    ARGMAX, ARGMAX_MERGE, Args, BEST_KEYS, Call, DRAW_BEST, DevicePtr, LOGPROBS, Rows, SAMPLE,
+    call, words,
 };
 
 /// Operands of `tutti_sample`.
