@@ -160,6 +160,46 @@ __device__ __forceinline__ u64 tokens_up_to(uint32_t last, const Pair& pair, Sel
     return all;
 }
 
+// The cumulative weight at which a draw from weights that sum to `kept` ends, from 1 to `kept`.
+__device__ __forceinline__ u64 drawn(u64 random, u64 kept) {
+    return __umul64hi(random << 11, kept) + 1;
+}
+
+// The cumulative weight at which top-p cuts, from 1 to `total`.
+__device__ __forceinline__ u64 share_of(u64 total, float top_p) {
+    const double share = ceil(static_cast<double>(total) * static_cast<double>(top_p));
+    const u64 wanted = share < 1.0 ? 1 : static_cast<u64>(share);
+    return wanted < total ? wanted : total;
+}
+
+// The weights of the list's first `listed` tokens.
+__device__ __forceinline__ Pair weigh_list(const Weights& weights, uint32_t listed,
+                                           SelectScratch& s, u64* total) {
+    const uint32_t i = 2 * threadIdx.x;
+    return pair_of(i < listed ? weights.of(logit_of(s.keys[i])) : 0,
+                   i + 1 < listed ? weights.of(logit_of(s.keys[i + 1])) : 0, s, total);
+}
+
+// Draws one of the list's first `listed` tokens, which are all that top-k keeps.
+__device__ __forceinline__ uint32_t draw_listed(const TuttiSampleParams& p, const Weights& weights,
+                                                uint32_t listed, SelectScratch& s) {
+    if (threadIdx.x == 0) {
+        s.random = random_bits(p.seed, p.choice, p.position);
+    }
+    // The barriers within also make the random bits visible.
+    u64 total;
+    const Pair pair = weigh_list(weights, listed, s, &total);
+    if (total == 0) {
+        return id_of(s.keys[0]);
+    }
+    u64 kept = total;
+    if (p.top_p < 1.0f) {
+        const Place last = reach(pair, share_of(total, p.top_p), s);
+        kept = last.before + last.own;
+    }
+    return id_of(s.keys[reach(pair, drawn(s.random, kept), s).index]);
+}
+
 // Draws a token from a sound row.
 __device__ __forceinline__ uint32_t draw(const TuttiSampleParams& p, const Tokens& row,
                                          const RowSummary& summary, SelectScratch& s) {
@@ -176,20 +216,15 @@ __device__ __forceinline__ uint32_t draw(const TuttiSampleParams& p, const Token
         best = best_tokens(
             row, scale, [&](float x, uint32_t) { return weights.may_be(x); }, p.top_k, s);
     }
+    if (best.listed > 0) {
+        return draw_listed(p, weights, best.listed, s);
+    }
     const auto weigh = [&](float x, uint32_t) { return weights.of(x); };
     const auto measure = [&](float x, uint32_t id) {
         return best.last == 0 || order_key(x, id) >= best.last ? weights.of(x) : 0;
     };
-    uint32_t listed = best.listed;
-    const auto weigh_list = [&](u64* total) {
-        const uint32_t i = 2 * threadIdx.x;
-        return pair_of(i < listed ? weights.of(logit_of(s.keys[i])) : 0,
-                       i + 1 < listed ? weights.of(logit_of(s.keys[i + 1])) : 0, s, total);
-    };
     u64 total;
-    if (listed > 0) {
-        weigh_list(&total);
-    } else if (best.last == 0) {
+    if (best.last == 0) {
         fill_bins(row, scale, weigh, s, &total);
     } else {
         fill_bins(row, scale, measure, s, &total);
@@ -201,18 +236,13 @@ __device__ __forceinline__ uint32_t draw(const TuttiSampleParams& p, const Token
         s.random = random_bits(p.seed, p.choice, p.position);
         s.bits_per_bin = static_cast<float>(weights.log2_per_unit) / scale.per_unit;
         s.begin = 0;
-        s.end = listed > 0 ? total : 0;
+        s.end = 0;
     }
     __syncthreads();
-    const auto drawn = [&](u64 kept) { return __umul64hi(s.random << 11, kept) + 1; };
-    u64 wanted = drawn(total);
-    if (cuts_share) {
-        const double share = ceil(static_cast<double>(total) * static_cast<double>(p.top_p));
-        wanted = share < 1.0 ? 1 : static_cast<u64>(share);
-        wanted = wanted < total ? wanted : total;
-    }
+    u64 wanted = cuts_share ? share_of(total, p.top_p) : drawn(s.random, total);
     // First finds the last token of top-p, then draws among those up to it.
     bool draws = !cuts_share;
+    uint32_t listed = 0;
 #pragma unroll 1
     for (;; draws = true) {
         if (wanted <= s.begin || wanted > s.end) {
@@ -237,13 +267,13 @@ __device__ __forceinline__ uint32_t draw(const TuttiSampleParams& p, const Token
                 s.end = bin.before + bin.own;
             }
         }
-        Pair pair = weigh_list(&total);
+        Pair pair = weigh_list(weights, listed, s, &total);
         pair.before += s.begin;
         const Place place = reach(pair, wanted, s);
         if (draws) {
             return id_of(s.keys[place.index]);
         }
-        wanted = drawn(place.before + place.own);
+        wanted = drawn(s.random, place.before + place.own);
     }
 #pragma unroll 1
     for (;; draws = true) {
@@ -251,7 +281,7 @@ __device__ __forceinline__ uint32_t draw(const TuttiSampleParams& p, const Token
         if (draws) {
             return id_of(reached.key);
         }
-        wanted = drawn(reached.through);
+        wanted = drawn(s.random, reached.through);
     }
 }
 

@@ -774,6 +774,28 @@ __global__ void tutti_argmax(const float* logits, const TuttiSampleParams* param
 __global__ void tutti_argmax_merge(const TuttiIdValue* found, TuttiSampled* out, uint32_t ranks,
                                    uint32_t rows, const uint32_t* live);
 
+/* Of each row the order keys (see select.cuh) of the tokens that can be chosen, as far as this part
+ * of the vocabulary decides that: out u64 [rows, most], the largest first, then 0. With a
+ * temperature above 0, the best min(top_k, most, those with weight beside the part's best);
+ * otherwise the best. The columns are the tokens from first_id on, whose ids the keys have; only
+ * temperature, min_p, top_k and mask_start of params[row] are read. The first key is all ones when
+ * there is a NaN or +infinity, and 0 when no column that the mask leaves is above -infinity.
+ * most up to TUTTI_TOP_MAX. grid (rows), block 1024. */
+__global__ void tutti_best_keys(const float* logits, const TuttiSampleParams* params,
+                                const uint32_t* masks, uint64_t* out, uint32_t stride,
+                                uint32_t vocab, uint32_t first_id, uint32_t most,
+                                const uint32_t* live);
+
+/* Chooses each row's token from what tutti_best_keys found in each rank's part of the vocabulary:
+ * the one that tutti_sample chooses from the whole row with the same mask, for rows without bias,
+ * suppression, penalties and log-probabilities whose temperature is 0 or whose top_k is from 1 to
+ * `most` and below the whole vocabulary. keys u64 [ranks, rows, most], ranks * most up to 2048.
+ * Corrupted when any part is, or when no part has an allowed token; logprob and rank are 0.
+ * grid (rows), block 1024. */
+__global__ void tutti_draw_best(const uint64_t* keys, const TuttiSampleParams* params,
+                                TuttiSampled* out, uint32_t ranks, uint32_t rows, uint32_t most,
+                                const uint32_t* live);
+
 /* ---- blocks.cu ------------------------------------------------------------------------------
  * A KV cache is `planes` arrays (K and V of every layer), `plane_stride` elements apart, of blocks
  * of `block_elements` (= num_kv_heads * block_size * head_dim, a multiple of 8) bf16. A cache in FP8

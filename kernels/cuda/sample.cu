@@ -10,6 +10,11 @@
 // within about 1e-6 of a boundary.
 //
 // Log-probabilities are of the unmodified logits: x - max - ln(sum of e^(x - max)), the sum in f64.
+// Ranks that each have the logits of a part of the vocabulary need not gather them where few tokens
+// can be chosen: the best, or the best 128 with top-k. Each finds those of its own part, all gather
+// these, and each chooses, in the same way. What top-k drops or top-p cuts depends on the order
+// alone, and sums of weights are exact, so the token is the one that the whole row would give.
+//
 // Shapes and launch rules: kernels.h. Limits: vocabulary up to 2^20, 1024 biases per row, 128 most
 // likely tokens.
 #include "draw.cuh"
@@ -75,16 +80,32 @@ __device__ __forceinline__ void summarize(const Tokens& row, SelectScratch& s, R
     __syncthreads();
 }
 
-// The largest order key among the row's tokens that `mask` allows and whose logit is above
-// -infinity, or 0 if there is none. Bit `first_id` of the mask belongs to the row's first token.
-__device__ __forceinline__ u64 best_allowed(const Tokens& row, const uint32_t* mask,
+// Whether a token of a part of a vocabulary may be chosen. The mask's bits for a part can begin
+// anywhere in a word: `bit` is the token's id in the whole vocabulary.
+__device__ __forceinline__ bool is_allowed(float x, uint32_t bit, const uint32_t* mask) {
+    // Tests x first: past the row, the mask may have ended as well.
+    return x > -INFINITY && (mask == nullptr || (mask[bit / 32] >> (bit % 32) & 1u) != 0);
+}
+
+// Instead of a part's best order key, if it has NaN or +infinity. The key of a NaN, so of no token.
+constexpr u64 CORRUPTED_KEY = ~0ull;
+
+// The largest order key of a part of a vocabulary, whose first token is `first_id`, among tokens
+// that the mask allows and whose logit is above -infinity: 0 if there is none, since other parts
+// may have one. Summarizes all of the part in `s.given`.
+__device__ __forceinline__ u64 best_of_part(const Tokens& part, const uint32_t* mask,
                                             uint32_t first_id, SelectScratch& s) {
+    summarize(part, s, &s.given);
+    if (!s.given.sound) {
+        // Only -infinity. NaN and +infinity have no such lowest.
+        return s.given.lowest == -INFINITY ? 0 : CORRUPTED_KEY;
+    }
+    if (mask == nullptr) {
+        return s.given.best;
+    }
     u64 best = 0;
-    row.each([&](float x, uint32_t id) {
-        const uint32_t bit = first_id + id;
-        // Tests x first: past the row, the mask may have ended as well.
-        const bool allowed = x > -INFINITY && (mask[bit / 32] >> (bit % 32) & 1u) != 0;
-        best = larger(best, allowed ? order_key(x, id) : 0);
+    part.each([&](float x, uint32_t id) {
+        best = larger(best, is_allowed(x, first_id + id, mask) ? order_key(x, id) : 0);
     });
     best = warp_largest(best);
     if (threadIdx.x % 32 == 0) {
@@ -313,27 +334,15 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     if (!is_live(live, row)) {
         return;
     }
-    const float* own = logits + static_cast<size_t>(row) * stride;
-    const Tokens given = row_of_tokens(own, vocab, stride);
-    summarize(given, scratch[0], &scratch[0].given);
-    const RowSummary& plain = scratch[0].given;
-    u64 best = plain.best;
-    // Only -infinity: other parts of the vocabulary decide. NaN and +infinity have no such lowest.
-    const bool empty = plain.lowest == -INFINITY;
-    bool any = !empty;
+    const Tokens part =
+        row_of_tokens(logits + static_cast<size_t>(row) * stride, vocab, stride);
     const uint32_t* mask = params == nullptr ? nullptr : mask_of(params[row], masks);
-    if (plain.sound && mask != nullptr) {
-        // The mask's bits for this part of the vocabulary can begin anywhere in a word.
-        best = best_allowed(given, mask, first_id, scratch[0]);
-        any = best != 0;
-    }
+    const u64 best = best_of_part(part, mask, first_id, scratch[0]);
     if (threadIdx.x == 0) {
-        // A row that is not sound may have no such token.
-        const uint32_t id = plain.sound && any ? id_of(best) : 0;
-        const TuttiIdValue found = {first_id + id, own[id]};
+        const TuttiIdValue found = {first_id + id_of(best), logit_of(best)};
         const TuttiIdValue nothing = {TUTTI_NOTHING_ALLOWED, -INFINITY};
         const TuttiIdValue corrupted = {TUTTI_CORRUPTED, 0.0f};
-        out[row] = plain.sound && any ? found : plain.sound || empty ? nothing : corrupted;
+        out[row] = best == 0 ? nothing : best == CORRUPTED_KEY ? corrupted : found;
     }
 }
 
@@ -361,4 +370,96 @@ extern "C" __global__ void __launch_bounds__(256)
     const TuttiSampled picked = {best.id, 0, 0.0f, 0};
     const TuttiSampled corrupted = {0, 1, 0.0f, 0};
     out[row] = sound ? picked : corrupted;
+}
+
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    tutti_best_keys(const float* logits, const TuttiSampleParams* params, const uint32_t* masks,
+                    uint64_t* out, uint32_t stride, uint32_t vocab, uint32_t first_id,
+                    uint32_t most, const uint32_t* live) {
+    SHARED_ARRAY(SelectScratch, scratch, 1);
+    release_successors();
+    wait_for_predecessors();
+    const uint32_t row = blockIdx.x;
+    if (!is_live(live, row)) {
+        return;
+    }
+    SelectScratch& s = scratch[0];
+    const TuttiSampleParams& p = params[row];
+    const Tokens part =
+        row_of_tokens(logits + static_cast<size_t>(row) * stride, vocab, stride);
+    const uint32_t* mask = mask_of(p, masks);
+    const u64 best = best_of_part(part, mask, first_id, s);
+    const bool any = best != 0 && best != CORRUPTED_KEY;
+    const uint32_t wanted = p.temperature <= 0.0f ? 1 : at_most(p.top_k, most);
+    // The first is known.
+    uint32_t listed = 1;
+    if (any && wanted > 1) {
+        // Relative to this part's best, which is no better than the whole row's: so what has
+        // weight beside that is among them.
+        const Weights weights(logit_of(best), p.temperature, p.min_p);
+        const Scale scale({best, s.given.lowest, true}, weights.far);
+        const auto may_be = [&](float x, uint32_t id) {
+            return weights.may_be(x) && is_allowed(x, first_id + id, mask);
+        };
+        const Best found = best_tokens(part, scale, may_be, wanted, s);
+        listed = found.listed;
+        if (listed == 0) {
+            listed = list_tokens(
+                part,
+                [&](float x, uint32_t id) {
+                    return order_key(x, id) >= found.last && may_be(x, id);
+                },
+                s);
+        }
+    }
+    if (threadIdx.x < most) {
+        // Ids of the whole vocabulary: a key's lower word falls as the id rises.
+        u64 key = 0;
+        if (threadIdx.x == 0) {
+            key = any ? best - first_id : best;
+        } else if (threadIdx.x < listed) {
+            key = s.keys[threadIdx.x] - first_id;
+        }
+        out[static_cast<size_t>(row) * most + threadIdx.x] = key;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    tutti_draw_best(const uint64_t* keys, const TuttiSampleParams* params, TuttiSampled* out,
+                    uint32_t ranks, uint32_t rows, uint32_t most, const uint32_t* live) {
+    SHARED_ARRAY(SelectScratch, scratch, 1);
+    release_successors();
+    wait_for_predecessors();
+    const uint32_t row = blockIdx.x;
+    if (!is_live(live, row)) {
+        return;
+    }
+    SelectScratch& s = scratch[0];
+    const TuttiSampleParams& p = params[row];
+    const uint32_t count = ranks * most;
+    uint32_t padded = 1;
+    while (padded < count) {
+        padded *= 2;
+    }
+    for (uint32_t i = threadIdx.x; i < padded; i += THREADS) {
+        const size_t list = static_cast<size_t>(i / most) * rows + row;
+        s.keys[i] = i < count ? keys[list * most + i % most] : 0;
+    }
+    __syncthreads();
+    sort_list(padded, s);
+    const u64 best = s.keys[0];
+    // Of a corrupted part, which is larger than all tokens; or no part has a token.
+    const bool sound = best != CORRUPTED_KEY && best != 0;
+    uint32_t token = 0;
+    if (sound) {
+        token = id_of(best);
+        if (!(p.temperature <= 0.0f)) {
+            const Weights weights(logit_of(best), p.temperature, p.min_p);
+            // A missing token's key, 0, has a logit that is NaN, and so no weight.
+            token = draw_listed(p, weights, at_most(p.top_k, count), s);
+        }
+    }
+    if (threadIdx.x == 0) {
+        out[row] = {token, sound ? 0u : 1u, 0.0f, 0};
+    }
 }

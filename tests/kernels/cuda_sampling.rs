@@ -69,38 +69,52 @@ fn results(
     rows.collect()
 }
 
+/// The rows' parameters and lists as the kernels read them.
+#[derive(Default)]
+pub(crate) struct Lists {
+    pub(crate) words: Vec<u32>,
+    biases: Vec<u32>,
+    ids: Vec<u32>,
+    pub(crate) masks: Vec<u32>,
+}
+
+impl Lists {
+    pub(crate) fn of(rows: &[Row]) -> Self {
+        let Self { mut words, mut biases, mut ids, mut masks } = Self::default();
+        let mut put = |list: &[u32]| {
+            let start = ids.len();
+            ids.extend(list);
+            [start as u32, list.len() as u32]
+        };
+        for row in rows {
+            let p = &row.params;
+            let bias_start = biases.len() as u32 / 2;
+            biases.extend(p.logit_bias.iter().flat_map(|&(id, bias)| [id, bias.to_bits()]));
+            let early = row.output.len() < p.min_tokens as usize;
+            let suppressed = put(if early { &p.suppress_until_min } else { &[] });
+            let [prompt, output] = [&row.prompt, &row.output]
+                .map(|list| put(if row.penalised() { list } else { &[] }));
+            words.extend([p.seed as u32, (p.seed >> 32) as u32]);
+            words.extend([p.temperature, p.top_p, p.min_p].map(f32::to_bits));
+            words.extend([p.top_k, p.choice, row.output.len() as u32]);
+            words.extend(
+                [p.presence_penalty, p.frequency_penalty, p.repetition_penalty].map(f32::to_bits),
+            );
+            words.extend([bias_start, p.logit_bias.len() as u32]);
+            words.extend([suppressed, prompt, output].as_flattened());
+            words.push(p.logprobs.unwrap_or(NO_LOGPROBS));
+            words.push(row.allowed.as_ref().map_or(NO_MASK, |_| masks.len() as u32));
+            masks.extend(row.allowed.iter().flatten());
+            words.push(0);
+        }
+        assert_eq!(words.len(), rows.len() * 22);
+        Self { words, biases, ids, masks }
+    }
+}
+
 /// Runs the kernel on `logits [rows, stride]`.
 pub(crate) fn sample(logits: &[f32], stride: usize, vocab: usize, rows: &[Row]) -> Vec<Sampled> {
-    let mut biases = Vec::new();
-    let mut ids = Vec::new();
-    let (mut words, mut masks) = (Vec::new(), Vec::new());
-    let mut put = |list: &[u32]| {
-        let start = ids.len();
-        ids.extend(list);
-        [start as u32, list.len() as u32]
-    };
-    for row in rows {
-        let p = &row.params;
-        let bias_start = biases.len() as u32 / 2;
-        biases.extend(p.logit_bias.iter().flat_map(|&(id, bias)| [id, bias.to_bits()]));
-        let early = row.output.len() < p.min_tokens as usize;
-        let suppressed = put(if early { &p.suppress_until_min } else { &[] });
-        let [prompt, output] =
-            [&row.prompt, &row.output].map(|list| put(if row.penalised() { list } else { &[] }));
-        words.extend([p.seed as u32, (p.seed >> 32) as u32]);
-        words.extend([p.temperature, p.top_p, p.min_p].map(f32::to_bits));
-        words.extend([p.top_k, p.choice, row.output.len() as u32]);
-        words.extend(
-            [p.presence_penalty, p.frequency_penalty, p.repetition_penalty].map(f32::to_bits),
-        );
-        words.extend([bias_start, p.logit_bias.len() as u32]);
-        words.extend([suppressed, prompt, output].as_flattened());
-        words.push(p.logprobs.unwrap_or(NO_LOGPROBS));
-        words.push(row.allowed.as_ref().map_or(NO_MASK, |_| masks.len() as u32));
-        masks.extend(row.allowed.iter().flatten());
-        words.push(0);
-    }
-    assert_eq!(words.len(), rows.len() * 22);
+    let Lists { words, biases, ids, masks } = Lists::of(rows);
     let n = rows.len();
     let args = [
         f32s(logits),

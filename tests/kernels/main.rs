@@ -20,7 +20,7 @@
 //! - [`cuda_products`], [`cuda_fp8`], [`cuda_int4`], [`cuda_int8`]: matrix products
 //! - [`cuda_attention`], [`cuda_latent`], [`cuda_rows`], [`cuda_norms`], [`cuda_experts`]: the
 //!   other parts of a layer
-//! - [`cuda_sampling`], [`cuda_select`], [`cuda_masks`]: sampling
+//! - [`cuda_sampling`], [`cuda_select`], [`cuda_masks`], [`cuda_parts`]: sampling
 //! - [`cuda_peers`]: the exchange between GPUs
 #![allow(
     clippy::unwrap_used,
@@ -40,6 +40,7 @@ mod cuda_int8;
 mod cuda_latent;
 mod cuda_masks;
 mod cuda_norms;
+mod cuda_parts;
 mod cuda_peers;
 mod cuda_products;
 mod cuda_ptx;

@@ -44,8 +44,15 @@ pub(crate) fn transcript_of(
             logprobs: Some(0),
             ..SamplingParams::default()
         },
-        // For these, ranks only exchange the best of their own logits.
-        SamplingParams::greedy(),
+        // For these, ranks only exchange the best of their own logits: a few for both, one for the
+        // second alone.
+        SamplingParams {
+            temperature: 1.3,
+            top_k: 40,
+            top_p: 0.98,
+            seed: 8,
+            ..SamplingParams::default()
+        },
         SamplingParams::greedy(),
         SamplingParams {
             temperature: 1.1,
@@ -71,6 +78,7 @@ pub(crate) fn transcript_of(
     while seqs.iter().any(|seq| seq.output().len() < 2) {
         rig.step(&mut seqs.iter_mut().collect::<Vec<_>>(), 6);
     }
+    let mut sent = [0; 2];
     for step in 0..steps {
         // The simple sequences, whose steps are graphs.
         let some = match step {
@@ -80,6 +88,11 @@ pub(crate) fn transcript_of(
         };
         let mut batch: Vec<_> = seqs[some].iter_mut().collect();
         rig.step(&mut batch, u32::MAX);
+        sent[usize::from(batch.len() == 1)] = rig.sent;
+        if batch.len() == 2 && sent[1] > 0 && matches!(on, On::FakeNccl | On::FakePeers(_)) {
+            // Apart from sums: 64 keys of 8 bytes for each row, and one for the greedy row alone.
+            assert_eq!(sent[0] - 2 * 64 * 8, 2 * (sent[1] - 8), "step {step} of {degree} ranks");
+        }
     }
     let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect();
     seqs.iter()
@@ -261,9 +274,10 @@ fn ranks_capture_steps_of_every_size_before_the_first_request() {
                 engine.start(512, 0).unwrap();
                 let own = if rank == 0 { seconds } else { 60 - seconds };
                 let warmed = engine.warm(&decode_buckets(8), Duration::from_secs(own)).unwrap();
-                // Greedy steps, for which ranks look at parts of the logits, and others.
-                let kinds = if seconds > 0 { 2 * 4 } else { 0 };
-                assert_eq!((warmed.kinds, warmed.of), (kinds, 2 * 4));
+                // Greedy steps and those with top-k, for which ranks look at parts of the logits, and
+                // others.
+                let kinds = if seconds > 0 { 3 * 4 } else { 0 };
+                assert_eq!((warmed.kinds, warmed.of), (kinds, 3 * 4));
                 assert_eq!(engine.backend().num_graphs(), kinds);
                 let seen = run_plans(&mut engine, &plans, false);
                 if seconds > 0 {

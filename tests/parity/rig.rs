@@ -56,8 +56,9 @@ impl StepSource for Given {
     }
 }
 
-/// Outputs, and the number of tokens drafted for each sequence that asked for drafts.
-type Answer = Result<(Vec<SequenceOutput>, Vec<u32>), String>;
+/// Outputs, the number of tokens drafted for each sequence that asked for drafts, and the bytes that
+/// the rank sent.
+type Answer = Result<(Vec<SequenceOutput>, Vec<u32>, u64), String>;
 
 /// A replica whose ranks are threads.
 pub(crate) struct Rig {
@@ -69,6 +70,8 @@ pub(crate) struct Rig {
     next_block: u32,
     /// Numbers of tokens drafted by a draft model so far, and of those that were right.
     pub(crate) drafted: (u32, u32),
+    /// Bytes that rank 0 sent to other ranks in the last step.
+    pub(crate) sent: u64,
 }
 
 /// A running sequence.
@@ -368,7 +371,9 @@ fn serve<B: Backend>(
         let result = engine.step(&plan, &mut Given(masks), &mut outputs);
         if rank == 0 || result.is_err() {
             let drafted = engine.drafted().to_vec();
-            let result = result.map(|_| (outputs, drafted)).map_err(|error| error.to_string());
+            let sent = engine.backend().take_exchanged().iter().map(|(_, bytes)| bytes).sum();
+            let result =
+                result.map(|_| (outputs, drafted, sent)).map_err(|error| error.to_string());
             let _ = sender.send(result);
         }
     }
@@ -493,7 +498,16 @@ impl Rig {
                 }
             }));
         }
-        Self { plans, outputs, threads, step: 0, next_seq: 1, next_block: 0, drafted: (0, 0) }
+        Self {
+            plans,
+            outputs,
+            threads,
+            step: 0,
+            next_seq: 1,
+            next_block: 0,
+            drafted: (0, 0),
+            sent: 0,
+        }
     }
 
     /// One rank on the CPU backend, with sequences of at most `max_model_len` tokens.
@@ -517,7 +531,16 @@ impl Rig {
             serve(0, engine, received, &sender);
         });
         let (plans, threads) = (vec![plans], vec![thread]);
-        Self { plans, outputs, threads, step: 0, next_seq: 1, next_block: 0, drafted: (0, 0) }
+        Self {
+            plans,
+            outputs,
+            threads,
+            step: 0,
+            next_seq: 1,
+            next_block: 0,
+            drafted: (0, 0),
+            sent: 0,
+        }
     }
 
     /// A new sequence; `tokens` beyond `num_prompt` were accepted before.
@@ -597,7 +620,8 @@ impl Rig {
         for sender in &self.plans {
             sender.send((plan.clone(), masks.clone())).unwrap();
         }
-        let (outputs, drafted) = self.outputs.recv_timeout(PATIENCE).unwrap().unwrap();
+        let (outputs, drafted, sent) = self.outputs.recv_timeout(PATIENCE).unwrap().unwrap();
+        self.sent = sent;
         assert_eq!(drafted.len(), asked.len(), "told of each that was asked for");
         for (seq, drafted) in asked.iter().zip(&drafted) {
             let tokens = outputs.iter().filter(|output| output.seq == *seq).count() as u32;

@@ -33,10 +33,10 @@ pub trait StepOps: Tensors {
 
     /// Leaves the open step's logits on their ranks if the backend can: `sample` and `queue_sample`
     /// are then given this rank's own logits, whose first `count` columns are the tokens from
-    /// `first_id` on, a part of the vocabulary that is not empty on any rank. Returns false if the
-    /// logits have to be gathered.
-    fn keeps_logits_apart(&mut self, first_id: u32, count: usize) -> bool {
-        let _ = (first_id, count);
+    /// `first_id` on, a part of the whole vocabulary of `vocab` that is not empty on any rank.
+    /// Returns false if the logits have to be gathered.
+    fn keeps_logits_apart(&mut self, first_id: u32, count: usize, vocab: usize) -> bool {
+        let _ = (first_id, count, vocab);
         false
     }
 

@@ -9,6 +9,7 @@ use super::memory::DevicePtr;
 use super::parts::Windows;
 use super::peer::Retired;
 use super::readback::Readback;
+use super::sample_lists::Candidates;
 use super::sampling::Sampling;
 use super::step::Step;
 use super::tensors::{CudaBuffer, Element, Uploader};
@@ -343,6 +344,8 @@ pub(super) struct VocabShard {
     pub(super) first_id: u32,
     /// Number of columns that are tokens.
     pub(super) count: usize,
+    /// What the ranks exchange of them.
+    pub(super) candidates: Candidates,
 }
 
 /// Kinds of scratch memory.
@@ -358,7 +361,7 @@ pub(super) enum ScratchKind {
     Index,
     /// Logits of all ranks, one rank after the other.
     Gathered,
-    /// The best of each rank's own logits, and those of all ranks.
+    /// The best of each rank's own logits, one or a few, and those of all ranks.
     Best,
     /// Quantised weights converted to bf16.
     Widened,

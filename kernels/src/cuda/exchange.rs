@@ -6,6 +6,7 @@ use super::backend::{CudaBackend, ExchangeScratch, ScratchKind};
 use super::group::FusedNorm;
 use super::launch;
 use super::memory::DevicePtr;
+use super::sample_lists::{Candidates, TOP_MAX, candidate_bytes};
 use super::step::LaunchRows;
 use super::tensors::{CudaBuffer, CudaVector, Element};
 use crate::backend::{Buffer as _, ExchangeOps, RowOps as _, Tensors as _};
@@ -18,11 +19,6 @@ use crate::error::KernelError;
 /// this size both take the time of a message's way: 8 ranks receive 448 KiB, some microseconds over
 /// a network of 100 GB/s. It holds one sequence's rows of any model, and several of most.
 const GATHERED_MOST: usize = 64 << 10;
-
-/// Bytes for the best logit of each of `rows` rows: this rank's, and every rank's.
-pub(super) fn best_bytes(world: usize, rows: usize) -> usize {
-    (1 + world) * rows * 8
-}
 
 impl ExchangeOps for CudaBackend {
     fn all_reduce(&mut self, data: &mut CudaBuffer) -> Result<(), KernelError> {
@@ -113,7 +109,8 @@ impl ExchangeOps for CudaBackend {
             let LaunchRows { rows: most, .. } =
                 self.step.launched_samples(op, rows, local.rows_max())?;
             self.reserve(ExchangeScratch::Gathered, world * most * width * 4)?;
-            self.reserve(ExchangeScratch::Best, best_bytes(world, most))?;
+            let best = candidate_bytes(Candidates::Few(TOP_MAX), world, most);
+            self.reserve(ExchangeScratch::Best, best)?;
             return if rank == 0 || grouped { full.set_rows(rows) } else { Ok(()) };
         }
         if rank == 0 || grouped {

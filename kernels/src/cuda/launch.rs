@@ -43,7 +43,7 @@ pub use rows::{
     add_rmsnorm, blocks_in, blocks_out, cap, copy_columns, embed, gather_rows, interleave_ranks,
     late, read, scale_add_bias,
 };
-pub use sample::{SampleIo, argmax, argmax_merge, logprobs, sample};
+pub use sample::{SampleIo, argmax, argmax_merge, best_keys, draw_best, logprobs, sample};
 
 /// One launch.
 #[derive(Clone, Debug, PartialEq, Eq)]

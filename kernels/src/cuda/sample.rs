@@ -4,11 +4,10 @@ use std::time::Instant;
 use super::backend::{CudaBackend, ScratchKind, VocabShard};
 use super::batch::live;
 use super::edits::{self, SampleLaunch};
-use super::exchange::best_bytes;
 use super::launch::{self, Rows, SampleIo};
 use super::memory::DevicePtr;
 use super::results::{QUEUED_MAX, SAMPLED};
-use super::sample_lists::{PARAMS, TOP_MAX};
+use super::sample_lists::{Candidates, PARAMS, TOP_MAX, candidate_bytes, row_bytes};
 use super::sampling::PendingTokens;
 use super::step::LaunchRows;
 use super::tensors::{CudaBuffer, Element};
@@ -65,9 +64,11 @@ impl StepOps for CudaBackend {
         self.step.end(&self.device.stream)
     }
 
-    fn keeps_logits_apart(&mut self, first_id: u32, count: usize) -> bool {
-        let apart = !self.alone && self.step.is_open() && self.step.may_be_in_parts();
-        self.apart = apart.then_some(VocabShard { first_id, count });
+    fn keeps_logits_apart(&mut self, first_id: u32, count: usize, vocab: usize) -> bool {
+        let (candidates, ranks) = (self.step.candidates(), self.world_size() as usize);
+        let enough = candidates.are_enough(vocab, ranks);
+        let apart = !self.alone && self.step.is_open() && enough;
+        self.apart = apart.then_some(VocabShard { first_id, count, candidates });
         apart
     }
 
@@ -224,9 +225,9 @@ impl CudaBackend {
         self.step.samples_late() && self.step.has_samples(rows.len())
     }
 
-    /// Finds the largest logit of each row over all ranks: each rank searches its own part of the
-    /// vocabulary and sends the others its result. Then runs the graph, if there is one; `late`
-    /// rows are sampled after it.
+    /// Chooses each row's token without gathering its logits: each rank finds the candidates in its
+    /// own part of the vocabulary and sends them to the others. Then runs the graph, if there is
+    /// one; `late` rows are sampled after it.
     fn pick(
         &mut self,
         logits: Rows,
@@ -235,7 +236,7 @@ impl CudaBackend {
         late: bool,
     ) -> Result<(), KernelError> {
         let op = "sample";
-        let VocabShard { first_id, count } = part;
+        let VocabShard { first_id, count, candidates } = part;
         let masked = if late {
             self.step.close(&self.device.stream)?;
             let Self { sampling, device, step, .. } = self;
@@ -254,23 +255,34 @@ impl CudaBackend {
                     self.step.launched_samples(op, rows, most)?
                 }
             };
-            let (bytes, ranks) = (rows * 8, self.world_size() as usize);
-            let own = self.scratch(ScratchKind::Best, best_bytes(ranks, rows))?;
+            let (bytes, ranks) = (rows * row_bytes(candidates), self.world_size() as usize);
+            let own = self.scratch(ScratchKind::Best, candidate_bytes(candidates, ranks, rows))?;
             let all = own.offset(bytes);
             let Self { device, sampling, .. } = self;
-            let sizes = (count, first_id);
-            let argmax = launch::argmax(logits, Some(masked), own, sizes, rows, Some(live));
+            let out = sampling.results()?.device.ptr();
+            let (find, choose) = match candidates {
+                Candidates::Few(most) => {
+                    let sizes = (count, first_id, most);
+                    let find = launch::best_keys(logits, masked, own, sizes, rows, live);
+                    let sizes = (ranks, rows, most);
+                    (find, launch::draw_best(all, masked.0, out, sizes, live))
+                }
+                Candidates::All | Candidates::Best => {
+                    let sizes = (count, first_id);
+                    let find = launch::argmax(logits, Some(masked), own, sizes, rows, Some(live));
+                    (find, launch::argmax_merge(all, out, (ranks, rows), live))
+                }
+            };
             // SAFETY: the logits have as many rows and columns; the scratch was made for it; masks
             // were checked to cover the whole vocabulary.
-            unsafe { device.launch(argmax) }?;
+            unsafe { device.launch(find) }?;
             let group = &device.context.group;
             group.call(|group| group.all_gather(device, own, all, bytes)).unwrap_or(Ok(()))?;
-            let out = sampling.results()?.device.ptr();
-            let merge = launch::argmax_merge(all, out, (ranks, rows), live);
-            // SAFETY: results have room for the largest graph's rows, and for this step's.
-            unsafe { device.launch(merge) }?;
+            // SAFETY: results have room for the largest graph's rows, and for this step's; a list
+            // was checked to hold the keys of as many ranks.
+            unsafe { device.launch(choose) }?;
         }
-        self.count(rows * 8);
+        self.count(rows * row_bytes(candidates));
         self.step.close(&self.device.stream)
     }
 

@@ -13,6 +13,71 @@ pub(crate) const BIAS_MAX: usize = 1024;
 /// `TUTTI_TOP_MAX`
 pub(crate) const TOP_MAX: u32 = 128;
 
+/// Most order keys that `tutti_draw_best` takes for a row: those of all ranks.
+const KEYS_MAX: usize = 2048;
+/// Numbers of order keys that each rank finds for a row, of which a step takes the smallest that
+/// holds its rows' top-k. Few, because each has graphs of its own.
+const KEYS: [u32; 2] = [64, TOP_MAX];
+
+/// Which of each rank's own logits the choice of a step's tokens depends on, if every rank has only
+/// a part of the vocabulary.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Candidates {
+    /// All of them.
+    #[default]
+    All,
+    /// The best.
+    Best,
+    /// This many of the best.
+    Few(u32),
+}
+
+impl Candidates {
+    /// Those of rows of which none is edited. Masks make no difference.
+    fn of(rows: &[SampleRow<'_>]) -> Self {
+        let top_k = |row: &SampleRow<'_>| match row.params {
+            params if params.logprobs.is_some() => None,
+            // As the kernels see it: a temperature that is NaN draws.
+            params if params.temperature <= 0.0 => Some(0),
+            params => (1..=TOP_MAX).contains(&params.top_k).then_some(params.top_k),
+        };
+        // Of no rows, and of rows one of which needs more, all.
+        match rows.iter().map(top_k).try_fold(None, |most, own| Some(most.max(Some(own?)))) {
+            Some(Some(0)) => Self::Best,
+            Some(Some(most)) => {
+                KEYS.into_iter().find(|keys| *keys >= most).map_or(Self::All, Self::Few)
+            }
+            Some(None) | None => Self::All,
+        }
+    }
+
+    /// Whether ranks can exchange just these, with so many tokens in the whole vocabulary. Depends
+    /// on nothing else that steps with the same graph may differ in: hence not on their top-k, which
+    /// would also have to be smaller than the vocabulary, as draws otherwise go by id.
+    #[must_use]
+    pub fn are_enough(self, vocab: usize, ranks: usize) -> bool {
+        match self {
+            Self::All => false,
+            Self::Best => true,
+            Self::Few(keys) => (keys as usize) < vocab && ranks * keys as usize <= KEYS_MAX,
+        }
+    }
+}
+
+/// Bytes for the candidates of each of `rows` rows: this rank's, and every rank's.
+pub(super) fn candidate_bytes(candidates: Candidates, ranks: usize, rows: usize) -> usize {
+    (1 + ranks) * rows * row_bytes(candidates)
+}
+
+/// Bytes that a rank sends for a row.
+pub(super) fn row_bytes(candidates: Candidates) -> usize {
+    match candidates {
+        Candidates::All => 0,
+        Candidates::Best => 8,
+        Candidates::Few(keys) => keys as usize * 8,
+    }
+}
+
 /// Word offsets within a row's parameters. A list has two words: its start and its length.
 pub(super) mod word {
     /// Two words, the low half first.
@@ -55,8 +120,8 @@ pub struct SampleLists {
     pub edited: Vec<bool>,
     /// Whether any row's logits are edited.
     pub edits: bool,
-    /// Whether only the largest allowed logit of every row matters.
-    pub greedy: bool,
+    /// What the rows' tokens depend on.
+    pub candidates: Candidates,
 }
 
 impl SampleLists {
@@ -75,9 +140,7 @@ impl SampleLists {
             self.row(row)?;
         }
         self.edits = self.edited.contains(&true);
-        let greedy =
-            |row: &SampleRow<'_>| row.params.temperature <= 0.0 && row.params.logprobs.is_none();
-        self.greedy = !self.edits && !rows.is_empty() && rows.iter().all(greedy);
+        self.candidates = if self.edits { Candidates::All } else { Candidates::of(rows) };
         Ok(())
     }
 
@@ -187,6 +250,59 @@ mod tests {
         assert_eq!(lists.ids, [5, 6, 10, 11, 12, 13, 14]);
         assert_eq!(lists.biases, [9, (-1.0f32).to_bits()]);
         assert_eq!(lists.top, 2);
+    }
+
+    #[test]
+    fn candidates_are_what_the_choice_depends_on() {
+        let of = |all: &[SampleParams]| {
+            let rows = all.iter().map(|params| SampleRow {
+                params,
+                prompt: &[1],
+                output: &[2],
+                allowed: Some(&[7]),
+            });
+            let mut lists = SampleLists::default();
+            lists.pack(&rows.collect::<Vec<_>>()).unwrap();
+            lists.candidates
+        };
+        let top_k = |top_k| SampleParams { top_k, min_tokens: 0, ..params() };
+        let greedy = || SampleParams { temperature: 0.0, ..top_k(0) };
+        assert_eq!(of(&[]), Candidates::All);
+        assert_eq!(of(&[greedy(), greedy()]), Candidates::Best);
+        assert_eq!(of(&[SampleParams { temperature: 0.0, ..top_k(500) }]), Candidates::Best);
+        for (most, keys) in [(1, 64), (40, 64), (64, 64), (65, 128), (128, 128)] {
+            assert_eq!(of(&[top_k(1), top_k(most), greedy()]), Candidates::Few(keys), "{most}");
+        }
+        let unlike = [
+            top_k(0),
+            top_k(129),
+            top_k(u32::MAX),
+            SampleParams { temperature: f32::NAN, ..top_k(0) },
+            SampleParams { logprobs: Some(0), ..greedy() },
+            SampleParams { logprobs: Some(0), ..top_k(20) },
+            SampleParams { logit_bias: vec![(1, 1.0)], ..top_k(20) },
+            SampleParams { presence_penalty: 0.5, ..top_k(20) },
+            SampleParams { frequency_penalty: 0.5, ..greedy() },
+            SampleParams { repetition_penalty: 1.1, ..top_k(20) },
+            SampleParams { min_tokens: 2, ..top_k(20) },
+        ];
+        for params in unlike {
+            assert_eq!(of(&[top_k(20), params.clone(), greedy()]), Candidates::All, "{params:?}");
+        }
+    }
+
+    #[test]
+    fn candidates_are_enough_of_more_tokens_than_those() {
+        assert!(!Candidates::All.are_enough(1 << 17, 2));
+        assert!(Candidates::Best.are_enough(1, 64));
+        // A top-k of the whole vocabulary cuts nothing, and is at most 64 here.
+        assert!(!Candidates::Few(64).are_enough(64, 2));
+        assert!(Candidates::Few(64).are_enough(65, 2));
+        assert!(Candidates::Few(128).are_enough(384, 16));
+        assert!(!Candidates::Few(128).are_enough(384, 17));
+        let of = |candidates| candidate_bytes(candidates, 8, 10);
+        let sizes = [of(Candidates::All), of(Candidates::Best), of(Candidates::Few(64))];
+        assert_eq!(sizes, [0, 720, 46_080]);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use super::bucket::{CacheStage, StagedCache};
 use super::context::Context;
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::parts::{Splits, Windows};
-use super::sample_lists::SampleLists;
+use super::sample_lists::{Candidates, SampleLists};
 use super::stream::{Event, Stream};
 use crate::backend::{Batch, StepInputs};
 use crate::error::KernelError;
@@ -149,9 +149,9 @@ impl Step {
         self.parts = parts;
     }
 
-    /// Whether the step's tokens can be chosen without gathering all logits.
-    pub(super) fn may_be_in_parts(&self) -> bool {
-        self.parts && self.is_plain && self.lists.greedy
+    /// What the step's tokens depend on: all logits, unless ranks can exchange the best of them.
+    pub(super) fn candidates(&self) -> Candidates {
+        if self.parts && self.is_plain { self.lists.candidates } else { Candidates::All }
     }
 
     /// Numbers of items to launch for.

@@ -13,10 +13,29 @@ use shared::protocol::EngineConfig;
 use super::Engine;
 use crate::model::decoder::Decoder;
 
+/// How a step's rows are sampled.
+#[derive(Clone, Copy, Debug)]
+enum Choice {
+    Greedy,
+    TopK,
+    TopP,
+}
+
+impl Choice {
+    fn params(self) -> SampleParams {
+        let (temperature, top_k) = match self {
+            Self::Greedy => (0.0, 0),
+            Self::TopK => (1.0, 50),
+            Self::TopP => (1.0, 0),
+        };
+        SampleParams { temperature, top_k, top_p: 0.9, ..SampleParams::default() }
+    }
+}
+
 /// Kind of a step, besides its tokens.
 #[derive(Clone, Copy, Debug)]
 struct Kind {
-    greedy: bool,
+    choice: Choice,
     masks: bool,
     adapters: bool,
 }
@@ -42,7 +61,8 @@ impl<B: Backend> Engine<B> {
         let mut cache = self.backend.new_kv_cache(shape)?;
         let longest = self.config.max_model_len.max(1);
         // Every row has a mask, to make room for all of them.
-        let kind = Kind { greedy: false, masks: true, adapters: self.decoder.num_adapters() > 0 };
+        let kind =
+            Kind { choice: Choice::TopP, masks: true, adapters: self.decoder.num_adapters() > 0 };
         for steps in largest(&self.config, longest) {
             self.dummy_step(&mut cache, &steps, kind)?;
         }
@@ -56,7 +76,7 @@ impl<B: Backend> Engine<B> {
         let (backend, decoder) = draft.parts(backend);
         let shape = decoder.kv_shape(config, 1);
         let mut cache = backend.new_kv_cache(shape)?;
-        let kind = Kind { greedy: false, masks: false, adapters: false };
+        let kind = Kind { choice: Choice::TopP, masks: false, adapters: false };
         for steps in largest(config, longest) {
             let steps = DummyStep { seqs: &steps, kind, block_size: config.block_size };
             steps.run(backend, decoder, &mut cache, true)?;
@@ -73,12 +93,16 @@ impl<B: Backend> Engine<B> {
     /// [`KernelError`].
     pub fn warm(&mut self, rows: &[u32], patience: Duration) -> Result<WarmUp, KernelError> {
         let began = Instant::now();
-        // Ranks that each sample their part of the vocabulary do so only if all rows are greedy.
-        let greedy = if self.backend.samples_everywhere() { &[true, false][..] } else { &[false] };
+        // Ranks exchange the best of their logits, few of them, or all. Elsewhere, and without a
+        // group, one kind is all.
+        let choices = match self.backend.samples_everywhere() {
+            true => &[Choice::Greedy, Choice::TopK, Choice::TopP][..],
+            false => &[Choice::TopP],
+        };
         let adapters = if self.decoder.num_adapters() > 0 { &[false, true][..] } else { &[false] };
         let kinds = |rows: u32| {
-            greedy.iter().flat_map(move |&greedy| {
-                let kind = move |&adapters| (rows, Kind { greedy, masks: false, adapters });
+            choices.iter().flat_map(move |&choice| {
+                let kind = move |&adapters| (rows, Kind { choice, masks: false, adapters });
                 adapters.iter().map(kind)
             })
         };
@@ -119,7 +143,7 @@ impl<B: Backend> Engine<B> {
         patience: Duration,
     ) -> Result<(), KernelError> {
         let Some(draft) = &mut self.draft else { return Ok(()) };
-        let kind = Kind { greedy: false, masks: false, adapters: false };
+        let kind = Kind { choice: Choice::TopP, masks: false, adapters: false };
         let Some((backend, decoder, cache)) = draft.own_parts() else { return Ok(()) };
         for &rows in rows {
             let seqs = vec![(1, 1); rows as usize];
@@ -199,8 +223,7 @@ impl DummyStep<'_> {
         let ids = vec![0; positions.len()];
         let slots: Vec<u32> = positions.iter().map(|position| position % block_size).collect();
         let block_tables = vec![0; tables as usize];
-        let temperature = if kind.greedy { 0.0 } else { 1.0 };
-        let params = SampleParams { temperature, top_p: 0.9, top_k: 50, ..SampleParams::default() };
+        let params = kind.choice.params();
         let vocab = decoder.config().vocab_size;
         let mask = vec![u32::MAX; vocab.div_ceil(32)];
         let allowed = kind.masks.then_some(mask.as_slice());

@@ -389,7 +389,7 @@ impl<B: Backend> Decoder<B> {
         let Some(logits) = &mut buffers.logits else { return Ok(&buffers.logits_local) };
         let (vocab, others) = (self.config.vocab_size, shard.vocab_width * (shard.degree - 1));
         let first_id = u32::try_from(shard.vocab.start).unwrap_or(u32::MAX);
-        if others < vocab && backend.keeps_logits_apart(first_id, shard.vocab.len()) {
+        if others < vocab && backend.keeps_logits_apart(first_id, shard.vocab.len(), vocab) {
             return Ok(&buffers.logits_local);
         }
         backend.gather_logits(&buffers.logits_local, logits)?;

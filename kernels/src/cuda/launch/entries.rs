@@ -138,6 +138,8 @@ entries! {
     PEER_SUM_ADD_RMSNORM: "tutti_peer_sum_add_rmsnorm",
     PEER_GATHER: "tutti_peer_gather",
     ARGMAX_MERGE: "tutti_argmax_merge",
+    BEST_KEYS: "tutti_best_keys",
+    DRAW_BEST: "tutti_draw_best",
     TREE_SUM: "tutti_tree_sum",
     BLOCKS_OUT: "tutti_blocks_out",
     BLOCKS_IN: "tutti_blocks_in",

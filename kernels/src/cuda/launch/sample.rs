@@ -1,5 +1,8 @@
 //! PURE: calls of the kernels of `kernels/cuda/sample.cu`.
-use super::{ARGMAX, ARGMAX_MERGE, Args, Call, DevicePtr, LOGPROBS, Rows, SAMPLE, call, words};
+use super::{
+    ARGMAX, ARGMAX_MERGE, Args, BEST_KEYS, Call, DRAW_BEST, DevicePtr, LOGPROBS, Rows, SAMPLE,
+    call, words,
+};
 
 /// Operands of `tutti_sample`.
 #[derive(Clone, Copy, Debug)]
@@ -91,4 +94,32 @@ pub fn argmax_merge(
 ) -> Call {
     let args = words(Args::new().ptr(found).ptr(out), [ranks, rows]).ptr(live);
     call(ARGMAX_MERGE, (rows.div_ceil(256), 1, 1), 256, args)
+}
+
+/// `tutti_best_keys`: `most` of each row; token ids start at `first_id`. `masked` as above.
+#[must_use]
+pub fn best_keys(
+    logits: Rows,
+    (params, masks): (DevicePtr, DevicePtr),
+    out: DevicePtr,
+    (vocab, first_id, most): (usize, u32, u32),
+    rows: usize,
+    live: DevicePtr,
+) -> Call {
+    let args = Args::new().ptr(logits.ptr).ptr(params).ptr(masks).ptr(out);
+    let args = words(args, [logits.stride, vocab]).u32(first_id).u32(most).ptr(live);
+    call(BEST_KEYS, (rows, 1, 1), 1024, args)
+}
+
+/// `tutti_draw_best`: from `most` keys of each of `ranks` ranks for each row.
+#[must_use]
+pub fn draw_best(
+    keys: DevicePtr,
+    params: DevicePtr,
+    out: DevicePtr,
+    (ranks, rows, most): (usize, usize, u32),
+    live: DevicePtr,
+) -> Call {
+    let args = words(Args::new().ptr(keys).ptr(params).ptr(out), [ranks, rows]);
+    call(DRAW_BEST, (rows, 1, 1), 1024, args.u32(most).ptr(live))
 }

@@ -185,6 +185,8 @@ fn all(sizes: Sizes) -> Vec<Call> {
         blocks_out(ptr, ptr, ptr, (number, 64, width, number * width)),
         blocks_in(ptr, ptr, ptr, (number, 64, width, number * width)),
         argmax_merge(ptr, ptr, (8, seqs), ptr),
+        best_keys(rows, (ptr, ptr), ptr, (vocab, 5, 128), seqs, ptr),
+        draw_best(ptr, ptr, ptr, (8, seqs, 128), ptr),
         interleave_ranks(ptr, rows, (8, seqs, vocab), ptr),
     ];
     let fp8 = LayerCache { storage: KvStorage::Fp8, ..cache };

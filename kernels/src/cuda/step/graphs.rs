@@ -3,12 +3,13 @@ use super::{Mode, Step};
 use crate::backend::StepInputs;
 use crate::cuda::batch::Capacity;
 use crate::cuda::bucket::decode_bucket;
+use crate::cuda::sample_lists::Candidates;
 use crate::cuda::stream::{Graph, Stream};
 use crate::error::KernelError;
 
-/// Maximum number of graphs: for all numbers of rows, each with and without adapters, with sampling
-/// over whole logits, over parts, and without sampling in either case. Each has a few hundred
-/// nodes: about a megabyte.
+/// Maximum number of graphs: for all numbers of rows, each with and without adapters, in four of
+/// the ways to sample: whole logits, the best of parts, a few of the best (of two sizes), and each
+/// of these after the graph. Each has a few hundred nodes: about a megabyte.
 pub(super) const GRAPHS_MAX: usize = 176;
 /// What distinguishes graphs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -17,8 +18,8 @@ pub(in crate::cuda) struct GraphKey {
     pub(super) rows: u32,
     /// Whether sampling is part of it.
     pub(super) samples: bool,
-    /// Whether each rank searches only its own logits.
-    pub(super) parts: bool,
+    /// Which of its own logits each rank shares with others.
+    pub(super) candidates: Candidates,
     /// Whether some rows have adapters.
     pub(super) adapters: bool,
 }
@@ -137,7 +138,7 @@ impl Step {
         let most = u32::try_from(self.least_room).unwrap_or(u32::MAX);
         Some(GraphKey {
             rows: decode_bucket(rows, most)?,
-            parts: self.may_be_in_parts(),
+            candidates: self.candidates(),
             adapters: !inputs.adapters.is_empty(),
             samples: !inputs.masked
                 && !self.lists.edits
