@@ -274,8 +274,8 @@ fn ranks_capture_steps_of_every_size_before_the_first_request() {
                 engine.start(512, 0).unwrap();
                 let own = if rank == 0 { seconds } else { 60 - seconds };
                 let warmed = engine.warm(&decode_buckets(8), Duration::from_secs(own)).unwrap();
-                // Greedy steps and those with top-k, for which ranks look at parts of the logits, and
-                // others.
+                // Greedy steps and those with top-k, for which ranks look at parts of the logits,
+                // and others.
                 let kinds = if seconds > 0 { 3 * 4 } else { 0 };
                 assert_eq!((warmed.kinds, warmed.of), (kinds, 3 * 4));
                 assert_eq!(engine.backend().num_graphs(), kinds);

@@ -56,8 +56,8 @@ impl StepSource for Given {
     }
 }
 
-/// Outputs, the number of tokens drafted for each sequence that asked for drafts, and the bytes that
-/// the rank sent.
+/// Outputs, the number of tokens drafted for each sequence that asked for drafts, and the bytes
+/// that the rank sent.
 type Answer = Result<(Vec<SequenceOutput>, Vec<u32>, u64), String>;
 
 /// A replica whose ranks are threads.

@@ -51,9 +51,9 @@ impl Candidates {
         }
     }
 
-    /// Whether ranks can exchange just these, with so many tokens in the whole vocabulary. Depends
-    /// on nothing else that steps with the same graph may differ in: hence not on their top-k, which
-    /// would also have to be smaller than the vocabulary, as draws otherwise go by id.
+    /// Whether ranks can exchange just these, with so many tokens in the whole vocabulary. A top-k
+    /// of all tokens cuts nothing, so that draws go by id. That is ruled out by the number of keys,
+    /// not by each step's own top-k, because steps with the same graph exchange the same.
     #[must_use]
     pub fn are_enough(self, vocab: usize, ranks: usize) -> bool {
         match self {

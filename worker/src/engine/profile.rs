@@ -93,8 +93,7 @@ impl<B: Backend> Engine<B> {
     /// [`KernelError`].
     pub fn warm(&mut self, rows: &[u32], patience: Duration) -> Result<WarmUp, KernelError> {
         let began = Instant::now();
-        // Ranks exchange the best of their logits, few of them, or all. Elsewhere, and without a
-        // group, one kind is all.
+        // Ranks in a group exchange one logit, a few or all of them, and each is another graph.
         let choices = match self.backend.samples_everywhere() {
             true => &[Choice::Greedy, Choice::TopK, Choice::TopP][..],
             false => &[Choice::TopP],
