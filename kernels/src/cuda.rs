@@ -8,7 +8,8 @@
 //! - [`device`]: a GPU ready for launches
 //! - [`held`]: which GPUs this process holds, and which hang
 //! - `group`: ranks that exchange data in GPU memory; [`choice`]: PURE: how they exchange it;
-//!   [`connect`]: how they join; [`nccl`]: NCCL; [`peer`]: GPUs that access each other's memory
+//!   [`connect`]: how they join; [`nccl`]: NCCL; [`peer`]: GPUs that access each other's memory;
+//!   `stopwatch`: how long exchanges take
 //! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
 //! - [`bucket`], [`batch`], [`sample_lists`], [`parts`], [`capacity`]: PURE: buckets of graphs and
 //!   plans, a step's inputs, inputs of sampling, splits of decode attention, memory

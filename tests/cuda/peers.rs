@@ -65,19 +65,22 @@ async fn two_processes_see_each_others_memory() {
     assert_eq!((pair.calls("ipc give"), pair.calls("ipc open")), (2, 2));
     // Steps are graphs, including their exchanges.
     assert!(pair.calls("graph ") > 24, "{}", pair.calls("graph "));
-    // The kernels keep the time of exchanges themselves, so that it is known of steps in graphs too.
+    // The kernels keep the time of exchanges themselves, so it is known of steps in graphs too.
     let client = pair.cluster.client().unwrap();
-    let seconds = |scrape: &Scrape, of: &str, rank: &str| {
-        scrape.sum(&format!("tutti_rank_{of}_seconds_sum"), &[("rank", rank)])
+    let of = |scrape: &Scrape, name: &str| {
+        ["0", "1"].map(|rank| scrape.sum(&format!("tutti_rank_{name}"), &[("rank", rank)]))
     };
-    let both = |scrape: &Scrape| ["0", "1"].map(|rank| seconds(scrape, "collective", rank));
-    let has_come = |scrape: &Scrape| both(scrape).iter().all(|time| *time > 0.0);
+    let has_come =
+        |scrape: &Scrape| of(scrape, "step_seconds_count").iter().all(|steps| *steps >= 24.0);
     let scrape = client.scrape_until(Duration::from_secs(10), has_come).await.unwrap();
-    for rank in ["0", "1"] {
-        let [exchanges, forward, steps] =
-            ["collective", "forward", "step"].map(|of| seconds(&scrape, of, rank));
-        assert!(exchanges + forward <= 1.01 * steps, "{exchanges} {forward} {steps}");
-    }
+    let times = of(&scrape, "collective_seconds_sum");
+    let steps = of(&scrape, "step_seconds_sum");
+    // A step's exchanges can begin before the host is done with the step before.
+    assert!(
+        (0..2).all(|rank| 0.0 < times[rank] && times[rank] < steps[rank]),
+        "{times:?} {steps:?}"
+    );
+    assert_eq!(of(&scrape, "collective_seconds_count"), of(&scrape, "step_seconds_count"));
 }
 
 /// A step that cannot be captured ends the epoch, because the ranks' graphs belong together. Each
