@@ -31,6 +31,7 @@
 mod adapters;
 mod attention;
 mod driver;
+mod exchange;
 mod experts;
 mod fp8;
 mod goldens;

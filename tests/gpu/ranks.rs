@@ -11,18 +11,17 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use kernels::backend::prelude::*;
-use kernels::backend::{AttentionShape, Batch, SeqRows, StepInputs};
 use kernels::collective::{
     Collective, SharedMemoryOptions, local_group, shared_memory, single_rank,
 };
 use kernels::cuda::choice::NCCL_SHARING_MIN;
 use kernels::cuda::peer::tuning::Thresholds;
 use kernels::cuda::{CudaBackend, CudaOptions, ExchangePolicy, GroupSetup, Relay};
-use kernels::sampling::{SampleParams, SampleRow};
 use kernels::{CollectiveError, KernelError};
 use testkit::models::goldens;
 use testkit::relay::SharedRelay;
 
+use crate::exchange::{choose, exchange};
 use crate::goldens::{VARIANTS, engine_over, follow};
 use crate::{Options, Step, UNCHECKED};
 
@@ -111,12 +110,12 @@ fn number(ranks: usize) -> String {
 }
 
 /// What rank `rank` has at `i` of a sum over several ranks: integers, whose sums are exact.
-fn term(rank: usize, i: usize) -> f32 {
+pub(crate) fn term(rank: usize, i: usize) -> f32 {
     (rank * 7 + i % 13) as f32
 }
 
 /// Checks the sum over all ranks' [`term`]s.
-fn check_sum(sums: &[f32], ranks: usize) -> Result<(), String> {
+pub(crate) fn check_sum(sums: &[f32], ranks: usize) -> Result<(), String> {
     for (i, found) in sums.iter().enumerate() {
         let expected = (0..ranks).map(|rank| term(rank, i)).sum::<f32>();
         if *found != expected {
@@ -143,72 +142,8 @@ fn sums_of_sizes(backend: &mut CudaBackend, quick: bool) -> Result<(), KernelErr
     Ok(())
 }
 
-/// Sums and gathers in three equal steps: launched directly, captured, replayed.
-fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
-    let (rows, width) = (3, 1000);
-    let (rank, ranks) = (backend.rank() as usize, backend.world_size() as usize);
-    let mut data = backend.new_buffer(4, width)?;
-    let mut local = backend.new_buffer(4, 5)?;
-    let mut full = backend.new_buffer(4, 5 * ranks)?;
-    let own: Vec<f32> = (0..rows * width).map(|i| term(rank, i)).collect();
-    let logits: Vec<f32> = (0..rows * 5).map(|i| (100 * rank + i) as f32).collect();
-    let ids = [0, 1, 2];
-    let seqs: Vec<SeqRows> = (0..3)
-        .map(|row| SeqRows {
-            row_start: row,
-            num_rows: 1,
-            context_len: 1,
-            table_start: row,
-            table_len: 1,
-        })
-        .collect();
-    let params = SampleParams { temperature: 0.7, ..SampleParams::default() };
-    let sampling = [SampleRow { params: &params, prompt: &[], output: &[], allowed: None }; 3];
-    let shape = AttentionShape {
-        num_heads: 1,
-        num_kv_heads: 1,
-        head_dim: 64,
-        norm_eps: 1e-5,
-        sliding_window: None,
-        softcap: None,
-        latent: None,
-    };
-    let wrong = |message: String| KernelError::Shape { op: "exchange", message };
-    for _ in 0..3 {
-        backend.write_buffer(&mut data, &own)?;
-        backend.write_buffer(&mut local, &logits)?;
-        let batch = Batch { positions: &ids, slots: &ids, seqs: &seqs, block_tables: &ids };
-        backend.begin_step(&StepInputs {
-            ids: &ids,
-            batch,
-            attention: &shape,
-            windows: &[None],
-            sample_rows: &ids,
-            sampling: &sampling,
-            feed: &[],
-            adapters: &[],
-            masked: false,
-            is_plain: true,
-        })?;
-        backend.all_reduce(&mut data)?;
-        backend.gather_logits(&local, &mut full)?;
-        backend.end_step()?;
-        let (sums, rows_of_all) = (backend.read_buffer(&data)?, backend.read_buffer(&full)?);
-        check_sum(&sums, ranks).map_err(wrong)?;
-        for (i, found) in rows_of_all.iter().enumerate() {
-            let (row, column) = (i / (5 * ranks), i % (5 * ranks));
-            let expected = (100 * (column / 5) + row * 5 + column % 5) as f32;
-            if *found != expected {
-                return Err(wrong(format!("logit {i} is {found}, not {expected}")));
-            }
-        }
-    }
-    not_given_up(backend).map_err(wrong)?;
-    Ok(format!("{} graphs", backend.num_graphs()))
-}
-
 /// Checks that neither graphs nor overlap was given up: without them results are right, too.
-fn not_given_up(backend: &CudaBackend) -> Result<(), String> {
+pub(crate) fn not_given_up(backend: &CudaBackend) -> Result<(), String> {
     backend.given_up().map_or(Ok(()), |reason| Err(format!("given up: {reason}")))
 }
 
@@ -367,6 +302,7 @@ pub(crate) fn child(
         return golden(options, rank, backend, model);
     }
     let graphs = exchange(&mut backend).map_err(words)?;
+    choose(&mut backend).map_err(words)?;
     sums_of_sizes(&mut backend, options.quick).map_err(words)?;
     Ok(format!("{graphs}; {reason}"))
 }
