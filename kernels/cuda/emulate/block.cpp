@@ -48,7 +48,6 @@ struct Fiber {
     uint32_t index = 0;
     State state = State::runnable;
     bool waited = false;
-    unsigned char* stack = nullptr;
 #if defined(__x86_64__)
     void* sp = nullptr;
 #else
@@ -84,9 +83,12 @@ void perform(const Copy& copy) {
 
 }  // namespace
 
-// The block being run. Its memory is reused for the next one.
+// The block being run. Its memory is reused for the next one, also if that is smaller or larger:
+// giving it back to the kernel and getting it again took more time than many blocks.
 struct Block::State {
     std::vector<Fiber> fibers;
+    // At least one for each fiber.
+    std::vector<unsigned char*> stacks;
     std::vector<Warp> warps;
     Fiber* current = nullptr;
     uint32_t waiting_at_barrier = 0;
@@ -112,7 +114,9 @@ struct Block::State {
     bool progress = false;
     Fiber* pick();
     std::map<const void*, SharedBlock> shared_arrays;
-    SharedBlock dynamic{nullptr, 0, 0};
+    // By size.
+    std::map<size_t, SharedBlock> dynamic_arrays;
+    SharedBlock* dynamic = nullptr;
     uint64_t number = 0;
 };
 
@@ -184,10 +188,7 @@ void fiber_main() {
     abort();
 }
 
-void start(Fiber& fiber) {
-    if (fiber.stack == nullptr) {
-        fiber.stack = static_cast<unsigned char*>(aligned_alloc(4096, STACK_BYTES));
-    }
+void start(Fiber& fiber, unsigned char* stack) {
     fiber.state = State::runnable;
     fiber.waited = false;
     fiber.copies.clear();
@@ -195,7 +196,7 @@ void start(Fiber& fiber) {
 #if defined(__x86_64__)
     // Stacks are pages apart: without these steps their tops would share few lines of the cache.
     const size_t step = fiber.index % 64 * 5 * 64;
-    void** top = reinterpret_cast<void**>(fiber.stack + STACK_BYTES - step);
+    void** top = reinterpret_cast<void**>(stack + STACK_BYTES - step);
     // As after a call: the stack pointer is 16 k + 8 on entry, after six registers are popped.
     *--top = nullptr;
     *--top = reinterpret_cast<void*>(fiber_main);
@@ -205,7 +206,7 @@ void start(Fiber& fiber) {
     fiber.sp = top;
 #else
     getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack;
+    fiber.context.uc_stack.ss_sp = stack;
     fiber.context.uc_stack.ss_size = STACK_BYTES;
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, fiber_main, 0);
@@ -235,34 +236,38 @@ void* poisoned(SharedBlock& array) {
 Block::Block() : state(new State) {}
 
 Block::~Block() {
-    for (const Fiber& fiber : state->fibers) {
-        free(fiber.stack);
+    for (unsigned char* stack : state->stacks) {
+        free(stack);
     }
     for (const auto& array : state->shared_arrays) {
         release_guarded(array.second.memory, array.second.bytes);
     }
-    release_guarded(state->dynamic.memory, state->dynamic.bytes);
+    for (const auto& array : state->dynamic_arrays) {
+        release_guarded(array.second.memory, array.second.bytes);
+    }
 }
 
 void Block::begin(const Settings& settings, dim3 index, const std::function<void()>& kernel) {
     State& s = *state;
     if (s.fibers.size() != settings.threads) {
-        for (size_t i = settings.threads; i < s.fibers.size(); i++) {
-            free(s.fibers[i].stack);
-        }
         s.fibers.resize(settings.threads);
         s.warps.resize(settings.threads / 32);
         for (uint32_t i = 0; i < settings.threads; i++) {
             s.fibers[i].index = i;
         }
     }
-    if (s.dynamic.memory == nullptr || s.dynamic.bytes != settings.shared_bytes) {
-        release_guarded(s.dynamic.memory, s.dynamic.bytes);
-        s.dynamic = {guarded(settings.shared_bytes, false), settings.shared_bytes, 0};
-        watch(s.dynamic.memory, settings.shared_bytes, true);
+    auto dynamic = s.dynamic_arrays.find(settings.shared_bytes);
+    if (dynamic == s.dynamic_arrays.end()) {
+        const SharedBlock made{guarded(settings.shared_bytes, false), settings.shared_bytes, 0};
+        dynamic = s.dynamic_arrays.emplace(settings.shared_bytes, made).first;
+        watch(made.memory, made.bytes, true);
+    }
+    s.dynamic = &dynamic->second;
+    while (s.stacks.size() < settings.threads) {
+        s.stacks.push_back(static_cast<unsigned char*>(aligned_alloc(4096, STACK_BYTES)));
     }
     for (Fiber& fiber : s.fibers) {
-        start(fiber);
+        start(fiber, s.stacks[fiber.index]);
     }
     for (Warp& warp : s.warps) {
         warp = Warp{};
@@ -365,7 +370,7 @@ void* shared_array(const void* key, size_t bytes) {
     return poisoned(found->second);
 }
 
-void* dynamic_shared() { return poisoned(running->dynamic); }
+void* dynamic_shared() { return poisoned(*running->dynamic); }
 
 bool barrier_and(bool vote) {
     Block::State& block = *running;
