@@ -59,6 +59,7 @@ async fn two_processes_see_each_others_memory() {
     assert_eq!(host.calls("ipc"), 0);
     drop(host);
     let pair = Pair::up(&[], &[]).await;
+    let began = Instant::now();
     assert_eq!(pair.complete(24).await, expected);
     let log = pair.cluster.log();
     assert!(log.contains(SEEN), "{log}");
@@ -73,13 +74,9 @@ async fn two_processes_see_each_others_memory() {
     let has_come =
         |scrape: &Scrape| of(scrape, "step_seconds_count").iter().all(|steps| *steps >= 24.0);
     let scrape = client.scrape_until(Duration::from_secs(10), has_come).await.unwrap();
-    let times = of(&scrape, "collective_seconds_sum");
-    let steps = of(&scrape, "step_seconds_sum");
-    // A step's exchanges can begin before the host is done with the step before.
-    assert!(
-        (0..2).all(|rank| 0.0 < times[rank] && times[rank] < steps[rank]),
-        "{times:?} {steps:?}"
-    );
+    let (times, all) = (of(&scrape, "collective_seconds_sum"), began.elapsed().as_secs_f64());
+    // Not necessarily within their steps as the host sees them: it begins one ahead.
+    assert!(times.iter().all(|time| 0.0 < *time && *time < all), "{times:?} of {all}");
     assert_eq!(of(&scrape, "collective_seconds_count"), of(&scrape, "step_seconds_count"));
 }
 

@@ -113,8 +113,8 @@ async fn a_gpu_has_as_long_as_the_coordinator_gives_steps() {
 /// few blocks at a time that each takes several parts of sequences.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn graphs_are_captured_before_the_first_request() {
-    // Steps of 1, 2, 4 and 8 rows; with two ranks also those for which they exchange the best of their
-    // logits, or a few.
+    // Steps of 1, 2, 4 and 8 rows; with two ranks also those for which they exchange the best of
+    // their logits, or a few.
     let pair = ["--workers", "2", "--tensor-parallel", "2"];
     let none = ["--workers", "1", "--tensor-parallel", "1", "--cuda-warmup", "0"];
     let mut texts = Vec::new();

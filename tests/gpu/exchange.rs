@@ -99,7 +99,7 @@ pub(crate) fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError>
 }
 
 /// Chooses tokens, each rank knowing the logits of its own part of the vocabulary: those that the
-/// float32 reference chooses from whole rows. Where exchanges are timed, there is a time afterwards.
+/// float32 reference chooses from whole rows. Where exchanges are timed, a time is reported.
 pub(crate) fn choose(backend: &mut CudaBackend) -> Result<(), KernelError> {
     let (rank, ranks) = (backend.rank() as usize, backend.world_size() as usize);
     let vocab = ranks * PART;

@@ -130,6 +130,8 @@ impl<B: Backend> Engine<B> {
         self.cache = Some(cache);
         result?;
         self.warm_draft(rows, began, patience)?;
+        // What these steps waited for other ranks belongs to no request's.
+        let _ = self.backend.take_collective_time();
         Ok(warmed)
     }
 
