@@ -10,6 +10,7 @@
 // within about 1e-6 of a boundary.
 //
 // Log-probabilities are of the unmodified logits: x - max - ln(sum of e^(x - max)), the sum in f64.
+//
 // Ranks that each have the logits of a part of the vocabulary need not gather them where few tokens
 // can be chosen: the best, or the best 128 with top-k. Each finds those of its own part, all gather
 // these, and each chooses, in the same way. What top-k drops or top-p cuts depends on the order

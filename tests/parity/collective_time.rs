@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 use kernels::backend::Buffer;
 use kernels::backend::prelude::*;
 use kernels::collective::{Collective, local_group};
-use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
+use kernels::cuda::{CudaBackend, CudaOptions};
 use kernels::sampling::{SampleParams, SampleRow};
 use testkit::relay::SharedRelay;
 
-use crate::rig::{fake_nccl_options, fake_peers_alone, join_nccl};
+use crate::rig::{fake_nccl_options, fake_peer, join_nccl};
 
 /// How much later rank 1 begins than rank 0.
 const LATE: Duration = Duration::from_millis(400);
@@ -67,15 +67,8 @@ fn on_two_ranks<R: Send>(
 
 #[test]
 fn a_rank_that_waits_for_a_late_one_reports_that_time() {
-    let make = |collective, mut relay: SharedRelay| {
-        let mut backend = fake_peers_alone(collective);
-        let setup = GroupSetup {
-            timeout: Duration::from_secs(60),
-            is_given_up: &|| false,
-            relay: &mut relay,
-            on_abort_handle: &mut |_| {},
-        };
-        backend.join(setup).unwrap();
+    let make = |collective, _| {
+        let mut backend = fake_peer(256 << 10, collective);
         // What was exchanged for a trial is not reported.
         assert_eq!(backend.take_collective_time(), Duration::ZERO);
         backend

@@ -194,7 +194,7 @@ fn fake_peers_backend(one_shot: usize, collective: Box<dyn Collective>) -> CudaB
 }
 
 /// A backend on the stand-in, in a group of ranks that see each other's memory.
-fn fake_peer(one_shot: usize, collective: Box<dyn Collective>) -> CudaBackend {
+pub(crate) fn fake_peer(one_shot: usize, collective: Box<dyn Collective>) -> CudaBackend {
     let mut backend = fake_peers_backend(one_shot, collective);
     let joined = backend.join(GroupSetup {
         timeout: Duration::from_secs(60),
@@ -498,6 +498,15 @@ impl Rig {
                 }
             }));
         }
+        Self::of(plans, outputs, threads)
+    }
+
+    /// Ranks that take plans, and what comes of them.
+    fn of(
+        plans: Vec<Sender<Planned>>,
+        outputs: Receiver<Answer>,
+        threads: Vec<JoinHandle<()>>,
+    ) -> Self {
         Self {
             plans,
             outputs,
@@ -531,16 +540,7 @@ impl Rig {
             serve(0, engine, received, &sender);
         });
         let (plans, threads) = (vec![plans], vec![thread]);
-        Self {
-            plans,
-            outputs,
-            threads,
-            step: 0,
-            next_seq: 1,
-            next_block: 0,
-            drafted: (0, 0),
-            sent: 0,
-        }
+        Self::of(plans, outputs, threads)
     }
 
     /// A new sequence; `tokens` beyond `num_prompt` were accepted before.

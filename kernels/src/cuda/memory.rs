@@ -339,7 +339,7 @@ impl Pinned<u32> {
 impl Pinned<u64> {
     /// A word that the GPU can write at the same time.
     #[must_use]
-    pub fn long_word(&self, index: usize) -> &AtomicU64 {
+    pub fn word(&self, index: usize) -> &AtomicU64 {
         let at = &self.as_slice()[index];
         // SAFETY: aligned, alive as long as `self`, and in writable memory.
         unsafe { AtomicU64::from_ptr(std::ptr::from_ref(at).cast_mut()) }

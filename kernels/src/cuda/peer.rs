@@ -70,7 +70,7 @@ impl Clock {
     }
 
     fn take(&mut self) -> Duration {
-        let reported = self.reported.long_word(0).load(Ordering::Relaxed);
+        let reported = self.reported.word(0).load(Ordering::Relaxed);
         let before = std::mem::replace(&mut self.taken, reported);
         Duration::from_nanos(reported.saturating_sub(before))
     }

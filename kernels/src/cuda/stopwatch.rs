@@ -20,11 +20,11 @@ impl Stopwatch {
     ///
     /// # Errors
     /// [`KernelError::Device`], and those of `call`.
-    pub(super) fn time<T, E: From<KernelError>>(
+    pub(super) fn time(
         &mut self,
         device: &Device,
-        call: impl FnOnce() -> Result<T, E>,
-    ) -> Result<T, E> {
+        call: impl FnOnce() -> Result<(), KernelError>,
+    ) -> Result<(), KernelError> {
         if device.stream.captures() {
             return call();
         }
@@ -33,10 +33,10 @@ impl Stopwatch {
             None => [Event::new(&device.context, true)?, Event::new(&device.context, true)?],
         };
         pair[0].record(&device.stream)?;
-        let made = call()?;
+        call()?;
         pair[1].record(&device.stream)?;
         self.running.push_back(pair);
-        Ok(made)
+        Ok(())
     }
 
     /// Returns the time that work has taken which has ended since the last call.
