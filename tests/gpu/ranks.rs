@@ -16,7 +16,7 @@ use kernels::collective::{
 };
 use kernels::cuda::choice::NCCL_SHARING_MIN;
 use kernels::cuda::peer::tuning::Thresholds;
-use kernels::cuda::{CudaBackend, CudaOptions, ExchangePolicy, GroupSetup, Relay};
+use kernels::cuda::{CudaBackend, CudaOptions, ExchangePolicy, GroupSetup, JoinedGroup, Relay};
 use kernels::{CollectiveError, KernelError};
 use testkit::models::goldens;
 use testkit::relay::SharedRelay;
@@ -63,23 +63,23 @@ impl Relay for FileRelay {
     }
 }
 
-/// Joins a rank to its group; also returns the kind of group.
+/// Joins a rank to its group, of the kind that is returned.
 fn joined(
     options: &Options,
     (exchange, timeout): (ExchangePolicy, Duration),
     ordinal: u32,
     collective: Box<dyn Collective>,
     relay: &mut dyn Relay,
-) -> Result<(CudaBackend, String), KernelError> {
+) -> Result<(CudaBackend, JoinedGroup), KernelError> {
     let cuda = CudaOptions { exchange, ..options.cuda(ordinal) };
     let mut backend = CudaBackend::new(cuda, collective)?;
-    let joining = backend.join(GroupSetup {
+    let group = backend.join(GroupSetup {
         timeout,
         is_given_up: &|| false,
         relay,
         on_abort_handle: &mut |_| {},
     })?;
-    Ok((backend, joining.reason))
+    Ok((backend, group))
 }
 
 /// Ranks that share a GPU run in time slices of milliseconds, and would measure those. So they do
@@ -293,7 +293,7 @@ pub(crate) fn child(
     let mut relay = FileRelay(relay.to_owned());
     let timeout = if options.endless { SHORT } else { TIMEOUT };
     let how = (options.exchange, timeout);
-    let (mut backend, reason) =
+    let (mut backend, group) =
         joined(options, how, ordinal, collective, &mut relay).map_err(words)?;
     if options.endless {
         return until_the_other_is_gone(&mut backend);
@@ -302,9 +302,9 @@ pub(crate) fn child(
         return golden(options, rank, backend, model);
     }
     let graphs = exchange(&mut backend).map_err(words)?;
-    choose(&mut backend).map_err(words)?;
+    choose(&mut backend, group.algorithm != "host").map_err(words)?;
     sums_of_sizes(&mut backend, options.quick).map_err(words)?;
-    Ok(format!("{graphs}; {reason}"))
+    Ok(format!("{graphs}; {}", group.reason))
 }
 
 /// Sums until an error occurs; returns that error.
