@@ -12,7 +12,7 @@ use std::time::Duration;
 use shared::ids::RequestId;
 use shared::mix::mix;
 pub use shared::protocol::{EngineError, EngineEvent, FinishReason};
-use shared::protocol::{GuideSpec, NOTES_MAX, TokenMask};
+use shared::protocol::{GuideSpec, NOTES_MAX, ThinkingBudget, TokenMask};
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
 
@@ -59,6 +59,13 @@ pub trait TokenGuide: Send + fmt::Debug {
     /// Returns the tokens that may come next, at least one; `None` while they are not known.
     fn allowed(&self) -> Option<&TokenMask>;
 
+    /// Whether it certainly allows every token once any `ahead` more are accepted. No mask is made
+    /// then, and the sequence may draft that far. If so for `ahead`, so for less.
+    fn leaves_open(&self, ahead: u32) -> bool {
+        let _ = ahead;
+        false
+    }
+
     /// Upper bound on the bytes of one of its masks in a message.
     fn mask_bytes_max(&self) -> usize;
 
@@ -67,6 +74,15 @@ pub trait TokenGuide: Send + fmt::Debug {
     /// # Errors
     /// If it cannot go on; it is not called again then.
     fn accept(&mut self, token: u32) -> Result<Guided, GuideEnd>;
+
+    /// Takes the next token of a resumed sequence: it was allowed when it was accepted, so no mask
+    /// is computed for it.
+    ///
+    /// # Errors
+    /// As when the token was first accepted.
+    fn follow(&mut self, token: u32) -> Result<Guided, GuideEnd> {
+        self.accept(token)
+    }
 }
 
 /// Whether a guided sequence continues.
@@ -93,6 +109,8 @@ pub struct GenerateRequest {
     pub guides: Vec<Box<dyn TokenGuide>>,
     /// What the guides were made from, for an engine in another process.
     pub guide_spec: Option<Arc<GuideSpec>>,
+    /// The bound on reasoning that the guides keep, for an engine in another process.
+    pub thinking: Option<Arc<ThinkingBudget>>,
     /// Maximum number of tokens to generate per choice. 0 is legal (echo with log-probabilities
     /// only).
     pub max_tokens: u32,
@@ -160,6 +178,7 @@ impl GenerateRequest {
             stop_checks: Vec::new(),
             guides: Vec::new(),
             guide_spec: None,
+            thinking: None,
             max_tokens,
             open_ended: false,
             priority: 0,

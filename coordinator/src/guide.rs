@@ -11,6 +11,7 @@
 //! - `grammar`: a compiled specification, and one sequence's place in it
 //! - `compiler`: how many grammars are compiled at a time, on which threads
 //! - `masks`: threads that compute masks
+//! - `thinking`: PURE: a bound on reasoning, with or without a grammar
 //! - `vocabulary`: the bytes of each token
 mod bounds;
 mod cache;
@@ -18,6 +19,7 @@ mod closed;
 mod compiler;
 mod grammar;
 mod masks;
+mod thinking;
 mod vocabulary;
 
 use std::fmt;
@@ -32,11 +34,13 @@ use llguidance::ParserFactory;
 use llguidance::api::ParserLimits;
 use llguidance::earley::SlicedBiasComputer;
 use llguidance::toktrie::{InferenceCapabilities, TokenId};
-use shared::protocol::GuideSpec;
+use shared::protocol::{GuideSpec, ThinkingBudget};
+pub use thinking::ThinkingGuide;
 
 use self::cache::{Cache, Compiled};
 use self::masks::Masks;
 use self::vocabulary::Vocabulary;
+use crate::engine::TokenGuide;
 use crate::text::model::TextModel;
 
 /// Stack for grammars nested as deeply as their size allows; memory is committed only when used.
@@ -115,6 +119,29 @@ impl Guides {
         }
         made
     }
+}
+
+/// Makes a guide for each of some choices, of the same kind; none if nothing guides them.
+/// `behind_text` tells whether text precedes.
+///
+/// # Errors
+/// One sentence when the grammar lets no token come first there.
+pub fn guides(
+    choices: usize,
+    grammar: Option<&Arc<Grammar>>,
+    thinking: Option<&Arc<ThinkingBudget>>,
+    behind_text: bool,
+) -> Result<Vec<Box<dyn TokenGuide>>, String> {
+    let mut made: Vec<Box<dyn TokenGuide>> = Vec::new();
+    for _ in 0..choices {
+        let guide = grammar.map(|grammar| grammar.guide(behind_text)).transpose()?;
+        made.push(match (thinking, guide) {
+            (Some(budget), guide) => Box::new(ThinkingGuide::new(budget.clone(), guide)),
+            (None, Some(guide)) => Box::new(guide),
+            (None, None) => break,
+        });
+    }
+    Ok(made)
 }
 
 /// Limits on the cost of a grammar.

@@ -12,7 +12,7 @@
 //! - [`terms`]: what applies to a request besides its body: its deadline and its owner
 //! - [`conversation`]: the part of a chat request that its template is given
 //! - [`refused`]: fields that would change the answer and are not supported
-//! - [`structured`]: constraints on the output
+//! - [`structured`]: constraints on the output; [`thinking`]: a bound on reasoning
 //! - [`completions`], [`chat`], [`responses`], [`embeddings`], [`models`]: OpenAI's endpoints
 //! - `invocations`: several of these at the one path that SageMaker knows
 //! - `classes`: sorts texts into classes
@@ -94,6 +94,7 @@ pub mod sse;
 pub mod state;
 pub mod structured;
 pub mod terms;
+pub mod thinking;
 pub mod tls;
 pub mod token_fields;
 pub mod tokenize;

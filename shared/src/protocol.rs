@@ -11,6 +11,7 @@
 //! - [`mask`]: which tokens structured output allows
 //! - [`note`]: what happens to a request, for whoever traces it
 //! - [`step`]: step plans and results
+//! - [`thinking`]: a bound on reasoning
 //!
 //! A worker's life: it dials, sends [`Hello`], gets [`ToFetch`] and dials again when it has the
 //! model's files, or gets [`Welcome`]; then for every epoch [`Form`] ->
@@ -25,6 +26,7 @@ pub mod lora;
 pub mod mask;
 pub mod note;
 pub mod step;
+pub mod thinking;
 
 pub use control::{
     BUILD_MAX, CollectiveSpec, DeviceKind, Dtype, EngineConfig, FailedGroups, Form, FormFailed,
@@ -48,6 +50,7 @@ pub use step::{
     Drafts, NewSequence, SequenceOutput, SequenceStep, StepFailed, StepMasks, StepPlan, StepResult,
     StepTimings, Swap, SwapPair, TokenDigest, TokenLogprobs,
 };
+pub use thinking::ThinkingBudget;
 
 use crate::actor::peer::RemoteMessage;
 use crate::ids::Epoch;
@@ -55,7 +58,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change to a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 21;
+pub const PROTOCOL_VERSION: u16 = 22;
 
 /// All messages from a coordinator to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -371,26 +371,27 @@ async fn counters_go_on_under_the_next_leader() {
     // What is counted from here on may be lost, but nothing that was seen. A running request ends
     // with its coordinator.
     let (seen, stop) = (Arc::new(Mutex::new(before)), Arc::new(AtomicBool::new(false)));
+    let (scrapes, mut scraped) = tokio::sync::watch::channel(());
     let scraper = {
         let (leader, seen, stop) = (leader.clone(), seen.clone(), stop.clone());
         tokio::spawn(async move {
-            let mut scrapes = 0;
             while !stop.load(Ordering::Relaxed) {
-                let Ok(page) = leader.metrics_page().await else { return scrapes };
+                let Ok(page) = leader.metrics_page().await else { return };
                 let now = of_page(&page);
                 let before = std::mem::replace(&mut *seen.lock().unwrap(), now.clone());
                 assert_none_fell(&before, &now);
-                scrapes += 1;
+                scrapes.send_replace(());
             }
-            scrapes
         })
     };
-    ask(&leader, 12).await;
+    for _ in 0..4 {
+        ask(&leader, 3).await;
+        scraped.changed().await.unwrap();
+    }
     let stream = long_stream(&leader).await;
     LocalCluster::signal(first.pid(), "KILL").unwrap();
     stop.store(true, Ordering::Relaxed);
-    let scrapes = scraper.await.unwrap();
-    assert!(scrapes > 3, "{scrapes}");
+    scraper.await.unwrap();
     let before = seen.lock().unwrap().clone();
     ends_badly(stream).await;
     let leader = second.client().unwrap();

@@ -36,6 +36,7 @@
 //! - [`strangers`]: connections that stay silent
 //! - [`structured`]: structured output of a real model, also when a worker dies
 //! - [`swapping`]: requests swapped to host memory
+//! - [`thinking`]: bounds on reasoning, also when a worker dies
 //! - [`tls`]: HTTPS, its files, and its clients
 //! - [`traces`]: what traces tell of requests
 //! - [`by_hand`]: a coordinator and workers started one by one
@@ -87,6 +88,7 @@ mod strangers;
 mod streams;
 mod structured;
 mod swapping;
+mod thinking;
 mod tls;
 mod traces;
 

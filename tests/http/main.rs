@@ -17,6 +17,7 @@
 //! - [`overload`]: limits per key and address, time limits of requests
 //! - [`scores`]: `/rerank` and `/score`
 //! - [`structured`]: structured output fields
+//! - [`thinking`]: bounds on reasoning
 //! - [`tls`]: HTTPS, with curl
 //! - [`token_ids`]: tokens by their ids, log-probabilities of prompts
 //! - [`tokens`]: `/tokenize` and `/detokenize`
@@ -42,6 +43,7 @@ mod scores;
 mod shapes;
 mod streams;
 mod structured;
+mod thinking;
 mod tls;
 mod token_ids;
 mod tokens;

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use crate::classes;
 use crate::rig::Rig;
+use crate::thinking;
 
 fn rig() -> Rig {
     let rig = Rig::with_api(&ApiOptions {
@@ -52,6 +53,12 @@ async fn the_document_follows_the_model_and_the_options() {
     assert_eq!(names, &json!(["demo", "org/demo", null]));
     let few = bodies(&Rig::with_api(&ApiOptions { max_logprobs: 3, ..ApiOptions::default() }));
     assert_eq!(few["CompletionRequest"]["properties"]["logprobs"]["maximum"], 3);
+    let budget = |schemas: &Value| {
+        schemas["ChatCompletionRequest"]["properties"]["thinking_token_budget"].clone()
+    };
+    let marks = Some(Reasoning::Marked(ThinkMarks::THINK));
+    assert_eq!(budget(&bodies(&thinking::rig(marks).0))["maximum"], u32::MAX);
+    assert_eq!(budget(&schemas)["enum"], json!([-1, null]), "none of its tokens is a mark");
     let free = bodies(&Rig::with_priorities());
     assert_eq!(free["CompletionRequest"]["properties"]["priority"]["minimum"], i32::MIN);
 }

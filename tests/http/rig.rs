@@ -120,7 +120,8 @@ impl Rig {
         Self::chosen(script, text, &ApiOptions::default())
     }
 
-    fn chosen(script: Script, text: TextModel, api: &ApiOptions) -> Self {
+    /// A rig that serves this model, with an operator's options.
+    pub(crate) fn chosen(script: Script, text: TextModel, api: &ApiOptions) -> Self {
         Self::built(script, text, api, false, &[])
     }
 

@@ -23,8 +23,8 @@ use shared::protocol::{
     HeldShard, Hello, KvCacheDtype, LoadProgress, Lora, MODEL_NAME_MAX, MODEL_NAMES_MAX,
     NewSequence, NodeResources, Quantization, Rejoin, RequestNote, SequenceOutput, SequenceStep,
     Serving, Start, Started, StepFailed, StepMasks, StepPlan, StepResult, StepTimings,
-    SubmitRequest, Swap, SwapPair, ToFetch, ToFrontend, ToWorker, TokenLogprobs, TokenMask,
-    Trouble, Whitespace, WorkerStats,
+    SubmitRequest, Swap, SwapPair, ThinkingBudget, ToFetch, ToFrontend, ToWorker, TokenLogprobs,
+    TokenMask, Trouble, Whitespace, WorkerStats,
 };
 use shared::sampling::{Pooling, SamplingParams};
 use shared::wire::codec::{self, CodecError};
@@ -480,6 +480,12 @@ fn submit() -> SubmitRequest {
         guide: Some(GuideSpec::Json {
             schema: r#"{"type":"object"}"#.to_owned(),
             whitespace: Whitespace::Pattern(" ?".to_owned()),
+        }),
+        thinking: Some(ThinkingBudget {
+            tokens: 70_000,
+            open: Some(300),
+            closes: vec![301, 7],
+            is_open: true,
         }),
         max_tokens: 9,
         open_ended: true,

@@ -19,6 +19,7 @@
 //! - [`deadlines`]: steps that take much longer than such steps do
 //! - [`draft_model`]: drafts by a model that only rank 0 has
 //! - [`speculation`]: sequences that repeat themselves, and their drafts
+//! - [`thinking`]: bounds on reasoning
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -44,4 +45,5 @@ mod rig;
 mod scenarios;
 mod speculation;
 mod swapping;
+mod thinking;
 mod worker;

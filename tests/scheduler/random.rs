@@ -3,6 +3,7 @@ use coordinator::engine::EngineError;
 use coordinator::scheduler::{Method, NgramConfig, SchedulerConfig, Speculation};
 use proptest::prelude::*;
 
+use shared::protocol::ThinkingBudget;
 use shared::sampling::Pooling;
 
 use crate::guided::Guidance;
@@ -59,6 +60,12 @@ fn request() -> impl Strategy<Value = ClientRequest> {
                     fails_behind: key.is_multiple_of(5).then_some((key >> 8) as usize % 12),
                     ..Guidance::default()
                 });
+                let thinking = (guide.is_none() && (seed >> 40) % 3 == 1).then(|| ThinkingBudget {
+                    tokens: (seed >> 8) as u32 % 12,
+                    open: Some((seed >> 16) as u32 % 4),
+                    closes: vec![4 + (seed >> 24) as u32 % 4, 8],
+                    is_open: seed & 1 == 0,
+                });
                 let prompt_logprobs = logprobs && prompt.len() > 1;
                 if pooling.is_some() {
                     let plain = ClientRequest::default();
@@ -77,6 +84,7 @@ fn request() -> impl Strategy<Value = ClientRequest> {
                     prompt_logprobs,
                     pooling,
                     guide,
+                    thinking,
                 }
             },
         )

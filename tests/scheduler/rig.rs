@@ -6,11 +6,12 @@ use coordinator::adapters::AdapterUse;
 use coordinator::engine::{
     EngineError, FinishReason, GenerateRequest, Guided, Resumed, ResumedChoice, TokenGuide,
 };
+use coordinator::guide::ThinkingGuide;
 use coordinator::scheduler::{
     Effect, EpochEnd, RequestPlace, Scheduler, SchedulerConfig, StepSummary,
 };
 use shared::ids::{Epoch, RequestId, SeqId, StepId};
-use shared::protocol::{SequenceOutput, StepMasks, StepPlan, ToWorker};
+use shared::protocol::{SequenceOutput, StepMasks, StepPlan, ThinkingBudget, ToWorker};
 use shared::sampling::{Pooling, SamplingParams};
 
 use crate::frames::travels;
@@ -48,6 +49,7 @@ pub(crate) struct ClientRequest {
     pub(crate) prompt_logprobs: bool,
     pub(crate) pooling: Option<Pooling>,
     pub(crate) guide: Option<Guidance>,
+    pub(crate) thinking: Option<ThinkingBudget>,
 }
 
 impl Default for ClientRequest {
@@ -65,6 +67,7 @@ impl Default for ClientRequest {
             prompt_logprobs: false,
             pooling: None,
             guide: None,
+            thinking: None,
         }
     }
 }
@@ -82,6 +85,9 @@ impl ClientRequest {
     }
 
     pub(crate) fn guide(&self) -> Option<Box<dyn TokenGuide>> {
+        if let Some(budget) = &self.thinking {
+            return Some(Box::new(ThinkingGuide::new(Arc::new(budget.clone()), None)));
+        }
         self.guide.map(|guidance| Box::new(TestGuide::new(guidance)) as Box<dyn TokenGuide>)
     }
 }

@@ -211,6 +211,7 @@ fn submit(request: GenerateRequest) -> Option<SubmitRequest> {
         keep_special: request.keep_special,
         goes_on: request.goes_on,
         guide: request.guide_spec.map(Arc::unwrap_or_clone),
+        thinking: request.thinking.map(Arc::unwrap_or_clone),
         max_tokens: request.max_tokens,
         open_ended: request.open_ended,
         priority: request.priority,

@@ -11,7 +11,7 @@ use tokio::sync::Semaphore;
 use super::resume::resume;
 use super::{Frontends, RemoteEvents};
 use crate::engine::{EngineError, EventSender, GenerateRequest, TokenGuide, retry_after_seconds};
-use crate::guide::{Grammar, GrammarError, Guide};
+use crate::guide::{self, Grammar, GrammarError};
 use crate::text::stream::StopRules;
 
 /// Maximum number of a link's requests that are resumed at a time: there are thousands after a
@@ -37,7 +37,8 @@ impl Default for PendingRequests {
 impl PendingRequests {
     /// Whether something must be made for a request first.
     pub(super) fn is_needed_for(request: &GenerateRequest) -> bool {
-        request.guide_spec.is_some() || request.resumed.is_some()
+        let is_guided = request.guide_spec.is_some() || request.thinking.is_some();
+        is_guided || request.resumed.is_some()
     }
 
     /// Makes what the request needs, then passes it to the engine.
@@ -118,7 +119,7 @@ impl Frontends {
     ) -> Result<Box<GenerateRequest>, EngineError> {
         let goes_on = request.resumed.is_some();
         let _turn = if goes_on { Some(resuming.acquire().await) } else { None };
-        let guides = match request.guide_spec.clone() {
+        let grammar = match request.guide_spec.clone() {
             Some(spec) => {
                 let grammar = loop {
                     let made = self.text.grammars.compile(&self.text, &spec).await;
@@ -127,14 +128,14 @@ impl Frontends {
                     }
                     tokio::time::sleep(BUSY_PAUSE).await;
                 };
-                let grammar = grammar.map_err(|error| engine_error(request.id, error))?;
-                self.guides(&request, &grammar).map_err(|message| EngineError::Guide { message })?
+                Some(grammar.map_err(|error| engine_error(request.id, error))?)
             }
-            None => Vec::new(),
+            None => None,
         };
+        let guides = self.guides(&request, grammar.as_ref());
+        let guides = guides.map_err(|message| EngineError::Guide { message })?;
         if !goes_on {
-            let guides = guides.into_iter();
-            request.guides = guides.map(|guide| Box::new(guide) as Box<dyn TokenGuide>).collect();
+            request.guides = guides;
             return Ok(request);
         }
         let max = self.serving.max_model_len;
@@ -148,16 +149,17 @@ impl Frontends {
         resumed.await.unwrap_or_else(broke)
     }
 
-    /// Makes a guide for each choice that is not over.
+    /// Makes a guide for each choice that is not over, if the request is guided.
     fn guides(
         &self,
         request: &GenerateRequest,
-        grammar: &Arc<Grammar>,
-    ) -> Result<Vec<Guide>, String> {
+        grammar: Option<&Arc<Grammar>>,
+    ) -> Result<Vec<Box<dyn TokenGuide>>, String> {
         let rules = StopRules { keep_special: request.keep_special, ..StopRules::default() };
         let prompt = request.goes_on.then_some(&request.prompt);
         let behind_text = self.text.stream(Arc::new(rules), prompt).has_text_before();
-        request.sampling.iter().map(|_| grammar.guide(behind_text)).collect()
+        let choices = request.sampling.len();
+        guide::guides(choices, grammar, request.thinking.as_ref(), behind_text)
     }
 }
 

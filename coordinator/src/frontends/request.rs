@@ -67,6 +67,9 @@ impl Frontends {
         if let Some(spec) = &submit.guide {
             spec.check().map_err(|error| format!("the output's constraint {error}"))?;
         }
+        if let Some(budget) = &submit.thinking {
+            budget.check(vocab).map_err(|error| format!("the bound on reasoning {error}"))?;
+        }
         submit.sampling.check(vocab)?;
         let (n, max_tokens) = (submit.n, submit.max_tokens);
         if submit.sampling.pooling.is_some() && (n, max_tokens) != (1, 0) {
@@ -96,6 +99,7 @@ impl Frontends {
             stop_checks,
             guides: Vec::new(),
             guide_spec: submit.guide.map(Arc::new),
+            thinking: submit.thinking.map(Arc::new),
             max_tokens: submit.max_tokens,
             open_ended: submit.open_ended,
             // A front end may not know yet that the coordinator no longer uses priorities.

@@ -3,7 +3,6 @@
 //! If the last accepted token completes a choice, only the report of its end was lost: the choice
 //! ends at once, for its original reason.
 use crate::engine::{EngineError, FinishReason, GenerateRequest, GuideEnd, StopCheck, TokenGuide};
-use crate::guide::Guide;
 use crate::scheduler::end_of;
 
 /// Replays to the stop checks and guides of a resumed request what was accepted, and notes which
@@ -14,7 +13,7 @@ use crate::scheduler::end_of;
 /// Why the request cannot continue.
 pub(super) fn resume(
     request: &mut GenerateRequest,
-    mut guides: Vec<Guide>,
+    mut guides: Vec<Box<dyn TokenGuide>>,
     max_model_len: u32,
 ) -> Result<(), EngineError> {
     let GenerateRequest { prompt, sampling, stop_checks, end_tokens, max_tokens, resumed, .. } =
@@ -26,8 +25,7 @@ pub(super) fn resume(
         let rules = EndRules { end_tokens, min_tokens: sampling.min_tokens as usize, most };
         choice.end = rules.end(&choice.tokens, stop_checks.get_mut(at), guides.get_mut(at))?;
     }
-    request.guides =
-        guides.into_iter().map(|guide| Box::new(guide) as Box<dyn TokenGuide>).collect();
+    request.guides = guides;
     Ok(())
 }
 
@@ -45,7 +43,7 @@ impl EndRules<'_> {
         &self,
         tokens: &[u32],
         mut check: Option<&mut Box<dyn StopCheck>>,
-        mut guide: Option<&mut Guide>,
+        mut guide: Option<&mut Box<dyn TokenGuide>>,
     ) -> Result<Option<FinishReason>, EngineError> {
         for (before, token) in tokens.iter().copied().enumerate() {
             let count = before + 1;

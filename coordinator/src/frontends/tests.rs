@@ -4,7 +4,7 @@ use std::path::Path;
 
 use shared::clock::SystemClock;
 use shared::metrics::Limits as MetricLimits;
-use shared::protocol::{AcceptedChoice, FromFrontend, GuideSpec, SubmitRequest};
+use shared::protocol::{AcceptedChoice, FromFrontend, GuideSpec, SubmitRequest, ThinkingBudget};
 use shared::sampling::{LOGPROBS_MAX, Pooling, SUPPRESSED_MAX, SamplingParams};
 use tokio::sync::Semaphore;
 
@@ -82,6 +82,7 @@ fn request() -> SubmitRequest {
         keep_special: false,
         goes_on: false,
         guide: None,
+        thinking: None,
         max_tokens: 5,
         open_ended: false,
         priority: 0,
@@ -110,7 +111,9 @@ fn requests_that_would_harm_a_rank_end_the_link() {
         kept
     };
     assert!(submit(&|_| ()), "what is allowed");
-    let wrong: [(&str, Change<'_>); 12] = [
+    let nothing_ends_it =
+        ThinkingBudget { tokens: 1, open: None, closes: Vec::new(), is_open: true };
+    let wrong: [(&str, Change<'_>); 13] = [
         ("no prompt", &|it| it.prompt.clear()),
         ("a long prompt", &|it| it.prompt = vec![1; 101]),
         ("no token", &|it| it.prompt[0] = u32::MAX),
@@ -121,6 +124,7 @@ fn requests_that_would_harm_a_rank_end_the_link() {
         ("end tokens", &|it| it.end_tokens.push(1)),
         ("a long stop string", &|it| it.stops[3] = "x".repeat(257)),
         ("an empty choice", &|it| it.guide = Some(GuideSpec::Choice(Vec::new()))),
+        ("no end of reasoning", &|it| it.thinking = Some(nothing_ends_it.clone())),
         ("an embedding and tokens", &|it| it.sampling.pooling = Some(Pooling::Last)),
         ("an empty stop string", &|it| it.stops[3].clear()),
     ];
@@ -212,6 +216,16 @@ async fn what_was_accepted_is_told_to_stop_checks_and_guides() {
     .await;
     assert_eq!(ends, [None, Some(FinishReason::Complete)]);
     assert_eq!(made.guides.len(), 2);
+    // Of two tokens of reasoning one choice has taken both.
+    let thinking = ThinkingBudget { tokens: 2, open: None, closes: vec![7], is_open: true };
+    let (mut made, ends) = ask(&|it| {
+        (it.id, it.thinking) = (RequestId(5), Some(thinking.clone()));
+    })
+    .await;
+    assert_eq!(ends, [None, None]);
+    let allowed = made.guides.iter_mut().map(|guide| guide.allowed().cloned().unwrap());
+    let allowed: Vec<bool> = allowed.map(|mask| mask.allows(a)).collect();
+    assert_eq!(allowed, [true, false]);
     // The stop string has begun before.
     let (mut made, ends) = ask(&|it| (it.id, it.stops) = (RequestId(3), vec!["bab".into()])).await;
     assert_eq!(ends, [None, None]);

@@ -266,18 +266,6 @@ impl Guide {
         }));
     }
 
-    /// Takes the next token of a resumed sequence: it was allowed when it was accepted, so no mask
-    /// is computed for it.
-    ///
-    /// # Errors
-    /// If the guide cannot go on, as when the token was first accepted.
-    pub fn follow(&mut self, token: u32) -> Result<Guided, GuideEnd> {
-        if matches!(self.place, GuideState::Beginning(_)) && !self.first.allows(token) {
-            return Err(not_allowed(token));
-        }
-        self.advance(token)
-    }
-
     /// Advances by a token that is allowed.
     fn advance(&mut self, token: u32) -> Result<Guided, GuideEnd> {
         let Constraint::Matched { matcher, is_json, .. } = &self.grammar.way else {
@@ -391,6 +379,13 @@ impl TokenGuide for Guide {
 
     fn accept(&mut self, token: u32) -> Result<Guided, GuideEnd> {
         if !self.allowed().is_some_and(|allowed| allowed.allows(token)) {
+            return Err(not_allowed(token));
+        }
+        self.advance(token)
+    }
+
+    fn follow(&mut self, token: u32) -> Result<Guided, GuideEnd> {
+        if matches!(self.place, GuideState::Beginning(_)) && !self.first.allows(token) {
             return Err(not_allowed(token));
         }
         self.advance(token)

@@ -2,6 +2,7 @@
 //!
 //! - `forms`: each kind of specification; `schemas`: JSON schemas that combine others
 //! - `tokenizers`: tokens of different tokenizers
+//! - `thinking`: bounds on reasoning
 //! - `hostile`: specifications that would cost too much
 //! - `replies`: tool calls, markers and reasoning around the text; `harmony`: the same in that
 //!   format
@@ -21,6 +22,7 @@ mod harmony;
 mod hostile;
 mod replies;
 mod schemas;
+mod thinking;
 mod tokenizers;
 
 fn model(folder: &str) -> TextModel {
@@ -32,7 +34,7 @@ fn json_spec(schema: &Value) -> GuideSpec {
 }
 
 /// Waits for the mask of the next tokens.
-fn wait(guide: &mut Guide) -> Result<&TokenMask, GuideEnd> {
+fn wait(guide: &mut impl TokenGuide) -> Result<&TokenMask, GuideEnd> {
     struct Unpark(std::thread::Thread);
     impl std::task::Wake for Unpark {
         fn wake(self: Arc<Self>) {

@@ -19,6 +19,7 @@ use super::prompt_logprobs::PromptLogprobs;
 use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
+use super::thinking::Thinking;
 use crate::text::model::TextModel;
 
 /// One prompt as the client gave it.
@@ -39,6 +40,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     classes::check_generates(&state.text)?;
     refused::check(&fields, Endpoint::Completions)?;
     common.goes_on = true;
+    common.thinking = Thinking::read(state, &fields, &common)?;
     let echo = fields.boolean("echo", false)?;
     let special = fields.boolean("add_special_tokens", true)?;
     let logprobs = fields.count("logprobs", 0, limits.logprobs)?;

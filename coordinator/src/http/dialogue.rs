@@ -11,6 +11,7 @@ use super::generation::RunningPrompt;
 use super::message::CallIds;
 use super::params::{Common, Fields};
 use super::state::AppState;
+use super::thinking::Thinking;
 use super::tools::{Begins, Tools, Wanted};
 use crate::guide::GrammarError;
 use crate::text::model::TextModel;
@@ -92,6 +93,7 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     let is_called = wanted.as_ref().is_some_and(|wanted| wanted.calls().is_some());
     let conversation = conversation::read(&fields, limits, template, tools.told())?;
     common.goes_on = conversation.continue_final_message;
+    let thinking = Thinking::read(state, &fields, &common)?;
     let shows_reasoning = fields.boolean("include_reasoning", true)?;
     let special = fields.boolean("add_special_tokens", false)?;
     let id: Arc<str> = fields.response_id(form.prefix(), limits)?.into();
@@ -118,6 +120,7 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     let deadline = common.deadline;
     let (rendered, asked) = state.in_time(deadline, state.with_text(bytes, encode)).await?;
     rules.begins_reasoning = rendered.begins_reasoning;
+    common.thinking = thinking.and_then(|thinking| thinking.in_reply(state, &rules));
     let marks =
         |rules: &ReplyRules| rules.marks().any(|mark| state.text.special_token(mark).is_some());
     rules.harmony = rendered.opening.map(|opening| Harmony { fenced: false, opening });

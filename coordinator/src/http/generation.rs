@@ -122,7 +122,8 @@ impl RunningPrompt {
             fenced: common.fences.then(|| state.text.special_tokens().clone()),
         });
         let stream = state.text.stream(rules, common.goes_on.then_some(&prompt));
-        let guides = common.guides(stream.has_text_before())?;
+        let thinking = common.thinking.as_ref().map(|it| Arc::new(it.behind(&prompt)));
+        let guides = common.guides(thinking.as_ref(), stream.has_text_before())?;
         let mut sampling = common.sampling.clone();
         if !common.seeded {
             sampling.seed = state.draw_seed(id);
@@ -142,6 +143,7 @@ impl RunningPrompt {
             stop_checks,
             guides,
             guide_spec: common.guide.as_ref().map(|it| it.spec.clone()),
+            thinking,
             max_tokens,
             open_ended: common.is_open_ended(),
             priority: common.priority,

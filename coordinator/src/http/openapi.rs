@@ -25,6 +25,7 @@ use self::schema::{any_of, integer, properties, reference};
 use super::conversation::{EFFORT, EFFORTS};
 use super::routes::ROUTES;
 use super::state::AppState;
+use super::thinking::Thinking;
 use super::{adapters, admin, keys, messages, terms};
 use crate::text::reply::{CallFormat, Reasoning};
 
@@ -84,6 +85,7 @@ fn schemas(state: &AppState) -> Map<String, Value> {
         text: &state.text,
         models: state.models.all(),
         reasons: state.reasoning != Reasoning::Untold,
+        budgets: Thinking::of(state, 0).is_some(),
         documents: knows("documents"),
         efforts: (is_harmony && knows(EFFORT)).then_some(&EFFORTS),
     };

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use serde_json::Value;
-use shared::protocol::GuideSpec;
+use shared::protocol::{GuideSpec, ThinkingBudget};
 use shared::sampling::SamplingParams;
 use tokio::time::Instant;
 
@@ -17,10 +17,11 @@ pub use super::limits::Limits;
 use super::limits::{MODEL_BYTES, ranges};
 use super::models::Models;
 use super::structured::{self, Asked};
+use super::thinking::Thinking;
 use super::token_fields::TokenFields;
 use crate::adapters::AdapterUse;
 use crate::engine::TokenGuide;
-use crate::guide::Grammar;
+use crate::guide::{self, Grammar};
 use crate::text::model::TextModel;
 
 /// Parameters common to completions and chat.
@@ -69,6 +70,8 @@ pub struct Common {
     pub asked: Option<Asked>,
     /// The compiled constraint.
     pub guide: Option<Guidance>,
+    /// How much it may reason.
+    pub thinking: Option<Thinking>,
     /// Whether the text continues the prompt's, as that of completions does.
     pub goes_on: bool,
     /// Counts the request's tokens.
@@ -206,24 +209,29 @@ impl Common {
             truncation: truncation(fields, limits)?,
             asked,
             guide: None,
+            thinking: None,
             goes_on: false,
             tally: fields.tally().clone(),
             deadline: fields.terms().deadline,
         })
     }
 
-    /// Makes a guide for each choice, if the output is constrained; `behind_text` tells whether
-    /// text precedes it.
+    /// Makes a guide for each choice, if the output is constrained or reasoning bounded;
+    /// `behind_text` tells whether text precedes it.
     ///
     /// # Errors
     /// 400 naming the field, if the output cannot begin there.
-    pub fn guides(&self, behind_text: bool) -> Result<Vec<Box<dyn TokenGuide>>, ApiError> {
-        let Some(Guidance { field, grammar, .. }) = &self.guide else { return Ok(Vec::new()) };
-        let guide = |_| match grammar.guide(behind_text) {
-            Ok(guide) => Ok(Box::new(guide) as Box<dyn TokenGuide>),
-            Err(why) => Err(structured::wrong(field, &format!("cannot begin: {why}"))),
-        };
-        (0..self.n).map(guide).collect()
+    pub fn guides(
+        &self,
+        thinking: Option<&Arc<ThinkingBudget>>,
+        behind_text: bool,
+    ) -> Result<Vec<Box<dyn TokenGuide>>, ApiError> {
+        let grammar = self.guide.as_ref().map(|it| &it.grammar);
+        let guides = guide::guides(self.n as usize, grammar, thinking, behind_text);
+        guides.map_err(|why| {
+            let field = self.guide.as_ref().map_or("structured_outputs", |it| it.field);
+            structured::wrong(field, &format!("cannot begin: {why}"))
+        })
     }
 
     /// Returns the end tokens that are part of the text: those that the request names, if what ends

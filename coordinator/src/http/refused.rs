@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 
 use super::error::ApiError;
 use super::fields::Fields;
+use super::thinking;
 
 /// Values of a field that ask for nothing, besides `null`.
 #[derive(Clone, Copy, Debug)]
@@ -46,7 +47,6 @@ const COMMON: &[(&str, Neutral)] = &[
     ("repetition_detection", Null),
     ("return_prompt_text", False),
     ("structural_tag", Null),
-    ("thinking_token_budget", Null),
     ("use_beam_search", False),
     ("vllm_xargs", Empty),
     ("watermarking", False),
@@ -59,6 +59,9 @@ const TOKENS: &[(&str, Neutral)] = &[
     ("return_token_ids", False),
     ("return_tokens_as_token_ids", False),
 ];
+
+/// The field of [`super::thinking`], where nothing is generated; `/v1/messages` has another.
+const BUDGET: &[(&str, Neutral)] = &[(thinking::FIELD, Null)];
 
 /// Fields of `/v1/completions` only.
 const COMPLETIONS: &[(&str, Neutral)] =
@@ -223,10 +226,10 @@ impl Endpoint {
             Self::Chat => &[COMMON, CHAT],
             Self::Responses => &[COMMON, TOKENS, RESPONSES],
             Self::Messages => &[COMMON, TOKENS, MESSAGES],
-            Self::Embeddings => &[COMMON, TOKENS, TEXTS, VECTORS, EMBEDDINGS],
-            Self::Rerank | Self::Score => &[COMMON, TOKENS, TEXTS, COMPARISON],
-            Self::Classify => &[COMMON, TOKENS, TEXTS, CLASSES],
-            Self::Pooling => &[COMMON, TOKENS, TEXTS, VECTORS, POOLING],
+            Self::Embeddings => &[COMMON, TOKENS, BUDGET, TEXTS, VECTORS, EMBEDDINGS],
+            Self::Rerank | Self::Score => &[COMMON, TOKENS, BUDGET, TEXTS, COMPARISON],
+            Self::Classify => &[COMMON, TOKENS, BUDGET, TEXTS, CLASSES],
+            Self::Pooling => &[COMMON, TOKENS, BUDGET, TEXTS, VECTORS, POOLING],
         };
         lists.iter().copied().flatten()
     }

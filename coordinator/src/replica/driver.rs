@@ -193,6 +193,7 @@ impl ReplicaDriver {
         };
         let (arrived, response_id) = (request.arrived, request.response_id.clone());
         let (guide_spec, adapter) = (request.guide_spec.take(), request.adapter.clone());
+        let is_guided = guide_spec.is_some() || request.thinking.is_some();
         let pools = request.sampling.first().is_some_and(|it| it.pooling.is_some());
         let (resumed, notes) = (request.resumed.clone(), Notes::of(request.traced));
         match self.scheduler.submit(request) {
@@ -200,8 +201,8 @@ impl ReplicaDriver {
                 let mut recording = self.observer.record();
                 let track = recording.accepted(arrived, n, &response_id);
                 let mut track = track.with_adapter(adapter).pooling(pools);
-                if let Some(spec) = guide_spec {
-                    recording.guided(&spec);
+                if is_guided {
+                    recording.guided(guide_spec.as_deref());
                 }
                 if let Some(resumed) = &resumed {
                     track.resume(resumed);

@@ -102,9 +102,12 @@ impl Sequence {
         left.min(max_model_len.saturating_sub(self.tokens.len() as u32)).saturating_sub(1)
     }
 
-    /// Whether it may draft: neither if a guide constrains it nor at its end.
-    fn may_draft(&self, max_model_len: u32) -> bool {
-        self.guide.is_none() && self.drafts_most(max_model_len) > 0
+    /// Whether it may draft so many tokens: neither if a guide may constrain them nor at its end.
+    fn may_draft(&self, max_model_len: u32, most: u32) -> bool {
+        let ahead = self.pending.saturating_add(most);
+        let guide = self.guide.as_ref();
+        let is_free = guide.is_none_or(|guide| guide.leaves_open(ahead));
+        is_free && self.drafts_most(max_model_len) > 0
     }
 
     /// Length of its next draft; 0 while more than its last token remains to be planned.
@@ -146,7 +149,7 @@ impl Scheduler {
         let (mut now, mut next) = (room, room);
         for slot in &self.running {
             let Some(seq) = &mut self.sequences[*slot] else { continue };
-            let could = !is_off && seq.may_draft(max_model_len);
+            let could = !is_off && seq.may_draft(max_model_len, config.num_speculative_tokens);
             let length = if could { seq.draft_length(&config) } else { 0 };
             let room = if seq.pending == 0 { &mut now } else { &mut next };
             seq.wants_draft = length > 0 && room.take(seq, length, &self.config);
@@ -196,7 +199,7 @@ impl Scheduler {
                 if budget == 0 {
                     return;
                 }
-                if !seq.may_draft(max_model_len) {
+                if !seq.may_draft(max_model_len, draft_max) {
                     continue;
                 }
                 let behind = seq.drafter.as_ref().map(|drafter| drafter.behind(&seq.tokens));

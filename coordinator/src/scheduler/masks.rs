@@ -1,6 +1,7 @@
 //! PURE: masks of steps in flight. A guided sequence is planned ahead of its tokens like any other,
 //! and its mask follows the plan: once all tokens before are accepted, its guide is asked; when all
-//! guides of a step have answered, the masks are sent together.
+//! guides of a step have answered, the masks are sent together. A sequence whose guide certainly
+//! allows every token has no mask.
 //!
 //! Ranks wait for the masks of a step with masked entries, so these are always sent. Where the
 //! planned sequence is gone, its entry has no mask: the sampled token is ignored anyway.

@@ -430,7 +430,8 @@ impl Scheduler {
             seq.blocks.push(block);
         }
         let samples = seq.samples_at(end);
-        let masked = samples && seq.guide.is_some();
+        let guide = seq.guide.as_ref().filter(|_| samples);
+        let masked = guide.is_some_and(|guide| !guide.leaves_open(seq.pending));
         step.owes_masks |= masked;
         step.embeddings += u32::from(seq.embeds_at(end));
         // Tokens computed for the first time, in all and of the prompt.

@@ -243,6 +243,13 @@ impl TextModel {
         self.special.get(text).copied()
     }
 
+    /// The token with this text, special or not: the marks around reasoning often are tokens that
+    /// tokenizers do not call special.
+    #[must_use]
+    pub fn token_with(&self, text: &str) -> Option<u32> {
+        self.tokenizer.token_to_id(text)
+    }
+
     /// All special tokens by their ids.
     #[must_use]
     pub fn special_tokens(&self) -> &Arc<HashMap<u32, String>> {

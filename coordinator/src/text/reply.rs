@@ -251,7 +251,7 @@ impl ReplyReader {
             }
         }
         // Some models begin calls within their reasoning, which ends there.
-        let calls = self.rules.calls.map_or(&[][..], CallFormat::ends_of_reasoning);
+        let calls = self.rules.calls_that_end_reasoning();
         let ends = || calls.iter().copied().chain([marks.close]);
         if let Some((at, end)) = first_of(&self.held, ends()) {
             reasoning(self.held[..at].trim_end(), parts);

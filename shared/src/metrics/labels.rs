@@ -224,6 +224,8 @@ label_enum! {
         Json = "json",
         /// A regular expression.
         Regex = "regex",
+        /// Nothing but a bound on its reasoning.
+        Thinking = "thinking",
         /// A list of tokens.
         Tokens = "tokens",
     }

@@ -13,6 +13,7 @@ use super::guide::GuideSpec;
 use super::lora::{Adapter, AdapterCommand, AdapterError};
 use super::note::RequestNote;
 use super::step::TokenLogprobs;
+use super::thinking::ThinkingBudget;
 use crate::actor::peer::RemoteMessage;
 use crate::hub::HubModel;
 use crate::ids::{Incarnation, RequestId};
@@ -180,6 +181,8 @@ pub struct SubmitRequest {
     pub open_ended: bool,
     /// The structured output (guided decoding) that each choice as a whole must match.
     pub guide: Option<GuideSpec>,
+    /// The bound on the reasoning of each choice.
+    pub thinking: Option<ThinkingBudget>,
     /// Scheduling priority; lower values are scheduled earlier.
     pub priority: i32,
     /// Salt of the prefix cache: requests with different salts do not share cached prompt prefixes.

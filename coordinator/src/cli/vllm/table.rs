@@ -283,9 +283,10 @@ pub(crate) const ROWS: &[Row] = &[
     row(&["enable-prompt-embeds"], Flag("prompts are text or tokens")),
     row(&["seed"], Other("set `seed` in requests")),
     row(
-        &["guided-decoding-backend", "structured-outputs-config", "reasoning-config"],
+        &["guided-decoding-backend", "structured-outputs-config"],
         Other("llguidance is the only backend"),
     ),
+    row(&["reasoning-config"], Other("`--reasoning-parser` says which marks are around reasoning")),
     row(
         &[
             "limit-mm-per-prompt",

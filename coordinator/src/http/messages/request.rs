@@ -7,6 +7,7 @@ use super::super::fields::{Fields, whole_number};
 use super::super::params::Limits;
 use super::super::refused::{self, Endpoint};
 use super::super::state::AppState;
+use super::super::thinking::{self, Thinking};
 use super::super::tools;
 use super::input;
 use crate::text::reply::Reasoning;
@@ -42,6 +43,7 @@ pub(in crate::http) const MOVED: &[(&str, &str)] = &[
     ("reasoning_effort", "output_config.effort"),
     ("response_format", "output_config.format"),
     ("stop", "stop_sequences"),
+    (thinking::FIELD, "thinking.budget_tokens"),
 ];
 
 /// Names of chat's that an error may say, and what they are called here.
@@ -258,8 +260,13 @@ fn thinking(
         Some("enabled") => {
             let part = thinking.get("budget_tokens").unwrap_or(&Value::Null);
             let budget = part.as_u64().or_else(|| whole_number(part)?.try_into().ok());
-            if budget.is_none_or(|budget| budget == 0) {
+            let Some(budget) = budget.filter(|budget| *budget > 0) else {
                 return Err(Fields::wrong("thinking.budget_tokens", part, "a number above 0"));
+            };
+            let budget = u32::try_from(budget).unwrap_or(u32::MAX);
+            // Clients always name one, also to models whose reasoning cannot be ended.
+            if Thinking::of(state, budget).is_some() {
+                chat.insert(thinking::FIELD.to_owned(), budget.into());
             }
             Some(true)
         }

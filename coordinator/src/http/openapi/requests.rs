@@ -31,6 +31,8 @@ pub(super) struct Requests<'a> {
     pub(super) models: Vec<String>,
     /// Whether reasoning is told from the answer.
     pub(super) reasons: bool,
+    /// Whether a token ends reasoning.
+    pub(super) budgets: bool,
     /// Whether the template reads `documents`.
     pub(super) documents: bool,
     /// Whether `reasoning_effort` must be one of harmony's words.
@@ -190,6 +192,14 @@ impl Requests<'_> {
         own
     }
 
+    /// See [`crate::http::thinking`].
+    fn thinking_budget(&self) -> Value {
+        match self.budgets {
+            true => told(integer(-1_i64, u32::MAX), "Tokens of reasoning; -1: any number."),
+            false => json!({"type": "integer", "enum": [-1]}),
+        }
+    }
+
     /// What completions and chat may tell of tokens.
     fn of_tokens(&self) -> Properties {
         let prompt = integer(0, self.limits.logprobs);
@@ -211,6 +221,7 @@ impl Requests<'_> {
             "echo": boolean(),
             "logprobs": integer(0, self.limits.logprobs),
             "max_tokens": told(self.output(0), "Absent: 16. 0 only with `echo`."),
+            "thinking_token_budget": self.thinking_budget(),
         });
         let unread = unread(&UNREAD);
         given(
@@ -254,6 +265,7 @@ impl Requests<'_> {
             "parallel_tool_calls": boolean(),
             "tool_choice": tool_choice(),
             "include_reasoning": boolean(),
+            "thinking_token_budget": self.thinking_budget(),
         }));
         own.extend(unread(&UNREAD));
         own

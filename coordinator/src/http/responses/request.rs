@@ -42,6 +42,7 @@ pub(in crate::http) const SAME: &[&str] = &[
     "stream",
     "structured_outputs",
     "temperature",
+    "thinking_token_budget",
     "top_k",
     "top_p",
     "truncate_prompt_tokens",

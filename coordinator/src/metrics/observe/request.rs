@@ -160,15 +160,17 @@ impl Recording<'_> {
         }
     }
 
-    /// The output of an accepted request is constrained by `spec`.
-    pub fn guided(&mut self, spec: &GuideSpec) {
+    /// The output of an accepted request is constrained by `spec`; without one, only its reasoning
+    /// is bounded.
+    pub fn guided(&mut self, spec: Option<&GuideSpec>) {
         let Some(Cells { stats, fixed, .. }) = self.cells.as_deref_mut() else { return };
         let kind = match spec {
-            GuideSpec::Json { .. } => GuideKind::Json,
-            GuideSpec::Regex(_) => GuideKind::Regex,
-            GuideSpec::Choice(_) => GuideKind::Choice,
-            GuideSpec::Lark(_) | GuideSpec::Made(_) => GuideKind::Grammar,
-            GuideSpec::Tokens(_) => GuideKind::Tokens,
+            Some(GuideSpec::Json { .. }) => GuideKind::Json,
+            Some(GuideSpec::Regex(_)) => GuideKind::Regex,
+            Some(GuideSpec::Choice(_)) => GuideKind::Choice,
+            Some(GuideSpec::Lark(_) | GuideSpec::Made(_)) => GuideKind::Grammar,
+            Some(GuideSpec::Tokens(_)) => GuideKind::Tokens,
+            None => GuideKind::Thinking,
         };
         stats.add(fixed.guided.get(kind), 1);
     }

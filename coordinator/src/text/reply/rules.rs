@@ -54,6 +54,12 @@ impl ReplyRules {
         self.reasoning.is_some() || self.calls.is_some() || self.harmony.is_some()
     }
 
+    /// The marks of calls that end reasoning which is open.
+    #[must_use]
+    pub fn calls_that_end_reasoning(&self) -> &'static [&'static str] {
+        self.calls.map_or(&[], CallFormat::ends_of_reasoning)
+    }
+
     /// The marks to look for in the text.
     pub fn marks(&self) -> impl Iterator<Item = &'static str> {
         let harmony: &[&str] = if self.harmony.is_some() { &harmony::MARKS } else { &[] };
