@@ -137,7 +137,7 @@ async fn what_cannot_be_bounded_is_refused() {
     for (rig, path, body, what) in [
         (&with, CHAT, chat(&stops), "`stop_token_ids`"),
         (&untold, CHAT, chat(&json!({"thinking_token_budget": 7})), "--reasoning-parser"),
-        (&unmarked, CHAT, chat(&json!({"thinking_token_budget": 7})), "--reasoning-parser"),
+        (&unmarked, CHAT, chat(&json!({"thinking_token_budget": 7})), "no token `[/THINK]`"),
         (&untold, "/v1/completions", prompt, "--reasoning-parser"),
         (&with, CHAT, chat(&json!({"thinking_token_budget": -2})), "from -1 to 4294967295"),
         (&with, CHAT, chat(&json!({"thinking_token_budget": 1.5})), "from -1 to 4294967295"),

@@ -78,9 +78,11 @@ fn reasoning_begins_where_it_is_opened() {
     };
     assert_eq!(opened_by(None), free);
     assert_eq!(opened_by(Some(close)), free);
-    assert!(!free[..5].contains(&free[5]));
-    let tokens = opened_by(Some(free[5]));
-    assert_eq!((&tokens[..9], tokens[9]), (&free[..9], close), "{tokens:?}");
+    assert!(!free[..3].contains(&free[3]) && !free[..5].contains(&free[5]));
+    let tokens = opened_by(Some(free[3]));
+    assert_eq!((&tokens[..7], tokens[7]), (&free[..7], close), "{tokens:?}");
+    // Further on it is part of the answer.
+    assert_eq!(opened_by(Some(free[5])), free);
 }
 
 #[test]

@@ -1,6 +1,6 @@
-//! Requests that need something made before the engine gets them: the grammar of structured output
-//! and, if they are resumed, the state of their stop checks and guides. This happens off the link's
-//! reader task, so that later requests can overtake them.
+//! Requests that need something made before the engine gets them: the grammar of structured output,
+//! guides and, if they are resumed, the state of their stop checks and guides. This happens off the
+//! link's reader task, so that later requests can overtake them.
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -155,6 +155,10 @@ impl Frontends {
         request: &GenerateRequest,
         grammar: Option<&Arc<Grammar>>,
     ) -> Result<Vec<Box<dyn TokenGuide>>, String> {
+        if grammar.is_none() {
+            // Only grammars ask what text precedes, for which that has to be decoded.
+            return guide::guides(request.sampling.len(), None, request.thinking.as_ref(), false);
+        }
         let rules = StopRules { keep_special: request.keep_special, ..StopRules::default() };
         let prompt = request.goes_on.then_some(&request.prompt);
         let behind_text = self.text.stream(Arc::new(rules), prompt).has_text_before();

@@ -8,14 +8,20 @@ use shared::protocol::{ThinkingBudget, TokenMask};
 use super::Guide;
 use crate::engine::{GuideEnd, Guided, TokenGuide};
 
+/// Reasoning that the prompt has not opened is opened by one of so many first tokens, or there is
+/// none: only white space comes before, and a mark further on is part of the answer.
+const OPENING_MAX: u32 = 4;
+
 /// One sequence's place in its reasoning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
-    /// It has not begun.
-    Before,
+    /// It has not begun; so many tokens were taken.
+    Before(u32),
+    /// The prompt has opened it and no token was taken. Some models open it again.
+    Opened,
     /// So many tokens of it were taken.
     Within(u32),
-    /// It is over, and does not begin again.
+    /// There is none, or it is over: it does not begin again.
     Behind,
 }
 
@@ -36,21 +42,34 @@ impl ThinkingGuide {
     /// A guide before its first token. `budget` has passed [`ThinkingBudget::check`].
     #[must_use]
     pub fn new(budget: Arc<ThinkingBudget>, grammar: Option<Guide>) -> Self {
-        let place = if budget.is_open { Place::Within(0) } else { Place::Before };
+        let place = if budget.is_open { Place::Opened } else { Place::Before(0) };
         let end = TokenMask::Only(budget.closes.iter().copied().take(1).collect());
         Self { budget, place, grammar, end, any: TokenMask::Except(Vec::new()) }
     }
 
     fn is_spent(&self) -> bool {
-        matches!(self.place, Place::Within(taken) if taken >= self.budget.tokens)
+        self.taken().is_some_and(|taken| taken >= self.budget.tokens)
+    }
+
+    /// Tokens of reasoning so far, while it goes on.
+    fn taken(&self) -> Option<u32> {
+        match self.place {
+            Place::Opened => Some(0),
+            Place::Within(taken) => Some(taken),
+            Place::Before(_) | Place::Behind => None,
+        }
     }
 
     fn take(&mut self, token: u32) {
+        let (opens, closes) =
+            (self.budget.open == Some(token), self.budget.closes.contains(&token));
         self.place = match self.place {
-            Place::Before if self.budget.open == Some(token) => Place::Within(0),
-            Place::Within(_) if self.budget.closes.contains(&token) => Place::Behind,
+            Place::Before(_) | Place::Opened if opens => Place::Within(0),
+            Place::Before(before) if before + 1 < OPENING_MAX => Place::Before(before + 1),
+            Place::Before(_) | Place::Behind => Place::Behind,
+            Place::Opened | Place::Within(_) if closes => Place::Behind,
+            Place::Opened => Place::Within(1),
             Place::Within(taken) => Place::Within(taken.saturating_add(1)),
-            place => place,
         };
     }
 }
@@ -72,11 +91,14 @@ impl TokenGuide for ThinkingGuide {
     fn leaves_open(&self, ahead: u32) -> bool {
         let is_within = match self.place {
             // The first token may open it.
-            Place::Before => {
+            Place::Before(_) => {
                 let taken = ahead.checked_sub(1).filter(|_| self.budget.open.is_some());
                 taken.is_none_or(|taken| taken < self.budget.tokens)
             }
-            Place::Within(taken) => taken.saturating_add(ahead) < self.budget.tokens,
+            Place::Opened | Place::Within(_) => {
+                let taken = self.taken().unwrap_or_default();
+                taken.saturating_add(ahead) < self.budget.tokens
+            }
             Place::Behind => true,
         };
         self.grammar.is_none() && is_within

@@ -5,7 +5,7 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::params::Common;
 use super::state::AppState;
-use crate::text::reply::ReplyRules;
+use crate::text::reply::{Reasoning, ReplyRules};
 
 /// The field.
 pub const FIELD: &str = "thinking_token_budget";
@@ -33,12 +33,18 @@ impl Thinking {
         let Some(tokens) = tokens.and_then(|tokens| u32::try_from(tokens).ok()) else {
             return Ok(None);
         };
-        let thinking = Self::of(state, tokens);
-        let message = format!(
-            "`{FIELD}` needs reasoning that ends with a token of its own: this server knows of \
-             none (its operator would say --reasoning-parser)"
-        );
-        let thinking = thinking.ok_or_else(|| ApiError::field(FIELD, message))?;
+        let thinking = Self::of(state, tokens).ok_or_else(|| {
+            let why = match (state.reasoning, state.reasoning.marks()) {
+                (_, Some(marks)) => format!("the vocabulary has no token `{}`", marks.close),
+                (Reasoning::Harmony, None) => "that of harmony ends otherwise".to_owned(),
+                (_, None) => "this server knows of none (its operator would say \
+                              --reasoning-parser)"
+                    .to_owned(),
+            };
+            let message =
+                format!("`{FIELD}` needs reasoning that ends with a token of its own: {why}");
+            ApiError::field(FIELD, message)
+        })?;
         let close = thinking.budget.closes.first();
         if close.is_some_and(|close| common.sampling.suppress_until_min.contains(close)) {
             let message = format!(

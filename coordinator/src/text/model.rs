@@ -243,11 +243,11 @@ impl TextModel {
         self.special.get(text).copied()
     }
 
-    /// The token with this text, special or not: the marks around reasoning often are tokens that
-    /// tokenizers do not call special.
+    /// The token of the model's vocabulary with this text, special or not: the marks around
+    /// reasoning often are tokens that tokenizers do not call special.
     #[must_use]
     pub fn token_with(&self, text: &str) -> Option<u32> {
-        self.tokenizer.token_to_id(text)
+        self.tokenizer.token_to_id(text).filter(|token| *token < self.vocab_size)
     }
 
     /// All special tokens by their ids.

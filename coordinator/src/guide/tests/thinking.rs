@@ -22,12 +22,26 @@ fn only(token: u32) -> TokenMask {
 fn what_is_left_open_is_open_whatever_comes() {
     let [open, close] = MARKS;
     for tokens in 0..4 {
-        for first in [&[][..], &[open], &[open, 9], &[open, close], &[9, open, open, 9]] {
-            let mut guide = ThinkingGuide::new(budget(tokens, false), None);
+        for (is_open, first) in [
+            (false, &[][..]),
+            (false, &[open]),
+            (false, &[open, 9]),
+            (false, &[open, close]),
+            (false, &[9, open, open, 9]),
+            (false, &[9, 9, 9]),
+            (false, &[9, 9, 9, 9]),
+            (true, &[]),
+            (true, &[open]),
+            (true, &[9, open]),
+            (true, &[close]),
+        ] {
+            let made = || ThinkingGuide::new(budget(tokens, is_open), None);
+            let mut guide = made();
             if first.iter().any(|token| guide.accept(*token).is_err()) {
                 continue;
             }
-            for ahead in 0..5 {
+            let mut was_bound = false;
+            for ahead in 0..6 {
                 // Whatever is allowed may come, the marks among it.
                 let mut seen = vec![Vec::new()];
                 for _ in 0..ahead {
@@ -39,19 +53,43 @@ fn what_is_left_open_is_open_whatever_comes() {
                         .collect();
                 }
                 let is_bound = seen.iter().any(|then| {
-                    let mut guide = ThinkingGuide::new(budget(tokens, false), None);
+                    let mut guide = made();
                     let all = first.iter().chain(then);
                     let taken = all.map(|token| guide.accept(*token)).all(|it| it.is_ok());
                     taken && guide.allowed() == Some(&only(close))
                 });
                 let is_open = guide.leaves_open(ahead);
-                assert!(!is_open || !is_bound, "{tokens}, {first:?}, {ahead} ahead");
-                // Nor is a mask made where none can be needed.
-                let any_spent = |at: u32| (0..=at).any(|at| !guide.leaves_open(at));
-                assert!(is_open || is_bound || any_spent(ahead.saturating_sub(1)));
+                was_bound |= is_bound;
+                // It is so for less as well, and no mask is made where none can be needed.
+                assert_eq!(is_open, !was_bound, "{tokens}, {first:?}, {ahead} ahead");
             }
         }
     }
+}
+
+#[test]
+fn the_marks_themselves_are_not_counted() {
+    let [open, close] = MARKS;
+    for (is_open, first) in [
+        (true, &[][..]),
+        // A model may open what its prompt has opened; that is told once.
+        (true, &[open]),
+        (false, &[open]),
+        (false, &[9, 9, 9, open]),
+    ] {
+        let mut guide = ThinkingGuide::new(budget(2, is_open), None);
+        for token in first.iter().chain([9, open].iter()) {
+            assert_ne!(guide.allowed(), Some(&only(close)), "{first:?}");
+            assert_eq!(guide.accept(*token), Ok(Guided::GoesOn));
+        }
+        assert_eq!(guide.allowed(), Some(&only(close)), "{first:?}");
+        assert_eq!(guide.accept(close), Ok(Guided::GoesOn));
+        assert!(guide.leaves_open(100), "{first:?}");
+    }
+    // A mark within an answer is part of it.
+    let mut guide = ThinkingGuide::new(budget(0, false), None);
+    assert!([9, 9, 9, 9, open].iter().all(|token| guide.accept(*token).is_ok()));
+    assert!(guide.leaves_open(100) && guide.allowed().unwrap().allows(9));
 }
 
 #[test]
