@@ -314,7 +314,7 @@ impl Guide {
     }
 }
 
-fn not_allowed(token: u32) -> GuideEnd {
+pub(super) fn not_allowed(token: u32) -> GuideEnd {
     GuideEnd::Broke(format!("token {token} is not one of those allowed"))
 }
 

@@ -6,6 +6,7 @@ use std::task::{Context, Poll};
 use shared::protocol::{ThinkingBudget, TokenMask};
 
 use super::Guide;
+use super::grammar::not_allowed;
 use crate::engine::{GuideEnd, Guided, TokenGuide};
 
 /// Reasoning that the prompt has not opened is opened by one of so many first tokens, or there is
@@ -111,7 +112,7 @@ impl TokenGuide for ThinkingGuide {
 
     fn accept(&mut self, token: u32) -> Result<Guided, GuideEnd> {
         if !self.allowed().is_some_and(|allowed| allowed.allows(token)) {
-            return Err(GuideEnd::Broke(format!("token {token} is not one of those allowed")));
+            return Err(not_allowed(token));
         }
         self.take(token);
         self.grammar.as_mut().map_or(Ok(Guided::GoesOn), |grammar| grammar.accept(token))
