@@ -13,6 +13,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 
+use testkit::models::repository;
+
 use crate::cuda_ptx;
 
 /// Seeds of the orders in which every launch runs, see `Settings::seed` in `emulate/block.h`: by
@@ -213,7 +215,7 @@ pub(crate) fn declared() -> Vec<String> {
 }
 
 pub(crate) fn folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("kernels/cuda")
+    repository().join("kernels/cuda")
 }
 
 /// The emulation's program, built once per version of the sources.

@@ -1,8 +1,9 @@
 //! The exchange between GPUs (`all_reduce.cu`) under seeded schedules, also with parts of its
 //! protocol removed: every such change must be detected.
 //!
-//! A failing seed is printed. To repeat it: `TUTTI_PEER_SEED=17 cargo test -p tests --test kernels
-//! cuda_peers`. To run more seeds: `TUTTI_PEER_SEEDS=100000 ..`.
+//! A failing seed is printed. To repeat it:
+//! `TUTTI_PEER_SEED=17 cargo test -p computing --test kernels cuda_peers`. To run more seeds:
+//! `TUTTI_PEER_SEEDS=100000 ..`.
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;

@@ -132,7 +132,7 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
                 all.ended_after = all.ended_after.max(report.ended_after);
             }
             Err(why) => {
-                println!("TUTTI_SIM_SEED={seed} cargo test -p tests --test simulation: {why}");
+                println!("TUTTI_SIM_SEED={seed} cargo test -p computing --test simulation: {why}");
                 failed.push(seed);
             }
         }

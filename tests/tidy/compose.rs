@@ -80,7 +80,8 @@ fn needed_by_the_build() -> Vec<String> {
     let manifest: toml::Table = tree::read("Cargo.toml").unwrap().text.parse().unwrap();
     let members = manifest["workspace"]["members"].as_array().unwrap().iter();
     let mut needed = vec!["Cargo.toml".to_owned(), "Cargo.lock".to_owned()];
-    needed.extend(members.map(|member| member.as_str().unwrap().to_owned()));
+    let folders = members.map(|member| member.as_str().unwrap().split('/').next().unwrap());
+    needed.extend(folders.map(str::to_owned));
     let optional = [".cargo", "rust-toolchain", "rust-toolchain.toml"].map(str::to_owned);
     needed.extend(optional.into_iter().filter(|path| tree::exists(path)));
     needed

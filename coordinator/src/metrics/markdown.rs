@@ -11,7 +11,7 @@ const HEAD: &str = "\
 
 One endpoint, `/metrics` on the coordinator, holds the whole cluster. This page is generated from the
 catalogue (`shared/src/metrics/catalogue.rs`); to change it, change the catalogue and run
-`UPDATE_DOCS=1 cargo test -p tests --test metrics`.
+`UPDATE_DOCS=1 cargo test -p computing --test metrics`.
 
 How to read it:
 
