@@ -3,6 +3,7 @@ use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::client::Client;
@@ -17,6 +18,7 @@ pub struct LocalCluster {
     child: Child,
     base: String,
     log: Arc<Mutex<String>>,
+    readers: Vec<JoinHandle<()>>,
 }
 
 /// The program under test: `TUTTI_BIN`, or the build beside the running test.
@@ -86,14 +88,14 @@ impl LocalCluster {
             .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| format!("cannot start {}: {error}", binary.display()))?;
-        let log = Arc::new(Mutex::new(String::new()));
+        let (log, mut readers) = (Arc::new(Mutex::new(String::new())), Vec::new());
         if let Some(stdout) = child.stdout.take() {
-            collect(stdout, log.clone());
+            readers.push(collect(stdout, log.clone()));
         }
         if let Some(stderr) = child.stderr.take() {
-            collect(stderr, log.clone());
+            readers.push(collect(stderr, log.clone()));
         }
-        Ok(Self { child, base: String::new(), log })
+        Ok(Self { child, base: String::new(), log, readers })
     }
 
     /// Waits until the banner names the URL.
@@ -104,6 +106,7 @@ impl LocalCluster {
         let began = Instant::now();
         while began.elapsed() < PATIENCE {
             if let Ok(Some(status)) = self.child.try_wait() {
+                self.wait_logged();
                 return Err(format!("it ended with {status}:\n{}", self.log()));
             }
             if let Some(base) = url_in(&self.log()) {
@@ -123,6 +126,7 @@ impl LocalCluster {
         let began = Instant::now();
         while began.elapsed() < PATIENCE {
             if let Ok(Some(status)) = self.child.try_wait() {
+                self.wait_logged();
                 return Err(format!("it ended with {status}:\n{}", self.log()));
             }
             if self.base.is_empty() {
@@ -179,11 +183,23 @@ impl LocalCluster {
         let began = Instant::now();
         while began.elapsed() < PATIENCE {
             if let Ok(Some(status)) = self.child.try_wait() {
+                self.wait_logged();
                 return Ok(status);
             }
             std::thread::sleep(Duration::from_millis(10));
         }
         Err(format!("still running after {PATIENCE:?}:\n{}", self.log()))
+    }
+
+    /// Waits until [`LocalCluster::log`] has all that an ended process wrote, or for a while: one
+    /// that it started may still hold the pipe.
+    fn wait_logged(&self) {
+        let began = Instant::now();
+        while began.elapsed() < Duration::from_secs(2)
+            && !self.readers.iter().all(JoinHandle::is_finished)
+        {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Sends a signal by name (`INT`, `KILL`, `STOP`) to a process.
@@ -232,12 +248,12 @@ fn url_in(log: &str) -> Option<String> {
     rest.split_whitespace().next().map(str::to_owned)
 }
 
-fn collect(stream: impl std::io::Read + Send + 'static, log: Arc<Mutex<String>>) {
+fn collect(stream: impl std::io::Read + Send + 'static, log: Arc<Mutex<String>>) -> JoinHandle<()> {
     std::thread::spawn(move || {
         for line in BufReader::new(stream).lines().map_while(Result::ok) {
             let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
             log.push_str(&line);
             log.push('\n');
         }
-    });
+    })
 }
