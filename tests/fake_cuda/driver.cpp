@@ -8,7 +8,7 @@
 // lock: kernels of several ranks, on threads or in processes, wait for each other.
 //
 // Environment:
-// - FAKE_CUDA_DEVICES: number of GPUs; default 1, or DEFAULT_DEVICES as compiled
+// - FAKE_CUDA_DEVICES: number of GPUs; default 1, or as `fake_cuda_of` says
 // - FAKE_CUDA_MEMORY: bytes of each GPU; default 4 GiB
 // - FAKE_CUDA_VERSION: the driver's version; default 13000
 // - FAKE_CUDA_CAPABILITY: compute capability times ten; default 90
@@ -57,11 +57,10 @@
 #include "emulate/block.h"
 #include "emulate/device.h"
 
-namespace {
+// A unit by itself, so that this one is compiled once for all numbers.
+extern const unsigned default_devices;
 
-#ifndef DEFAULT_DEVICES
-#define DEFAULT_DEVICES 1
-#endif
+namespace {
 
 // Work on a stream. `now` completes when it runs; `later` may have to wait for others: it is begun,
 // then polled until it is done.
@@ -430,19 +429,19 @@ int cuInit(unsigned) {
     if (!std::exchange(initialised, true) && setting("FAKE_CUDA_EXIT_WAITS", 0) != 0) {
         atexit(wait_for_gpus);
     }
-    return setting("FAKE_CUDA_DEVICES", DEFAULT_DEVICES) == 0 ? NO_DEVICE : SUCCESS;
+    return setting("FAKE_CUDA_DEVICES", default_devices) == 0 ? NO_DEVICE : SUCCESS;
 }
 int cuDeviceGetCount(int* count) {
     ENTER("cuDeviceGetCount");
     if (!initialised) {
         return NOT_INITIALIZED;
     }
-    *count = static_cast<int>(setting("FAKE_CUDA_DEVICES", DEFAULT_DEVICES));
+    *count = static_cast<int>(setting("FAKE_CUDA_DEVICES", default_devices));
     return SUCCESS;
 }
 int cuDeviceGet(int* device, int ordinal) {
     ENTER("cuDeviceGet");
-    if (ordinal < 0 || ordinal >= static_cast<int>(setting("FAKE_CUDA_DEVICES", DEFAULT_DEVICES))) {
+    if (ordinal < 0 || ordinal >= static_cast<int>(setting("FAKE_CUDA_DEVICES", default_devices))) {
         return INVALID_DEVICE;
     }
     *device = ordinal;

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 
+use testkit::made_once::made_once;
 use testkit::models::repository;
 
 use crate::cuda_ptx;
@@ -274,10 +275,23 @@ pub(crate) fn program_named(name: &str, build: impl FnOnce(&Path)) -> PathBuf {
     }
     let name = format!("{name}-{:016x}", hasher.finish());
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-    if !program.exists() {
+    let make = || {
         build(&program);
-    }
+        Ok(())
+    };
+    made_once(&program, make).unwrap();
     program
+}
+
+/// Objects that several programs are linked of, compiled once per version of these sources. `name` tells
+/// of the units and flags.
+pub(crate) fn objects_named(name: &str, units: &[PathBuf], flags: &[&str]) -> Vec<PathBuf> {
+    let folder = program_named(name, |folder| {
+        let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        compile(units.iter(), flags, scratch.path());
+        std::fs::rename(scratch.keep(), folder).unwrap();
+    });
+    units.iter().map(|unit| folder.join(unit.file_name().unwrap()).with_extension("o")).collect()
 }
 
 /// Optimised, to keep the tests fast; without fused multiply-add, so that sums are rounded as

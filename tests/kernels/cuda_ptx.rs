@@ -13,10 +13,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use testkit::ptx::{FLAGS, Ptx, from_folder, prepare};
+use testkit::ptx::{FLAGS, Ptx, from_folder, hash_of_flags, prepare};
 
 use crate::cuda_emulation::{
-    compile, declared, folder, launch, link, program_named, read_u32, u32s, write_entries,
+    compile, declared, folder, launch, link, objects_named, program_named, read_u32, u32s,
+    write_entries,
 };
 
 const ENGINE: &str = "TUTTI_ENGINE";
@@ -56,18 +57,26 @@ pub(crate) fn built(name: &str, main: &str, ptx: &Ptx) -> PathBuf {
         std::fs::write(scratch.path().join("declarations.inc"), declarations.collect::<String>())
             .unwrap();
         write_entries(scratch.path(), if own.is_empty() { &declared } else { &ptx.names });
-        let mut units: Vec<PathBuf> = std::fs::read_dir(folder().join("emulate/ptx"))
-            .unwrap()
-            .map(|entry| entry.unwrap().path())
-            .filter(|path| path.extension().is_some_and(|extension| extension == "cpp"))
-            .collect();
-        units
-            .extend([main, "emulate/guarded.cpp", "emulate/races.cpp"].map(|at| folder().join(at)));
-        units.push(ptx.stubs.clone());
-        let flags = [FLAGS, &["-DTUTTI_RACES"]].concat();
-        let objects = compile(units.iter(), &flags, scratch.path());
+        let units = [folder().join(main), ptx.stubs.clone()];
+        let mut objects = compile(units.iter(), &flags(), scratch.path());
+        objects.extend(machine());
         link(&objects, &[], scratch.path(), program);
     })
+}
+
+/// The objects of what runs PTX.
+fn machine() -> Vec<PathBuf> {
+    let mut units: Vec<PathBuf> = std::fs::read_dir(folder().join("emulate/ptx"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "cpp"))
+        .collect();
+    units.extend(["emulate/guarded.cpp", "emulate/races.cpp"].map(|at| folder().join(at)));
+    objects_named(&format!("cuda-ptx-machine-{:016x}", hash_of_flags()), &units, &flags())
+}
+
+fn flags() -> Vec<&'static str> {
+    [FLAGS, &["-DTUTTI_RACES"]].concat()
 }
 
 #[test]

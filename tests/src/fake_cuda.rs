@@ -5,8 +5,7 @@ use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use tempfile::TempDir;
-
+use crate::made_once::made_once;
 use crate::ptx::{self, Ptx};
 
 /// Optimised, since a model runs on it; without fused multiply-add, so that sums are computed as
@@ -42,8 +41,7 @@ pub struct FakeCuda {
 /// # Errors
 /// The compiler's error.
 pub fn fake_cuda(folder: &Path, without: Option<&str>) -> Result<FakeCuda, String> {
-    let without = without.map(|symbol| format!("-D{symbol}={symbol}_is_absent"));
-    fake_cuda_with(folder, without.as_slice())
+    fake_cuda_with(folder, without, 1)
 }
 
 /// Same with several GPUs, for tests that cannot set the environment variable for it.
@@ -51,7 +49,7 @@ pub fn fake_cuda(folder: &Path, without: Option<&str>) -> Result<FakeCuda, Strin
 /// # Errors
 /// Same as [`fake_cuda`].
 pub fn fake_cuda_of(folder: &Path, devices: u32) -> Result<FakeCuda, String> {
-    fake_cuda_with(folder, &[format!("-DDEFAULT_DEVICES={devices}")])
+    fake_cuda_with(folder, None, devices)
 }
 
 /// A stand-in for NCCL on top of a stand-in for the driver; `without` names a symbol to leave out.
@@ -65,11 +63,20 @@ pub fn fake_nccl(folder: &Path, cuda: &FakeCuda, without: Option<&str>) -> Resul
     (&cuda.libraries, without).hash(&mut hasher);
     std::fs::read(&source).map_err(|error| error.to_string())?.hash(&mut hasher);
     let target = folder.join(format!("fake-nccl-{:016x}", hasher.finish())).join("libnccl.so.2");
-    if target.is_file() {
-        return Ok(target);
-    }
     let made = target.parent().unwrap_or(folder);
     std::fs::create_dir_all(made).map_err(|error| error.to_string())?;
+    made_once(&target, || compile_nccl(folder, &source, cuda, without, &target))?;
+    Ok(target)
+}
+
+fn compile_nccl(
+    folder: &Path,
+    source: &Path,
+    cuda: &FakeCuda,
+    without: Option<&str>,
+    target: &Path,
+) -> Result<(), String> {
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
     let scratch = tempfile::tempdir_in(folder).map_err(|error| error.to_string())?;
     let library = scratch.path().join("libnccl.so.2");
     let compiled = Command::new("c++")
@@ -77,7 +84,7 @@ pub fn fake_nccl(folder: &Path, cuda: &FakeCuda, without: Option<&str>) -> Resul
         .args(without.map(|symbol| format!("-D{symbol}={symbol}_is_absent")))
         .args(["-shared", "-Wl,-soname,libnccl.so.2", "-I"])
         .arg(tests.join("fake_cuda"))
-        .arg(&source)
+        .arg(source)
         .arg("-o")
         .arg(&library)
         .arg(cuda.libraries.join("libcuda.so.1"))
@@ -86,11 +93,10 @@ pub fn fake_nccl(folder: &Path, cuda: &FakeCuda, without: Option<&str>) -> Resul
     if !compiled.status.success() {
         return Err(String::from_utf8_lossy(&compiled.stderr).into_owned());
     }
-    std::fs::rename(library, &target).map_err(|error| error.to_string())?;
-    Ok(target)
+    std::fs::rename(library, target).map_err(|error| error.to_string())
 }
 
-fn fake_cuda_with(folder: &Path, defines: &[String]) -> Result<FakeCuda, String> {
+fn fake_cuda_with(folder: &Path, without: Option<&str>, devices: u32) -> Result<FakeCuda, String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let cuda = root.join("kernels/cuda");
     let driver = root.join("tests/fake_cuda/driver.cpp");
@@ -104,26 +110,57 @@ fn fake_cuda_with(folder: &Path, defines: &[String]) -> Result<FakeCuda, String>
     sources.sort();
     let ptx = chosen_ptx(folder)?;
     let mut hasher = DefaultHasher::new();
-    (FLAGS, defines, ptx.as_ref().map(|ptx| ptx.hash)).hash(&mut hasher);
+    (FLAGS, without, ptx.as_ref().map(|ptx| ptx.hash)).hash(&mut hasher);
     for path in &sources {
         (path, std::fs::read(path).map_err(|error| error.to_string())?).hash(&mut hasher);
     }
-    let target = folder.join(format!("fake-cuda-{:016x}", hasher.finish()));
-    let made = FakeCuda { libraries: target.join("lib"), kernels: target.join("kernels") };
-    if target.is_dir() {
-        return Ok(made);
-    }
-    let scratch = tempfile::tempdir_in(folder).map_err(|error| error.to_string())?;
-    std::fs::write(scratch.path().join("entries.inc"), entries(&cuda)?)
-        .map_err(|error| error.to_string())?;
-    let kernels = emulated_kernels(folder, &cuda, &sources, ptx.as_ref())?;
-    let own = compile(scratch.path(), &cuda, &[&driver], defines)?;
-    link(scratch.path(), &[own, kernels].concat())?;
-    let kernels = scratch.path().join("kernels");
-    std::fs::create_dir(&kernels).map_err(|error| error.to_string())?;
-    std::fs::write(kernels.join("all.fatbin"), "fake fatbin").map_err(|error| error.to_string())?;
-    publish(scratch, &target)?;
-    Ok(made)
+    let hash = hasher.finish();
+    let target = folder.join(format!("fake-cuda-{hash:016x}-{devices}"));
+    made_once(&target, || {
+        let kernels = emulated_kernels(folder, &cuda, &sources, ptx.as_ref())?;
+        let driver = objects(&folder.join(format!("fake-cuda-driver-{hash:016x}")), |scratch| {
+            std::fs::write(scratch.join("entries.inc"), entries(&cuda)?)
+                .map_err(|error| error.to_string())?;
+            let defines = without.map(|symbol| format!("-D{symbol}={symbol}_is_absent"));
+            compile(scratch, &cuda, &[&driver], defines.as_slice())
+        })?;
+        let scratch = tempfile::tempdir_in(folder).map_err(|error| error.to_string())?;
+        let unit = scratch.path().join("devices.cpp");
+        let text = format!(
+            "extern const unsigned default_devices;\n\
+             const unsigned default_devices = {devices};\n"
+        );
+        std::fs::write(&unit, text).map_err(|error| error.to_string())?;
+        compile(scratch.path(), &cuda, &[&unit], &[])?;
+        let devices = vec![scratch.path().join("0.o")];
+        link(scratch.path(), &[devices, driver, kernels].concat())?;
+        let kernels = scratch.path().join("kernels");
+        std::fs::create_dir(&kernels).map_err(|error| error.to_string())?;
+        std::fs::write(kernels.join("all.fatbin"), "fake fatbin")
+            .map_err(|error| error.to_string())?;
+        std::fs::rename(scratch.keep(), &target).map_err(|error| error.to_string())
+    })?;
+    Ok(FakeCuda { libraries: target.join("lib"), kernels: target.join("kernels") })
+}
+
+/// The objects that `compile` leaves in the folder it is given, under `target`.
+fn objects(
+    target: &Path,
+    compile: impl FnOnce(&Path) -> Result<(), String>,
+) -> Result<Vec<PathBuf>, String> {
+    made_once(target, || {
+        let folder = target.parent().unwrap_or(target);
+        let scratch = tempfile::tempdir_in(folder).map_err(|error| error.to_string())?;
+        compile(scratch.path())?;
+        std::fs::rename(scratch.keep(), target).map_err(|error| error.to_string())
+    })?;
+    let files = std::fs::read_dir(target).map_err(|error| error.to_string())?;
+    let mut objects: Vec<PathBuf> = files
+        .filter_map(|file| Some(file.ok()?.path()))
+        .filter(|path| path.extension().is_some_and(|extension| extension == "o"))
+        .collect();
+    objects.sort();
+    Ok(objects)
 }
 
 /// With `TUTTI_ENGINE=ptx` the kernels are the PTX that nvcc makes of them.
@@ -166,21 +203,7 @@ fn emulated_kernels(
         (path, std::fs::read(path).map_err(|error| error.to_string())?).hash(&mut hasher);
     }
     let target = folder.join(format!("fake-cuda-kernels-{:016x}", hasher.finish()));
-    if !target.is_dir() {
-        let scratch = tempfile::tempdir_in(folder).map_err(|error| error.to_string())?;
-        compile(scratch.path(), cuda, &units, &flags)?;
-        publish(scratch, &target)?;
-    }
-    Ok((0..units.len()).map(|index| target.join(format!("{index}.o"))).collect())
-}
-
-/// Renames a complete folder, which is atomic. Another process may have been faster.
-fn publish(made: TempDir, target: &Path) -> Result<(), String> {
-    match std::fs::rename(made.keep(), target) {
-        Ok(()) => Ok(()),
-        Err(_) if target.is_dir() => Ok(()),
-        Err(error) => Err(error.to_string()),
-    }
+    objects(&target, |scratch| compile(scratch, cuda, &units, &flags))
 }
 
 /// One line per kernel in the header, with its sm_90 resources: maximum threads per block,
@@ -206,9 +229,8 @@ fn compile(
     cuda: &Path,
     units: &[&PathBuf],
     defines: &[String],
-) -> Result<Vec<PathBuf>, String> {
+) -> Result<(), String> {
     let mut running = Vec::new();
-    let mut objects = Vec::new();
     for (index, unit) in units.iter().enumerate() {
         let object = scratch.join(format!("{index}.o"));
         let child = Command::new("c++")
@@ -222,7 +244,6 @@ fn compile(
             .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| format!("c++ (package g++ on Debian): {error}"))?;
-        objects.push(object);
         running.push(child);
     }
     for child in running {
@@ -231,7 +252,7 @@ fn compile(
             return Err(String::from_utf8_lossy(&output.stderr).into_owned());
         }
     }
-    Ok(objects)
+    Ok(())
 }
 
 /// Links the library, below `scratch/lib`.

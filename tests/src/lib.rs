@@ -18,6 +18,7 @@
 //! - [`relay`]: passes group ids from rank 0 to the others, for ranks that are threads
 //! - [`ptx`]: the CUDA kernels as nvcc compiles them
 //! - [`promtool`]: Prometheus's linter for metrics pages
+//! - [`made_once`]: what several test programs make and use
 //! - [`models`]: the model folders and their golden values
 //! - [`tools`]: finds external programs: etcd, Prometheus, promtool
 //! - [`wait`]: waits for a condition, with a bound
@@ -36,6 +37,7 @@ pub mod fleet;
 pub mod hosts;
 pub mod load;
 pub mod local_cluster;
+pub mod made_once;
 pub mod models;
 pub mod promtool;
 pub mod ptx;

@@ -66,8 +66,7 @@ pub fn from_folder(folder: &Path, compiled: &Path, ending: &str) -> Result<Ptx, 
         return Err(format!("no *{ending} in {}", compiled.display()));
     }
     let mut hasher = DefaultHasher::new();
-    kernels.hash(&mut hasher);
-    instructions_of_this_machine().hash(&mut hasher);
+    (&kernels, hash_of_flags()).hash(&mut hasher);
     let hash = hasher.finish();
     let target = folder.join(format!("ptx-{}-{hash:016x}", ending.trim_end_matches(".ptx")));
     let made =
@@ -147,7 +146,14 @@ fn stubs(kernels_folder: &Path, kernels: &BTreeMap<String, String>) -> String {
     stubs
 }
 
-/// Programs for other machines may not run here.
+/// A number of [`FLAGS`] and of this machine's instructions: what is compiled for other machines may not
+/// run here.
+pub fn hash_of_flags() -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (FLAGS, instructions_of_this_machine()).hash(&mut hasher);
+    hasher.finish()
+}
+
 fn instructions_of_this_machine() -> String {
     let all = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let is_flags = |line: &&str| line.starts_with("flags") || line.starts_with("Features");
