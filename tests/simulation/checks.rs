@@ -370,9 +370,10 @@ fn fallen(before: &Merged, after: &Merged) -> Vec<String> {
         // Both are in the order of the catalogue, which is one table.
         while families.next_if(|(it, _)| std::ptr::from_ref(*it) < definition).is_some() {}
         let later = families.peek().filter(|(it, _)| std::ptr::eq(*it, definition));
-        let later = later.map(|(_, family)| *family);
+        let mut later = later.into_iter().flat_map(|(_, family)| *family).peekable();
         for (labels, old) in family {
-            let new = later.and_then(|family| family.get(labels));
+            while later.next_if(|(it, _)| *it < labels).is_some() {}
+            let new = later.next_if(|(it, _)| *it == labels).map(|(_, value)| value);
             let fell = match (old, new) {
                 (Value::Gauge(_), _) => false,
                 (Value::Counter(old), Some(Value::Counter(new))) => new < old,

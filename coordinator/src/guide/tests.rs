@@ -100,8 +100,8 @@ fn tokens_behind(
         assert_eq!(guide.accept(*token), Ok(Guided::GoesOn), "{said:?}");
     }
     while tokens.len() < most {
-        let allowed: Vec<u32> =
-            (0..model.vocab_size).filter(|token| known(&mut guide).allows(*token)).collect();
+        let mask = known(&mut guide);
+        let allowed: Vec<u32> = (0..model.vocab_size).filter(|token| mask.allows(*token)).collect();
         let token = allowed[dice.below(allowed.len())];
         if model.end_tokens.contains(&token) {
             return Some(tokens);
