@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use shared::ids::RequestId;
 use shared::mix::mix;
+use shared::protocol::{BadWords, GuideSpec, NOTES_MAX, ThinkingBudget, TokenMask};
 pub use shared::protocol::{EngineError, EngineEvent, FinishReason};
-use shared::protocol::{GuideSpec, NOTES_MAX, ThinkingBudget, TokenMask};
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
 
@@ -111,6 +111,8 @@ pub struct GenerateRequest {
     pub guide_spec: Option<Arc<GuideSpec>>,
     /// The bound on reasoning that the guides keep, for an engine in another process.
     pub thinking: Option<Arc<ThinkingBudget>>,
+    /// The words that the guides keep from coming, for an engine in another process.
+    pub bad_words: Option<Arc<BadWords>>,
     /// Maximum number of tokens to generate per choice. 0 is legal (echo with log-probabilities
     /// only).
     pub max_tokens: u32,
@@ -179,6 +181,7 @@ impl GenerateRequest {
             guides: Vec::new(),
             guide_spec: None,
             thinking: None,
+            bad_words: None,
             max_tokens,
             open_ended: false,
             priority: 0,
@@ -193,6 +196,12 @@ impl GenerateRequest {
             traced: false,
             resumed: None,
         }
+    }
+
+    /// Whether its choices are guided.
+    #[must_use]
+    pub fn is_guided(&self) -> bool {
+        self.guide_spec.is_some() || self.thinking.is_some() || self.bad_words.is_some()
     }
 
     /// Number of choices that the client asked for.

@@ -5,6 +5,7 @@
 //! ([`GrammarCompiler`]). Each of its sequences follows the grammar with a [`Guide`], which gives
 //! the scheduler masks and takes accepted tokens ([`crate::engine::TokenGuide`]).
 //!
+//! - `bad_words`: PURE: words that must not come, with or without another guide
 //! - `bounds`: PURE: bounds on what makes compiling a schema expensive
 //! - `cache`: PURE: the recently compiled specifications
 //! - `closed`: PURE: schemas whose objects allow no unnamed properties
@@ -13,6 +14,7 @@
 //! - `masks`: threads that compute masks
 //! - `thinking`: PURE: a bound on reasoning, with or without a grammar
 //! - `vocabulary`: the bytes of each token
+mod bad_words;
 mod bounds;
 mod cache;
 mod closed;
@@ -26,6 +28,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+pub use bad_words::BadWordsGuide;
 pub(crate) use closed::{closed, without_unique_items};
 pub use compiler::{GrammarCompiler, GrammarError};
 pub use grammar::{Grammar, Guide};
@@ -34,7 +37,7 @@ use llguidance::ParserFactory;
 use llguidance::api::ParserLimits;
 use llguidance::earley::SlicedBiasComputer;
 use llguidance::toktrie::{InferenceCapabilities, TokenId};
-use shared::protocol::{GuideSpec, ThinkingBudget};
+use shared::protocol::{BadWords, GuideSpec, ThinkingBudget};
 pub use thinking::ThinkingGuide;
 
 use self::cache::{Cache, Compiled};
@@ -122,7 +125,7 @@ impl Guides {
 }
 
 /// Makes a guide for each of some choices, of the same kind; none if nothing guides them.
-/// `behind_text` tells whether text precedes.
+/// `bad_words` come with the size of the vocabulary; `behind_text` tells whether text precedes.
 ///
 /// # Errors
 /// One sentence when the grammar lets no token come first there.
@@ -130,14 +133,22 @@ pub fn guides(
     choices: usize,
     grammar: Option<&Arc<Grammar>>,
     thinking: Option<&Arc<ThinkingBudget>>,
+    bad_words: Option<(&Arc<BadWords>, u32)>,
     behind_text: bool,
 ) -> Result<Vec<Box<dyn TokenGuide>>, String> {
     let mut made: Vec<Box<dyn TokenGuide>> = Vec::new();
     for _ in 0..choices {
         let guide = grammar.map(|grammar| grammar.guide(behind_text)).transpose()?;
-        made.push(match (thinking, guide) {
-            (Some(budget), guide) => Box::new(ThinkingGuide::new(budget.clone(), guide)),
-            (None, Some(guide)) => Box::new(guide),
+        let guide: Option<Box<dyn TokenGuide>> = match (thinking, guide) {
+            (Some(budget), guide) => Some(Box::new(ThinkingGuide::new(budget.clone(), guide))),
+            (None, Some(guide)) => Some(Box::new(guide)),
+            (None, None) => None,
+        };
+        made.push(match (bad_words, guide) {
+            (Some((words, vocab)), guide) => {
+                Box::new(BadWordsGuide::new(words.clone(), vocab, guide))
+            }
+            (None, Some(guide)) => guide,
             (None, None) => break,
         });
     }

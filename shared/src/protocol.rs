@@ -4,6 +4,7 @@
 //! else in the workspace is serialised between processes.
 //!
 //! - [`actors`]: messages between named actors
+//! - [`bad_words`]: words that must not be generated
 //! - [`control`]: forming and ending replicas
 //! - [`frontend`]: requests and their events
 //! - [`guide`]: structured output as a front end requests it
@@ -19,6 +20,7 @@
 //! ([`StepPlan`] -> [`StepMasks`] (if any entry is masked) -> [`StepResult`])* until
 //! [`ToWorker::Abort`], a new [`Form`], or the end of the link.
 pub mod actors;
+pub mod bad_words;
 pub mod control;
 pub mod frontend;
 pub mod guide;
@@ -28,6 +30,7 @@ pub mod note;
 pub mod step;
 pub mod thinking;
 
+pub use bad_words::BadWords;
 pub use control::{
     BUILD_MAX, CollectiveSpec, DeviceKind, Dtype, EngineConfig, FailedGroups, Form, FormFailed,
     Formed, GROUP_ID_MAX, GroupId, HeldShard, Hello, KvCacheDtype, LoadProgress, NVLINK_LABEL,
@@ -58,7 +61,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change to a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 22;
+pub const PROTOCOL_VERSION: u16 = 23;
 
 /// All messages from a coordinator to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

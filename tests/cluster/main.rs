@@ -37,6 +37,7 @@
 //! - [`structured`]: structured output of a real model, also when a worker dies
 //! - [`swapping`]: requests swapped to host memory
 //! - [`thinking`]: bounds on reasoning, also when a worker dies
+//! - [`bad_words`]: words that must not be generated, likewise
 //! - [`tls`]: HTTPS, its files, and its clients
 //! - [`traces`]: what traces tell of requests
 //! - [`by_hand`]: a coordinator and workers started one by one
@@ -52,6 +53,7 @@
 mod actors;
 mod adapters;
 mod api;
+mod bad_words;
 mod batches;
 mod by_hand;
 mod classes;

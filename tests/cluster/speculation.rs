@@ -33,6 +33,12 @@ fn requests() -> Vec<Value> {
         body["echo"] = json!(true);
         requests.push(body);
     }
+    // Drafts end where a word may be completed that must not come.
+    for words in [json!(["a little", "liked to", "there was"]), json!(["little", "one day"])] {
+        let mut body = greedy(again.as_str(), 100);
+        (body["ignore_eos"], body["bad_words"]) = (json!(true), words);
+        requests.push(body);
+    }
     // In a long text the model repeats itself.
     let mut body = greedy(STORY, 600);
     body["ignore_eos"] = json!(true);

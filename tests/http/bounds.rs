@@ -415,7 +415,8 @@ fn any_json() -> impl Strategy<Value = Value> {
 
 #[test]
 fn no_json_gives_a_5xx_or_hangs() {
-    const FIELDS: [&str; 19] = [
+    const FIELDS: [&str; 20] = [
+        "bad_words",
         "prompt",
         "messages",
         "max_tokens",

@@ -21,7 +21,6 @@ fn body(path: &str) -> Value {
 /// (field, a value that requests something, a neutral value)
 fn refused() -> Vec<(&'static str, Value, Value)> {
     vec![
-        ("bad_words", json!(["a"]), json!([])),
         ("ec_transfer_params", json!({}), json!(null)),
         ("guided_decoding_backend", json!("outlines"), json!(null)),
         ("kv_transfer_params", json!({}), json!(null)),

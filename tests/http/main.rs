@@ -18,6 +18,7 @@
 //! - [`scores`]: `/rerank` and `/score`
 //! - [`structured`]: structured output fields
 //! - [`thinking`]: bounds on reasoning
+//! - [`bad_words`]: words that must not be generated
 //! - [`tls`]: HTTPS, with curl
 //! - [`token_ids`]: tokens by their ids, log-probabilities of prompts
 //! - [`tokens`]: `/tokenize` and `/detokenize`
@@ -26,6 +27,7 @@
 //! - [`traces`]: spans of requests, and collectors that are slow or away
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests panic")]
 
+mod bad_words;
 mod bounds;
 mod classes;
 mod contract;

@@ -283,8 +283,8 @@ pub(crate) fn program_named(name: &str, build: impl FnOnce(&Path)) -> PathBuf {
     program
 }
 
-/// Objects that several programs are linked of, compiled once per version of these sources. `name` tells
-/// of the units and flags.
+/// Objects that several programs are linked of, compiled once per version of these sources. `name`
+/// tells of the units and flags.
 pub(crate) fn objects_named(name: &str, units: &[PathBuf], flags: &[&str]) -> Vec<PathBuf> {
     let folder = program_named(name, |folder| {
         let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();

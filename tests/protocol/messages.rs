@@ -17,7 +17,7 @@ use shared::protocol::control::{RESOURCE_NAME_MAX, RESOURCES_MAX};
 use shared::protocol::lora::{ADAPTER_NAME_MAX, ADAPTER_PATH_MAX, ADAPTERS_MAX};
 use shared::protocol::{
     AcceptedChoice, Adapter, AdapterChange, AdapterCommand, AdapterDone, AdapterError, BUILD_MAX,
-    ChangeAdapter, CollectiveSpec, DeviceKind, Drafts, Dtype, EngineConfig, EngineError,
+    BadWords, ChangeAdapter, CollectiveSpec, DeviceKind, Drafts, Dtype, EngineConfig, EngineError,
     EngineEvent, ExitReason, FailedGroups, FinishReason, Form, FormFailed, Formed, FromFrontend,
     FromWorker, FrontendHello, FrontendId, FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec,
     HeldShard, Hello, KvCacheDtype, LoadProgress, Lora, MODEL_NAME_MAX, MODEL_NAMES_MAX,
@@ -487,6 +487,7 @@ fn submit() -> SubmitRequest {
             closes: vec![301, 7],
             is_open: true,
         }),
+        bad_words: Some(BadWords { sequences: vec![vec![5], vec![70_000, 6]] }),
         max_tokens: 9,
         open_ended: true,
         priority: -3,

@@ -2,9 +2,9 @@
 use std::fs::File;
 use std::path::Path;
 
-/// Runs `make` unless `target` exists: one process and thread at a time, the others wait for it. What
-/// `make` leaves at `target` must be complete at once, as a rename is, since a test that is ended
-/// leaves what it was making.
+/// Runs `make` unless `target` exists: one process and thread at a time, the others wait for it.
+/// What `make` leaves at `target` must be complete at once, as a rename is, since a test that is
+/// ended leaves what it was making.
 ///
 /// # Errors
 /// Those of `make`; a lock beside `target` that cannot be had; nothing at `target` in the end.

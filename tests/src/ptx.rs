@@ -146,8 +146,8 @@ fn stubs(kernels_folder: &Path, kernels: &BTreeMap<String, String>) -> String {
     stubs
 }
 
-/// A number of [`FLAGS`] and of this machine's instructions: what is compiled for other machines may not
-/// run here.
+/// A number of [`FLAGS`] and of this machine's instructions: what is compiled for other machines
+/// may not run here.
 pub fn hash_of_flags() -> u64 {
     let mut hasher = DefaultHasher::new();
     (FLAGS, instructions_of_this_machine()).hash(&mut hasher);

@@ -52,7 +52,9 @@ impl OpenRequest {
         let left = submit.n as usize;
         let guide = submit.guide.as_ref().map_or(0, shared::protocol::GuideSpec::bytes);
         let stops: usize = submit.stops.iter().map(String::len).sum();
-        let besides = (guide + stops) / size_of::<u32>() + 2 * submit.sampling.logit_bias.len();
+        let bad_words = submit.bad_words.as_ref().map_or(0, shared::protocol::BadWords::tokens);
+        let biases = 2 * submit.sampling.logit_bias.len();
+        let besides = (guide + stops) / size_of::<u32>() + biases + bad_words;
         Some(Self {
             submit,
             arrived,
@@ -98,6 +100,7 @@ impl OpenRequest {
         (self.tokens, self.besides) = (0, 0);
         self.submit.prompt = Vec::new();
         self.submit.guide = None;
+        self.submit.bad_words = None;
         self.submit.stops = Vec::new();
         self.submit.sampling.logit_bias = Vec::new();
         for choice in &mut self.accepted {
@@ -212,6 +215,7 @@ fn submit(request: GenerateRequest) -> Option<SubmitRequest> {
         goes_on: request.goes_on,
         guide: request.guide_spec.map(Arc::unwrap_or_clone),
         thinking: request.thinking.map(Arc::unwrap_or_clone),
+        bad_words: request.bad_words.map(Arc::unwrap_or_clone),
         max_tokens: request.max_tokens,
         open_ended: request.open_ended,
         priority: request.priority,

@@ -37,8 +37,7 @@ impl Default for PendingRequests {
 impl PendingRequests {
     /// Whether something must be made for a request first.
     pub(super) fn is_needed_for(request: &GenerateRequest) -> bool {
-        let is_guided = request.guide_spec.is_some() || request.thinking.is_some();
-        is_guided || request.resumed.is_some()
+        request.is_guided() || request.resumed.is_some()
     }
 
     /// Makes what the request needs, then passes it to the engine.
@@ -155,15 +154,16 @@ impl Frontends {
         request: &GenerateRequest,
         grammar: Option<&Arc<Grammar>>,
     ) -> Result<Vec<Box<dyn TokenGuide>>, String> {
+        let (choices, thinking) = (request.sampling.len(), request.thinking.as_ref());
+        let bad_words = request.bad_words.as_ref().map(|words| (words, self.text.vocab_size));
         if grammar.is_none() {
             // Only grammars ask what text precedes, for which that has to be decoded.
-            return guide::guides(request.sampling.len(), None, request.thinking.as_ref(), false);
+            return guide::guides(choices, None, thinking, bad_words, false);
         }
         let rules = StopRules { keep_special: request.keep_special, ..StopRules::default() };
         let prompt = request.goes_on.then_some(&request.prompt);
         let behind_text = self.text.stream(Arc::new(rules), prompt).has_text_before();
-        let choices = request.sampling.len();
-        guide::guides(choices, grammar, request.thinking.as_ref(), behind_text)
+        guide::guides(choices, grammar, thinking, bad_words, behind_text)
     }
 }
 

@@ -70,6 +70,9 @@ impl Frontends {
         if let Some(budget) = &submit.thinking {
             budget.check(vocab).map_err(|error| format!("the bound on reasoning {error}"))?;
         }
+        if let Some(words) = &submit.bad_words {
+            words.check(vocab).map_err(|error| format!("the bad words {error}"))?;
+        }
         submit.sampling.check(vocab)?;
         let (n, max_tokens) = (submit.n, submit.max_tokens);
         if submit.sampling.pooling.is_some() && (n, max_tokens) != (1, 0) {
@@ -100,6 +103,7 @@ impl Frontends {
             guides: Vec::new(),
             guide_spec: submit.guide.map(Arc::new),
             thinking: submit.thinking.map(Arc::new),
+            bad_words: submit.bad_words.map(Arc::new),
             max_tokens: submit.max_tokens,
             open_ended: submit.open_ended,
             // A front end may not know yet that the coordinator no longer uses priorities.

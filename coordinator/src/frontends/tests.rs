@@ -4,7 +4,9 @@ use std::path::Path;
 
 use shared::clock::SystemClock;
 use shared::metrics::Limits as MetricLimits;
-use shared::protocol::{AcceptedChoice, FromFrontend, GuideSpec, SubmitRequest, ThinkingBudget};
+use shared::protocol::{
+    AcceptedChoice, BadWords, FromFrontend, GuideSpec, SubmitRequest, ThinkingBudget,
+};
 use shared::sampling::{LOGPROBS_MAX, Pooling, SUPPRESSED_MAX, SamplingParams};
 use tokio::sync::Semaphore;
 
@@ -83,6 +85,7 @@ fn request() -> SubmitRequest {
         goes_on: false,
         guide: None,
         thinking: None,
+        bad_words: None,
         max_tokens: 5,
         open_ended: false,
         priority: 0,
@@ -113,7 +116,7 @@ fn requests_that_would_harm_a_rank_end_the_link() {
     assert!(submit(&|_| ()), "what is allowed");
     let nothing_ends_it =
         ThinkingBudget { tokens: 1, open: None, closes: Vec::new(), is_open: true };
-    let wrong: [(&str, Change<'_>); 13] = [
+    let wrong: [(&str, Change<'_>); 14] = [
         ("no prompt", &|it| it.prompt.clear()),
         ("a long prompt", &|it| it.prompt = vec![1; 101]),
         ("no token", &|it| it.prompt[0] = u32::MAX),
@@ -125,6 +128,7 @@ fn requests_that_would_harm_a_rank_end_the_link() {
         ("a long stop string", &|it| it.stops[3] = "x".repeat(257)),
         ("an empty choice", &|it| it.guide = Some(GuideSpec::Choice(Vec::new()))),
         ("no end of reasoning", &|it| it.thinking = Some(nothing_ends_it.clone())),
+        ("an empty bad word", &|it| it.bad_words = Some(BadWords { sequences: vec![vec![]] })),
         ("an embedding and tokens", &|it| it.sampling.pooling = Some(Pooling::Last)),
         ("an empty stop string", &|it| it.stops[3].clear()),
     ];
@@ -226,6 +230,13 @@ async fn what_was_accepted_is_told_to_stop_checks_and_guides() {
     let allowed = made.guides.iter_mut().map(|guide| guide.allowed().cloned().unwrap());
     let allowed: Vec<bool> = allowed.map(|mask| mask.allows(a)).collect();
     assert_eq!(allowed, [true, false]);
+    // Both have taken one token, and one of them another.
+    let words = BadWords { sequences: vec![vec![a, b], vec![7]] };
+    let (made, ends) = ask(&|it| (it.id, it.bad_words) = (RequestId(6), Some(words.clone()))).await;
+    assert_eq!(ends, [None, None]);
+    let allowed = made.guides.iter().map(|guide| guide.allowed().cloned().unwrap());
+    let allowed: Vec<[bool; 3]> = allowed.map(|mask| [a, b, 7].map(|it| mask.allows(it))).collect();
+    assert_eq!(allowed, [[true, false, false], [true, true, false]]);
     // The stop string has begun before.
     let (mut made, ends) = ask(&|it| (it.id, it.stops) = (RequestId(3), vec!["bab".into()])).await;
     assert_eq!(ends, [None, None]);

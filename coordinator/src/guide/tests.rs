@@ -2,7 +2,7 @@
 //!
 //! - `forms`: each kind of specification; `schemas`: JSON schemas that combine others
 //! - `tokenizers`: tokens of different tokenizers
-//! - `thinking`: bounds on reasoning
+//! - `thinking`: bounds on reasoning; `bad_words`: words that must not come
 //! - `hostile`: specifications that would cost too much
 //! - `replies`: tool calls, markers and reasoning around the text; `harmony`: the same in that
 //!   format
@@ -17,6 +17,7 @@ use super::*;
 use crate::engine::{GuideEnd, Guided, TokenGuide};
 use crate::text::samples::{folder, numbered, sentencepiece_bpe, sentencepiece_that_keeps_spaces};
 
+mod bad_words;
 mod forms;
 mod harmony;
 mod hostile;

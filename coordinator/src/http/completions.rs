@@ -8,6 +8,7 @@ use serde::Serialize;
 use serde_json::Value;
 use shared::protocol::TokenLogprobs;
 
+use super::bad_words::Words;
 use super::classes;
 use super::conversation;
 use super::envelope::Envelope;
@@ -41,6 +42,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     refused::check(&fields, Endpoint::Completions)?;
     common.goes_on = true;
     common.thinking = Thinking::read(state, &fields, &common)?;
+    let bad_words = Words::read(&fields, limits, &common)?;
     let echo = fields.boolean("echo", false)?;
     let special = fields.boolean("add_special_tokens", true)?;
     let logprobs = fields.count("logprobs", 0, limits.logprobs)?;
@@ -67,15 +69,17 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let id: Arc<str> = fields.response_id("cmpl-", limits)?.into();
     let fit = common.fit(limits);
     let (bytes, share) = (fields.bytes(), fields.share());
-    let encode = move |text: &_| {
+    let encode = move |text: &TextModel| {
         let _share = share;
-        encode(text, prompts, echo, special, fit)
+        let bad_words = bad_words.map(|words| words.tokens(text)).transpose()?;
+        Ok((encode(text, prompts, echo, special, fit)?, bad_words))
     };
     // The fields may be much larger than what is kept of them.
     drop(fields);
     let deadline = common.deadline;
     state.in_time(deadline, state.make_guide(&mut common)).await?;
-    let encoded = state.in_time(deadline, state.with_text(bytes, encode)).await?;
+    let (encoded, bad_words) = state.in_time(deadline, state.with_text(bytes, encode)).await?;
+    common.bad_words = bad_words;
     let (wanted, model) = (common.tokens, &state.text);
     let names = TokenNames::new(model.clone(), wanted.named_by_id);
     let (mut choices, mut told) = (Vec::new(), Vec::new());

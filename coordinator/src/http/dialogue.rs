@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use shared::metrics::labels::RejectReason;
 
+use super::bad_words::Words;
 use super::classes;
 use super::conversation;
 use super::error::ApiError;
@@ -83,6 +84,7 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     common.max_tokens = fields.count("max_completion_tokens", 1, u32::MAX)?.or(max_tokens);
     common.check_least()?;
     let template = state.text.template.as_ref().ok_or_else(conversation::no_template)?;
+    let bad_words = Words::read(&fields, limits, &common)?;
     let tools = Tools::read(&fields, limits)?;
     let mut rules = tools.rules(state.tool_calls)?;
     let wanted = tools.wanted(&fields, common.asked.take(), state.tool_calls)?;
@@ -115,10 +117,13 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
         };
         let token = |mark: &str| text.special_token(mark);
         let asked = wanted.map(|wanted| wanted.made(&begins, &token)).transpose()?;
-        Ok((rendered, asked))
+        let bad_words = bad_words.map(|words| words.tokens(text)).transpose()?;
+        Ok((rendered, asked, bad_words))
     };
     let deadline = common.deadline;
-    let (rendered, asked) = state.in_time(deadline, state.with_text(bytes, encode)).await?;
+    let (rendered, asked, bad_words) =
+        state.in_time(deadline, state.with_text(bytes, encode)).await?;
+    common.bad_words = bad_words;
     rules.begins_reasoning = rendered.begins_reasoning;
     common.thinking = thinking.and_then(|thinking| thinking.in_reply(state, &rules));
     let marks =

@@ -123,7 +123,8 @@ impl RunningPrompt {
         });
         let stream = state.text.stream(rules, common.goes_on.then_some(&prompt));
         let thinking = common.thinking.as_ref().map(|it| Arc::new(it.behind(&prompt)));
-        let guides = common.guides(thinking.as_ref(), stream.has_text_before())?;
+        let guides =
+            common.guides(thinking.as_ref(), state.text.vocab_size, stream.has_text_before())?;
         let mut sampling = common.sampling.clone();
         if !common.seeded {
             sampling.seed = state.draw_seed(id);
@@ -144,6 +145,7 @@ impl RunningPrompt {
             guides,
             guide_spec: common.guide.as_ref().map(|it| it.spec.clone()),
             thinking,
+            bad_words: common.bad_words.clone(),
             max_tokens,
             open_ended: common.is_open_ended(),
             priority: common.priority,

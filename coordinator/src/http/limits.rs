@@ -1,4 +1,6 @@
 //! Every bound of a request.
+use shared::protocol::bad_words::SEQUENCES_MAX;
+
 use super::error::ApiError;
 use super::options::{ApiOptions, MAX_LOGPROBS};
 
@@ -34,6 +36,8 @@ pub struct Limits {
     pub stop_bytes: usize,
     /// Stop token ids.
     pub stop_token_ids: usize,
+    /// Words of `bad_words`.
+    pub bad_words: usize,
     /// Entries of `logit_bias`.
     pub logit_bias: usize,
     /// Alternatives reported by completions.
@@ -146,6 +150,8 @@ impl Limits {
             stops: 16,
             stop_bytes: 256,
             stop_token_ids: 64,
+            // Each has two forms.
+            bad_words: SEQUENCES_MAX / 2,
             logit_bias: 1024,
             logprobs: MAX_LOGPROBS,
             top_logprobs: MAX_LOGPROBS,

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use serde_json::Value;
-use shared::protocol::{GuideSpec, ThinkingBudget};
+use shared::protocol::{BadWords, GuideSpec, ThinkingBudget};
 use shared::sampling::SamplingParams;
 use tokio::time::Instant;
 
@@ -72,6 +72,8 @@ pub struct Common {
     pub guide: Option<Guidance>,
     /// How much it may reason.
     pub thinking: Option<Thinking>,
+    /// What it must not say.
+    pub bad_words: Option<Arc<BadWords>>,
     /// Whether the text continues the prompt's, as that of completions does.
     pub goes_on: bool,
     /// Counts the request's tokens.
@@ -210,24 +212,27 @@ impl Common {
             asked,
             guide: None,
             thinking: None,
+            bad_words: None,
             goes_on: false,
             tally: fields.tally().clone(),
             deadline: fields.terms().deadline,
         })
     }
 
-    /// Makes a guide for each choice, if the output is constrained or reasoning bounded;
-    /// `behind_text` tells whether text precedes it.
+    /// Makes a guide for each choice, if the output is constrained, reasoning bounded or words are
+    /// not wanted. The vocabulary has `vocab` tokens; `behind_text` tells whether text precedes.
     ///
     /// # Errors
     /// 400 naming the field, if the output cannot begin there.
     pub fn guides(
         &self,
         thinking: Option<&Arc<ThinkingBudget>>,
+        vocab: u32,
         behind_text: bool,
     ) -> Result<Vec<Box<dyn TokenGuide>>, ApiError> {
         let grammar = self.guide.as_ref().map(|it| &it.grammar);
-        let guides = guide::guides(self.n as usize, grammar, thinking, behind_text);
+        let bad_words = self.bad_words.as_ref().map(|words| (words, vocab));
+        let guides = guide::guides(self.n as usize, grammar, thinking, bad_words, behind_text);
         guides.map_err(|why| {
             let field = self.guide.as_ref().map_or("structured_outputs", |it| it.field);
             structured::wrong(field, &format!("cannot begin: {why}"))

@@ -35,7 +35,6 @@ pub(super) const VERBOSITIES: [&str; 3] = ["low", "medium", "high"];
 
 /// Fields of all endpoints.
 const COMMON: &[(&str, Neutral)] = &[
-    ("bad_words", Empty),
     ("detokenize", True),
     ("early_stopping", False),
     ("ec_transfer_params", Null),
@@ -53,8 +52,9 @@ const COMMON: &[(&str, Neutral)] = &[
 ];
 
 /// Fields of all endpoints but `/v1/completions` and `/v1/chat/completions`: see
-/// [`super::token_fields`].
+/// [`super::token_fields`] and [`super::bad_words`].
 const TOKENS: &[(&str, Neutral)] = &[
+    (super::bad_words::FIELD, Empty),
     ("prompt_logprobs", Null),
     ("return_token_ids", False),
     ("return_tokens_as_token_ids", False),

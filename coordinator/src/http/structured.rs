@@ -78,6 +78,12 @@ impl Asked {
         matches!(self.spec, GuideSpec::Lark(_) | GuideSpec::Made(_) | GuideSpec::Tokens(_))
     }
 
+    /// Whether it is a list of tokens.
+    #[must_use]
+    pub fn lists_tokens(&self) -> bool {
+        matches!(self.spec, GuideSpec::Tokens(_))
+    }
+
     /// Returns it as a grammar rule named `head`; `None` if it concerns the whole output.
     ///
     /// # Errors

@@ -192,8 +192,9 @@ impl ReplicaDriver {
             cached_tokens: 0,
         };
         let (arrived, response_id) = (request.arrived, request.response_id.clone());
+        let is_guided = request.is_guided();
+        let has_budget = request.thinking.is_some();
         let (guide_spec, adapter) = (request.guide_spec.take(), request.adapter.clone());
-        let is_guided = guide_spec.is_some() || request.thinking.is_some();
         let pools = request.sampling.first().is_some_and(|it| it.pooling.is_some());
         let (resumed, notes) = (request.resumed.clone(), Notes::of(request.traced));
         match self.scheduler.submit(request) {
@@ -202,7 +203,7 @@ impl ReplicaDriver {
                 let track = recording.accepted(arrived, n, &response_id);
                 let mut track = track.with_adapter(adapter).pooling(pools);
                 if is_guided {
-                    recording.guided(guide_spec.as_deref());
+                    recording.guided(guide_spec.as_deref(), has_budget);
                 }
                 if let Some(resumed) = &resumed {
                     track.resume(resumed);

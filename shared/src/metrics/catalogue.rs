@@ -129,7 +129,7 @@ catalogue! {
         "Accepted requests that ended, by reason; abort and error included. handed_over: with its coordinator, and the next one goes on with it and accepts it anew.";
     counter REQUESTS_GUIDED: "tutti_requests_guided_total", Requests,
         model [GuideKind::LABEL], Coordinator,
-        "Accepted requests whose output is constrained or reasoning bounded, by what constrains it.";
+        "Accepted requests whose output is constrained, reasoning bounded or words forbidden, by what constrains it.";
     gauge(Sum) REQUESTS_IN_FLIGHT: "tutti_requests_in_flight", Requests, model [], Coordinator,
         "Accepted requests that have not ended. Equals running plus waiting plus swapped.";
     gauge(Sum) REQUESTS_RUNNING: "tutti_requests_running", Requests, model [REPLICA], Coordinator,

@@ -214,8 +214,10 @@ label_enum! {
 }
 
 label_enum! {
-    /// What constrains a request's structured output.
+    /// What constrains a request's output.
     GuideKind, "kind" {
+        /// Nothing but words that must not be generated.
+        BadWords = "bad_words",
         /// A list of strings.
         Choice = "choice",
         /// A grammar.
@@ -224,7 +226,7 @@ label_enum! {
         Json = "json",
         /// A regular expression.
         Regex = "regex",
-        /// Nothing but a bound on its reasoning.
+        /// Nothing but a bound on its reasoning, perhaps beside bad words.
         Thinking = "thinking",
         /// A list of tokens.
         Tokens = "tokens",

@@ -8,6 +8,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use super::bad_words::BadWords;
 use super::control::WorkerStats;
 use super::guide::GuideSpec;
 use super::lora::{Adapter, AdapterCommand, AdapterError};
@@ -183,6 +184,8 @@ pub struct SubmitRequest {
     pub guide: Option<GuideSpec>,
     /// The bound on the reasoning of each choice.
     pub thinking: Option<ThinkingBudget>,
+    /// The words that must not come.
+    pub bad_words: Option<BadWords>,
     /// Scheduling priority; lower values are scheduled earlier.
     pub priority: i32,
     /// Salt of the prefix cache: requests with different salts do not share cached prompt prefixes.

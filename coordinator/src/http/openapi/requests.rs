@@ -200,10 +200,11 @@ impl Requests<'_> {
         }
     }
 
-    /// What completions and chat may tell of tokens.
+    /// What completions and chat may tell of tokens, and which must not come.
     fn of_tokens(&self) -> Properties {
         let prompt = integer(0, self.limits.logprobs);
         properties(json!({
+            "bad_words": list(bytes(1, self.limits.stop_bytes), 0, self.limits.bad_words),
             "return_token_ids": boolean(),
             "return_tokens_as_token_ids": boolean(),
             "prompt_logprobs": told(prompt, "Only without `stream`."),

@@ -160,9 +160,9 @@ impl Recording<'_> {
         }
     }
 
-    /// The output of an accepted request is constrained by `spec`; without one, only its reasoning
-    /// is bounded.
-    pub fn guided(&mut self, spec: Option<&GuideSpec>) {
+    /// The output of an accepted request is constrained by `spec`; without one, its reasoning is
+    /// bounded, or else it has bad words alone.
+    pub fn guided(&mut self, spec: Option<&GuideSpec>, has_budget: bool) {
         let Some(Cells { stats, fixed, .. }) = self.cells.as_deref_mut() else { return };
         let kind = match spec {
             Some(GuideSpec::Json { .. }) => GuideKind::Json,
@@ -170,7 +170,8 @@ impl Recording<'_> {
             Some(GuideSpec::Choice(_)) => GuideKind::Choice,
             Some(GuideSpec::Lark(_) | GuideSpec::Made(_)) => GuideKind::Grammar,
             Some(GuideSpec::Tokens(_)) => GuideKind::Tokens,
-            None => GuideKind::Thinking,
+            None if has_budget => GuideKind::Thinking,
+            None => GuideKind::BadWords,
         };
         stats.add(fixed.guided.get(kind), 1);
     }
