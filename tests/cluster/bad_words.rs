@@ -1,13 +1,11 @@
 //! Words that must not be generated, with a real model, also in other processes and when a worker
 //! dies.
-use std::time::Duration;
-
 use serde_json::{Value, json};
 use testkit::client::Client;
 use testkit::fleet::free_port;
 use testkit::local_cluster::LocalCluster;
 
-use crate::up;
+use crate::{disturbed, up};
 
 async fn answer(client: &Client, more: &Value) -> Vec<Value> {
     let mut body = json!({"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0});
@@ -65,18 +63,9 @@ async fn words_do_not_come_also_in_other_processes_and_when_a_worker_dies() {
 
     let long = json!({"bad_words": words, "max_tokens": 800, "ignore_eos": true});
     let undisturbed = ask(&clients[1], &long).await;
-    let running = {
-        let (client, long) = (clients[1].clone(), long.clone());
-        tokio::spawn(async move { ask(&client, &long).await })
-    };
-    let count = |scrape: &testkit::scrape::Scrape| scrape.sum("tutti_generation_tokens_total", &[]);
-    let before = count(&clients[0].scrape().await.unwrap());
-    let patience = Duration::from_secs(20);
-    clients[0].scrape_until(patience, |scrape| count(scrape) > before + 20.0).await.unwrap();
-    LocalCluster::signal(cluster.worker_pids()[0], "KILL").unwrap();
-    assert_eq!(running.await.unwrap(), undisturbed);
-    let scrape = clients[0].scrape().await.unwrap();
-    assert!(scrape.sum("tutti_failovers_total", &[]) >= 1.0, "it was not disturbed at all");
+    let client = clients[1].clone();
+    let (answer, scrape) = disturbed(&cluster, async move { ask(&client, &long).await }).await;
+    assert_eq!(answer, undisturbed);
     let guided = |kind| scrape.sum("tutti_requests_guided_total", &[("kind", kind)]);
     assert_eq!((guided("bad_words"), guided("tokens")), (10.0, 2.0));
 }

@@ -94,9 +94,12 @@ mod thinking;
 mod tls;
 mod traces;
 
+use std::time::Duration;
+
 use serde_json::{Value, json};
 use testkit::local_cluster::LocalCluster;
 use testkit::models::{Golden, demo, goldens};
+use testkit::scrape::Scrape;
 
 /// A prompt whose greedy continuation is long and does not end early.
 const STORY: &str = "Once upon a time, there was a little fox named Pip.";
@@ -104,6 +107,24 @@ const STORY: &str = "Once upon a time, there was a little fox named Pip.";
 /// A cluster of the demo model.
 async fn up(args: &[&str]) -> LocalCluster {
     LocalCluster::up(args).await.expect("tutti up becomes ready")
+}
+
+/// Kills the first worker while `asked` gets its answer. Returns that, and the page after it.
+async fn disturbed<T: Send + 'static>(
+    cluster: &LocalCluster,
+    asked: impl Future<Output = T> + Send + 'static,
+) -> (T, Scrape) {
+    let client = cluster.client().unwrap();
+    let generated = |scrape: &Scrape| scrape.sum("tutti_generation_tokens_total", &[]);
+    let before = generated(&client.scrape().await.unwrap());
+    let running = tokio::spawn(asked);
+    let patience = Duration::from_secs(20);
+    client.scrape_until(patience, |scrape| generated(scrape) > before + 20.0).await.unwrap();
+    LocalCluster::signal(cluster.worker_pids()[0], "KILL").unwrap();
+    let answer = running.await.unwrap();
+    let scrape = client.scrape().await.unwrap();
+    assert!(scrape.sum("tutti_failovers_total", &[]) >= 1.0, "it was not disturbed at all");
+    (answer, scrape)
 }
 
 /// A greedy completion request.

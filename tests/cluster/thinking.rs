@@ -1,13 +1,11 @@
 //! Bounds on reasoning with a real model: it ends at its budget, and nothing else changes.
-use std::time::Duration;
-
 use serde_json::{Value, json};
 use testkit::client::Client;
 use testkit::fleet::free_port;
 use testkit::local_cluster::LocalCluster;
 use testkit::models::demo;
 
-use crate::up;
+use crate::{disturbed, up};
 
 /// The token that ends reasoning.
 const CLOSE: u64 = 0;
@@ -86,17 +84,8 @@ async fn reasoning_ends_at_its_budget_also_in_other_processes_and_when_a_worker_
     let long = json!({"thinking_token_budget": 700, "max_tokens": 800});
     let undisturbed = ask(&clients[1], &long).await;
     assert_eq!(tokens(&undisturbed[0])[700], CLOSE);
-    let running = {
-        let (client, long) = (clients[1].clone(), long.clone());
-        tokio::spawn(async move { ask(&client, &long).await })
-    };
-    let count = |scrape: &testkit::scrape::Scrape| scrape.sum("tutti_generation_tokens_total", &[]);
-    let before = count(&clients[0].scrape().await.unwrap());
-    let patience = Duration::from_secs(20);
-    clients[0].scrape_until(patience, |scrape| count(scrape) > before + 20.0).await.unwrap();
-    LocalCluster::signal(cluster.worker_pids()[0], "KILL").unwrap();
-    assert_eq!(running.await.unwrap(), undisturbed);
-    let scrape = clients[0].scrape().await.unwrap();
-    assert!(scrape.sum("tutti_failovers_total", &[]) >= 1.0, "it was not disturbed at all");
+    let client = clients[1].clone();
+    let (answer, scrape) = disturbed(&cluster, async move { ask(&client, &long).await }).await;
+    assert_eq!(answer, undisturbed);
     assert_eq!(scrape.sum("tutti_requests_guided_total", &[("kind", "thinking")]), 6.0);
 }
