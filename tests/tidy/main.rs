@@ -16,6 +16,7 @@ mod compose;
 mod configs;
 mod dependencies;
 mod documents;
+mod features;
 mod kubernetes;
 mod licences;
 mod metric_names;
