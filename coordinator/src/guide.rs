@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 pub use bad_words::BadWordsGuide;
-pub(crate) use closed::{closed, without_unique_items};
+pub(crate) use closed::{closed, loosened, without_unique_items};
 pub use compiler::{GrammarCompiler, GrammarError};
 pub use grammar::{Grammar, Guide};
 pub(crate) use grammar::{json_schema, without_anchors};

@@ -92,10 +92,22 @@ async fn what_clients_types_say_besides_is_no_error() {
     let schema = json!({"type": "object", "properties": {
         "a": {"type": "string", "format": "password"},
         "b": {"type": "array", "items": {"type": "string", "format": "path"}, "uniqueItems": true}}});
+    // As zod writes maps and addresses, and pydantic decimals.
+    let loose = json!({"type": "object", "properties": {
+        "map": {"type": "object", "propertyNames": {"type": "string"},
+            "additionalProperties": {"type": "string"}},
+        "email": {"type": "string", "format": "email",
+            "pattern": "^(?!\\.)(?!.*\\.\\.)[a-z]+@[a-z]+\\.[a-z]{2,}$"},
+        "price": {"anyOf": [{"type": "number"},
+            {"type": "string", "pattern": "^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$"}]},
+        "not": {"not": {"type": "null"}, "type": "string"}}});
     let ways = [
         json!({"response_format": {"type": "json_schema",
             "json_schema": {"name": "a", "schema": schema}}}),
         json!({"response_format": {"type": "json_object", "schema": schema}}),
+        json!({"response_format": {"type": "json_schema",
+            "json_schema": {"name": "a", "strict": false, "schema": loose}}}),
+        json!({"response_format": {"type": "json_object", "schema": loose}}),
         json!({"structured_outputs": {"json": schema}}),
         json!({"guided_json": schema}),
         json!({"guided_json": schema.to_string()}),
@@ -145,6 +157,17 @@ async fn what_cannot_be_is_refused_with_the_field_and_the_reason() {
                 "schema": {"type": "array", "uniqueItems": true}})),
             "response_format",
             "uniqueItems",
+        ),
+        (
+            json_schema(json!({"name": "a", "strict": true,
+                "schema": {"type": "object", "propertyNames": {"pattern": "^a"}}})),
+            "response_format",
+            "propertyNames",
+        ),
+        (
+            structured(json!({"json": {"type": "object", "propertyNames": {"pattern": "^a"}}})),
+            "structured_outputs",
+            "propertyNames",
         ),
         (named(&json!({"patternProperties": dear})), "response_format", "the limit is 64"),
         (structured(json!([])), "structured_outputs", "must be an object"),

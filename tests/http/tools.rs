@@ -215,6 +215,14 @@ async fn calls_that_must_be_made_are_what_the_grammar_allows() {
     ask(&rig, &untyped).await;
     let untyped = spec(&rig);
     assert!(untyped.contains("now") && !untyped.contains("then"), "{untyped}");
+    // Without parameters, or with none, as OpenAI says, there are no arguments.
+    for parameters in [json!(null), json!({})] {
+        let bare = json!({"tool_choice": "required", "tools": [
+            {"type": "function", "function": {"name": "now", "parameters": parameters}}]});
+        ask(&rig, &bare).await;
+        let bare = spec(&rig);
+        assert!(bare.contains("\"additionalProperties\":false"), "{bare}");
+    }
     assert!(!one.contains("weather") && one.contains("now"), "{one}");
     let allowed = |mode: &str, name: &str| {
         let tools = json!([{"type": "function", "function": {"name": name}}]);

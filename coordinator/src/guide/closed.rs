@@ -51,14 +51,50 @@ pub(crate) fn closed(schema: &Value) -> Value {
     copy(schema, &change)
 }
 
-/// Returns the schema without `uniqueItems`, which no grammar can enforce; clients' libraries write
-/// it for sets.
+/// Keywords that grammars cannot enforce.
+const UNENFORCED: [&str; 14] = [
+    "contains",
+    "dependencies",
+    "dependentRequired",
+    "dependentSchemas",
+    "else",
+    "if",
+    "maxContains",
+    "minContains",
+    "not",
+    "propertyNames",
+    "then",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "uniqueItems",
+];
+
+/// Returns the schema without `uniqueItems`, which clients' libraries write for sets.
 #[must_use]
 pub(crate) fn without_unique_items(schema: &Value) -> Value {
     let seen = SchemaObjects::of(schema).seen;
     let change = |map: &Map<String, Value>, copied: &mut Map<String, Value>| {
         if seen.contains(&std::ptr::from_ref(map)) {
             copied.remove("uniqueItems");
+        }
+    };
+    copy(schema, &change)
+}
+
+/// Returns the schema without what grammars cannot enforce, for clients that did not ask for
+/// strictness: their libraries write `uniqueItems` for sets, `propertyNames` for maps, patterns with
+/// look-around for decimals and addresses.
+#[must_use]
+pub(crate) fn loosened(schema: &Value) -> Value {
+    let seen = SchemaObjects::of(schema).seen;
+    let looks = |pattern: &str| ["(?=", "(?!", "(?<"].iter().any(|it| pattern.contains(it));
+    let change = |map: &Map<String, Value>, copied: &mut Map<String, Value>| {
+        if !seen.contains(&std::ptr::from_ref(map)) {
+            return;
+        }
+        copied.retain(|key, _| !UNENFORCED.contains(&key.as_str()));
+        if map.get("pattern").and_then(Value::as_str).is_some_and(looks) {
+            copied.remove("pattern");
         }
     };
     copy(schema, &change)
@@ -233,9 +269,16 @@ mod tests {
             {"properties": {"format": {}}, "additionalProperties": true}]}});
         assert_eq!(closed(&said), kept);
         let unique = json!({"items": {"uniqueItems": true, "const": {"uniqueItems": true}},
-            "properties": {"uniqueItems": {"uniqueItems": false}}});
-        let kept =
-            json!({"items": {"const": {"uniqueItems": true}}, "properties": {"uniqueItems": {}}});
+            "properties": {"uniqueItems": {"uniqueItems": false}, "not": {"not": {}}},
+            "propertyNames": {"pattern": "^a"}, "patternProperties": {"^x": {"if": {}, "then": {}}},
+            "anyOf": [{"pattern": "^(?!a)b"}, {"pattern": "^b"}, {"type": "string", "contains": {}}],
+            "required": ["not"]});
+        let kept = json!({"items": {"const": {"uniqueItems": true}},
+            "properties": {"uniqueItems": {}, "not": {}}, "patternProperties": {"^x": {}},
+            "anyOf": [{}, {"pattern": "^b"}, {"type": "string"}], "required": ["not"]});
+        assert_eq!(loosened(&unique), kept);
+        let unique = json!({"items": {"uniqueItems": true}, "not": {"uniqueItems": true}});
+        let kept = json!({"items": {}, "not": {"uniqueItems": true}});
         assert_eq!(without_unique_items(&unique), kept);
         // Names are not keywords; references may form cycles.
         let named = json!({"properties": {"properties": {"const": base}, "allOf": {"$ref": "#"}}});

@@ -151,7 +151,7 @@ fn response_format(fields: &Fields) -> Result<Option<Asked>, ApiError> {
         // Some clients put the schema here.
         Some("json_object") => match format.get("schema") {
             None | Some(Value::Null) => ANY_OBJECT.to_owned(),
-            Some(schema @ Value::Object(_)) => lenient(schema),
+            Some(schema @ Value::Object(_)) => written(schema, guide::loosened),
             Some(_) => return Err(wrong(field, "has a `schema` that is not an object")),
         },
         Some("json_schema") => {
@@ -163,12 +163,12 @@ fn response_format(fields: &Fields) -> Result<Option<Asked>, ApiError> {
     Ok(Some(Asked { field, spec: json(schema, Whitespace::Usual) }))
 }
 
-/// Writes a schema, without what grammars cannot enforce and clients do not mean. One that is too
-/// long, and is refused for that, is not looked through.
-fn lenient(schema: &Value) -> String {
+/// Writes a schema without what `changed` takes out of it. One that is too long, and is refused for
+/// that, is not looked through.
+fn written(schema: &Value, changed: fn(&Value) -> Value) -> String {
     let written = schema.to_string();
     match written.len() <= SCHEMA_BYTES_MAX {
-        true => guide::without_unique_items(schema).to_string(),
+        true => changed(schema).to_string(),
         false => written,
     }
 }
@@ -198,7 +198,7 @@ fn named_schema(named: &Map<String, Value>) -> Result<String, ApiError> {
     let strict = named.get("strict").and_then(Value::as_bool).unwrap_or(false);
     match named.get("schema") {
         Some(schema @ Value::Object(_)) if strict => Ok(schema.to_string()),
-        Some(schema @ Value::Object(_)) => Ok(lenient(schema)),
+        Some(schema @ Value::Object(_)) => Ok(written(schema, guide::loosened)),
         _ => Err(wrong(field, "needs `json_schema.schema`, an object")),
     }
 }
@@ -218,7 +218,9 @@ impl Kind {
         let text = || value.as_str().map(str::to_owned).ok_or_else(|| wrong("a string"));
         Ok(match self {
             Self::Json => match value {
-                Value::Object(_) => json(lenient(value), Whitespace::Usual),
+                Value::Object(_) => {
+                    json(written(value, guide::without_unique_items), Whitespace::Usual)
+                }
                 Value::String(text) => {
                     // One that is too long is refused for that, and one that is no JSON where it is
                     // parsed as a schema.
@@ -226,7 +228,10 @@ impl Kind {
                         true => serde_json::from_str::<Value>(text).ok(),
                         false => None,
                     };
-                    let schema = parsed.map_or_else(|| text.clone(), |schema| lenient(&schema));
+                    let schema = parsed.map_or_else(
+                        || text.clone(),
+                        |schema| written(&schema, guide::without_unique_items),
+                    );
                     json(schema, Whitespace::Usual)
                 }
                 _ => return Err(wrong("a JSON schema: an object, or one in a string")),

@@ -14,7 +14,8 @@ const WHITESPACE: &str = " ?";
 pub struct Function {
     /// Its name.
     pub name: String,
-    /// The JSON schema of its arguments; without one, any object.
+    /// The JSON schema of its arguments; without one, or with an empty one, it has none, as OpenAI
+    /// says.
     pub parameters: Option<Map<String, Value>>,
     /// An unknown part of the schema is an error; otherwise it is ignored.
     pub strict: bool,
@@ -118,9 +119,14 @@ impl Function {
     }
 
     pub(super) fn schema(&self) -> Value {
-        let mut schema = self.parameters.clone().unwrap_or_default();
-        if !self.strict {
-            schema.values_mut().for_each(without_look_around);
+        let mut schema = match &self.parameters {
+            Some(parameters) if !parameters.is_empty() => parameters.clone(),
+            _ => Map::from_iter([("additionalProperties".to_owned(), false.into())]),
+        };
+        if !self.strict
+            && let Value::Object(loosened) = guide::loosened(&Value::Object(schema.clone()))
+        {
+            schema = loosened;
         }
         schema.entry("type").or_insert_with(|| "object".into());
         // Lenient, since clients do not write the schemas of all tools that they offer.
@@ -128,21 +134,6 @@ impl Function {
             "coerce_one_of": true});
         schema.insert("x-guidance".to_owned(), guidance);
         guide::closed(&Value::Object(schema))
-    }
-}
-
-/// Removes patterns with look-around, which no grammar supports.
-fn without_look_around(schema: &mut Value) {
-    match schema {
-        Value::Object(map) => {
-            let looks = |pattern: &str| ["(?=", "(?!", "(?<"].iter().any(|it| pattern.contains(it));
-            if map.get("pattern").and_then(Value::as_str).is_some_and(looks) {
-                map.remove("pattern");
-            }
-            map.values_mut().for_each(without_look_around);
-        }
-        Value::Array(list) => list.iter_mut().for_each(without_look_around),
-        _ => {}
     }
 }
 
