@@ -2,9 +2,11 @@
 //! includes, bounded steps and output. Beyond Jinja, templates may use what transformers provides.
 //!
 //! - [`harmony`]: conversations as harmony templates expect them
+//! - `instructions`: conversations as templates expect them that take one system message
 //! - `json`: the filter `tojson`
 //! - [`kimi`]: conversations as Kimi's templates expect them
 pub mod harmony;
+mod instructions;
 mod json;
 pub mod kimi;
 
@@ -210,13 +212,26 @@ impl ChatTemplate {
     /// [`RenderError`].
     pub fn render(&self, conversation: &Conversation) -> Result<String, RenderError> {
         let rendered = self.render_messages(conversation, json!(conversation.messages));
-        let Err(RenderError::Template(_)) = &rendered else { return rendered };
-        // Templates that join a call's arguments to text, as DeepSeek's do, want them as text.
-        let mut messages = json!(conversation.messages);
-        if !json::write_arguments(&mut messages) {
-            return rendered;
+        match &rendered {
+            // Templates that join a call's arguments to text, as DeepSeek's do, want them as text.
+            Err(RenderError::Template(_)) => {
+                let mut messages = json!(conversation.messages);
+                if !json::write_arguments(&mut messages) {
+                    return rendered;
+                }
+                self.render_messages(conversation, messages).or(rendered)
+            }
+            // Some, as Qwen3.5's, refuse system messages that are not the first.
+            Err(RenderError::Conversation(_)) => {
+                match instructions::first(&conversation.messages) {
+                    Some(messages) => {
+                        self.render_messages(conversation, json!(messages)).or(rendered)
+                    }
+                    None => rendered,
+                }
+            }
+            _ => rendered,
         }
-        self.render_messages(conversation, messages).or(rendered)
     }
 
     fn render_messages(
