@@ -66,7 +66,7 @@ async fn every_field_is_bounded_and_named() {
     let rig = Rig::saying("x");
     let cases = [
         ("temperature", json!(-0.1)),
-        ("temperature", json!(2.1)),
+        ("temperature", json!(100.1)),
         ("temperature", json!("hot")),
         ("top_p", json!(0)),
         ("top_p", json!(1.01)),
@@ -82,7 +82,7 @@ async fn every_field_is_bounded_and_named() {
         ("best_of", json!(2)),
         ("seed", json!(1u64 << 63)),
         ("stop", json!("")),
-        ("stop", json!(vec!["a"; 17])),
+        ("stop", json!(vec!["a"; 65])),
         ("stop", json!("x".repeat(257))),
         ("stop", json!([1])),
         ("stop_token_ids", json!([2048])),
@@ -94,7 +94,7 @@ async fn every_field_is_bounded_and_named() {
         ("min_tokens", json!(-1)),
         ("stream", json!("yes")),
         ("stream_options", json!({"include_usage": true})),
-        ("user", json!("u".repeat(257))),
+        ("user", json!("u".repeat(4097))),
         ("ignore_eos", json!(1)),
         ("model", json!(7)),
     ];

@@ -175,7 +175,7 @@ async fn what_is_not_understood_is_refused_by_its_name() {
         (json!({"input": "a", "dimensions": 1_000_000}), "dimensions", "1"),
         (json!({"input": "a", "messages": []}), "messages", "not supported"),
         (json!({"input": "a", "normalize": false}), "normalize", "not supported"),
-        (json!({"input": "a", "user": "x".repeat(257)}), "user", "256"),
+        (json!({"input": "a", "user": "x".repeat(4097)}), "user", "4096"),
     ] {
         let reply = rig.client.post(PATH, &body).await.unwrap();
         let error = &reply.body["error"];

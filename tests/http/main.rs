@@ -7,6 +7,7 @@
 //! - `classes`: `/classify` and `/pooling`, and what a model with classes does instead of others
 //! - [`embeddings`]: `/v1/embeddings`, its vectors and bounds
 //! - [`fields`]: no field that would change the answer is ignored
+//! - [`agents`]: what agents send: groups of tools, pictures that tools found, many instructions
 //! - [`contract`]: every answer is what `/openapi.json` says
 //! - [`conversations`]: the input that chat templates get from a request
 //! - [`harmony`]: the format of gpt-oss, in which replies are messages
@@ -27,6 +28,7 @@
 //! - [`traces`]: spans of requests, and collectors that are slow or away
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests panic")]
 
+mod agents;
 mod bad_words;
 mod bounds;
 mod classes;

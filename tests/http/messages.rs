@@ -236,11 +236,33 @@ async fn reasoning_is_left_out_where_it_is_not_wanted() {
         let answer = rig.ask(PATH, &body(&json!({"tools": tools(), "thinking": wish}))).await;
         assert_eq!(answer["content"][0]["type"], "text", "{wish}");
     }
-    let plain = Rig::saying("x");
+    // Where it is not told from the answer, a client that enables it changes nothing.
+    let plain = Rig::with_template("{{ enable_thinking is defined }}");
     let enabled = json!({"type": "enabled", "budget_tokens": 1024});
-    let refused = plain.client.post(PATH, &body(&json!({"thinking": enabled}))).await.unwrap();
-    let message = refused.body["error"]["message"].as_str().unwrap();
-    assert!(refused.status == 400 && message.contains("--reasoning-parser"), "{message}");
+    let reply = plain.client.post(PATH, &body(&json!({"thinking": enabled}))).await.unwrap();
+    assert_eq!(reply.status, 200, "{}", reply.body);
+    let request = plain.seen.lock().unwrap().requests.pop().unwrap();
+    assert_eq!(plain.text.tokenizer.decode(&request.prompt, false).unwrap(), "False");
+}
+
+#[tokio::test]
+async fn what_a_tool_found_that_is_no_text_is_named() {
+    let rig =
+        Rig::with_template("{% for it in messages %}{{ it.role }}:{{ it.content }};{% endfor %}");
+    let call = json!({"type": "tool_use", "id": "a", "name": "see", "input": {}});
+    let source = json!({"type": "base64", "media_type": "image/png", "data": "aGk="});
+    let found = json!([{"type": "image", "source": source}, {"type": "text", "text": "a fox"},
+        {"type": "tool_reference", "tool_name": "draw"}, {"type": "document", "source": source}]);
+    let result = json!({"type": "tool_result", "tool_use_id": "a", "content": found});
+    let more = json!({"messages": [{"role": "user", "content": "look"},
+        {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]});
+    let reply = rig.client.post(PATH, &body(&more)).await.unwrap();
+    assert_eq!(reply.status, 200, "{}", reply.body);
+    let request = rig.seen.lock().unwrap().requests.pop().unwrap();
+    let prompt = rig.text.tokenizer.decode(&request.prompt, false).unwrap();
+    let image = "[image left out: this model reads only text]";
+    let document = "[document left out: this model reads only text]";
+    assert_eq!(prompt, format!("user:look;assistant:;tool:{image}\na fox\ndraw\n{document};"));
 }
 
 #[tokio::test]
@@ -493,9 +515,9 @@ async fn what_is_not_understood_is_refused_by_its_name() {
         (user(json!([{"type": "tool_result"}])), "`messages[0].content[0].tool_use_id`"),
         (
             user(
-                json!([{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}]),
+                json!([{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "audio"}]}]),
             ),
-            "`messages[0].content[0].content[0]` has the type \"image\"",
+            "`messages[0].content[0].content[0]` has the type \"audio\"",
         ),
         (
             assistant(json!({"type": "tool_use", "name": "f", "input": {}})),
@@ -529,7 +551,7 @@ async fn what_is_not_understood_is_refused_by_its_name() {
         ),
         (json!({"thinking": {"type": "sometimes"}}), "`thinking` must be"),
         (json!({"thinking": {"type": "enabled"}}), "`thinking.budget_tokens`"),
-        (json!({"temperature": 3}), "`temperature`"),
+        (json!({"temperature": 101}), "`temperature`"),
         (json!({"mcp_servers": [{"type": "url"}]}), "`mcp_servers` is not supported"),
         (json!({"container": "c"}), "`container` is not supported"),
         (json!({"n": 2}), "`n` is not supported"),

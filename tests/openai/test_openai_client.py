@@ -368,7 +368,7 @@ def check_errors(client, model):
 
     bad = openai.BadRequestError
     expect_error(bad, complete(temperature=-1), "temperature=-1", "temperature", 400)
-    expect_error(bad, complete(temperature=100), "temperature=100", "temperature", 400)
+    expect_error(bad, complete(temperature=101), "temperature=101", "temperature", 400)
     expect_error(bad, complete(top_p=0), "top_p=0", "top_p", 400)
     expect_error(bad, complete(n=0), "n=0", "n", 400)
     expect_error(bad, complete(prompt="long " * 4000), "a prompt beyond the model's length")

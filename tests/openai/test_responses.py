@@ -43,7 +43,7 @@ def raw_events(base_url, body):
         {"Content-Type": "application/json", "Authorization": "Bearer none"},
     )
     with urllib.request.urlopen(request, timeout=60) as response:
-        equal(response.headers["Content-Type"], "text/event-stream", "the stream's type")
+        equal(response.headers["Content-Type"], "text/event-stream; charset=utf-8", "the stream's type")
         text = response.read().decode()
     for block in text.split("\n\n"):
         lines = [line for line in block.split("\n") if line and not line.startswith(":")]
@@ -195,6 +195,42 @@ def check_tools(client, base_url, model):
     check(again.usage.input_tokens > answer.usage.input_tokens, "the call is part of the prompt")
 
 
+def check_groups(client, base_url, model):
+    """Tools of a group, and tools whose input is text."""
+    city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}},
+            "required": ["city"], "additionalProperties": False}
+    search = {"type": "function", "name": "search", "parameters": city, "strict": True}
+    note = {"type": "custom", "name": "note", "description": "Writes it down."}
+    group = {"type": "namespace", "name": "mcp__docs__", "description": "Docs", "tools": [search]}
+    request = {"model": model, "input": "What is the weather in Rome?", "tools": [note, group],
+               "max_output_tokens": 200}
+    items = []
+    for kind, choice in (("function_call", {"type": "function", "name": "search"}),
+                         ("custom_tool_call", {"type": "custom", "name": "note"})):
+        asked = request | {"tool_choice": choice}
+        answer = client.responses.create(**asked, extra_body={"seed": 1})
+        Response.model_validate(answer.to_dict())
+        (call,) = answer.output
+        equal(call.type, kind, f"{choice}: the item")
+        events = list(client.responses.create(**asked, stream=True, extra_body={"seed": 1}))
+        (streamed,) = events[-1].response.output
+        items += [call.to_dict(), {"type": f"{kind}_output", "call_id": call.call_id, "output": "So."}]
+        if kind == "function_call":
+            equal((call.namespace, call.name), ("mcp__docs__", "search"), "the tool of a group")
+            check(json.loads(call.arguments)["city"] is not None, "its arguments")
+            equal(streamed.arguments, call.arguments, "the arguments in a stream")
+        else:
+            equal((call.namespace, call.name), (None, "note"), "the tool that takes text")
+            check(call.input, "its input, which may be cut")
+            equal(streamed.input, call.input, "the input in a stream")
+            deltas = [it for it in events if it.type == "response.custom_tool_call_input.delta"]
+            equal("".join(it.delta for it in deltas), call.input, "the deltas of the input")
+    more = [{"role": "user", "content": "And now?"}]
+    request |= {"input": items + more, "tool_choice": "none", "max_output_tokens": 4}
+    again = client.responses.create(**request)
+    check(again.usage.input_tokens > answer.usage.input_tokens, "the calls are part of the prompt")
+
+
 def check_structured(client, base_url, model):
     """What the text must be: a schema, pydantic's models."""
     ask = "Tell me a story about a fox."
@@ -248,7 +284,9 @@ def check_errors(client, model):
     expect_error(
         bad, respond(previous_response_id="resp_1"), "a kept response", "previous_response_id", 400
     )
-    expect_error(bad, respond(tools=[{"type": "web_search"}]), "a built-in tool", "tools", 400)
+    respond(tools=[{"type": "web_search"}])()
+    built_in = {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search_preview"}}
+    expect_error(bad, respond(**built_in), "a built-in tool", "tool_choice", 400)
     expect_error(bad, respond(input="long " * 4000), "an input beyond the model's length", "input")
     expect_error(openai.NotFoundError, respond(model="no-such-model"), "unknown model", "model", 404)
     expect_error(
@@ -268,6 +306,7 @@ def main():
         model = next(iter(client.models.list())).id
         check_texts(client, base_url, model, chats)
         check_tools(client, base_url, model)
+        check_groups(client, base_url, model)
         check_structured(client, base_url, model)
         check_logprobs(client, base_url, model, chats)
         check_errors(client, model)

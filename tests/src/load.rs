@@ -80,8 +80,8 @@ async fn stream(
         }
         let Some(chunk) = chunk else { break };
         bytes.extend_from_slice(&chunk);
-        // A comment that only keeps the connection open does not end a silence.
-        if &chunk[..] != b": ping\n\n" {
+        // What only keeps the connection open does not end a silence.
+        if !chunk.trim_ascii().is_empty() {
             (began, events) = (Instant::now(), events + 1);
         }
     }

@@ -3,7 +3,7 @@ use std::slice;
 
 use actix_web::HttpResponse;
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::dialogue::{self, Form, Started};
 use super::envelope::Envelope;
@@ -168,8 +168,15 @@ impl Chat {
     }
 
     fn usage(&self) -> Value {
-        let (prompt, completion) = (self.running.prompt_tokens, self.running.completion_tokens);
-        usage(prompt, self.running.cached_tokens, completion)
+        self.usage_after(self.running.completion_tokens)
+    }
+
+    /// What was used after so many tokens.
+    fn usage_after(&self, completion: u64) -> Value {
+        let mut usage = usage(self.running.prompt_tokens, self.running.cached_tokens, completion);
+        let reasoning = self.choices.iter().map(|choice| choice.reading.reasoning_tokens());
+        usage["completion_tokens_details"] = json!({"reasoning_tokens": reasoning.sum::<u64>()});
+        usage
     }
 
     fn respond_whole(&self) -> HttpResponse {
@@ -203,9 +210,7 @@ impl Chat {
         let usage = match self.common.usage {
             StreamUsage::Never => None,
             StreamUsage::Last => Some(Value::Null),
-            StreamUsage::Every => {
-                Some(usage(self.running.prompt_tokens, self.running.cached_tokens, completion))
-            }
+            StreamUsage::Every => Some(self.usage_after(completion)),
         };
         out.push(&self.envelope.with(&[choice], usage.as_ref()).of_prompt(prompt, None))
     }

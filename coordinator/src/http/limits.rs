@@ -70,8 +70,8 @@ const COPIED_MAX: u64 = 16 << 30;
 
 /// Ranges of fields, the same for every model.
 pub mod ranges {
-    /// `temperature`.
-    pub const TEMPERATURE: (f64, f64) = (0.0, 2.0);
+    /// `temperature`. OpenAI's goes to 2, vLLM's has no bound, and user interfaces offer more than 2.
+    pub const TEMPERATURE: (f64, f64) = (0.0, 100.0);
     /// `top_p`, which is above the first.
     pub const TOP_P: (f64, f64) = (0.0, 1.0);
     /// `min_p`.
@@ -90,6 +90,8 @@ pub mod ranges {
 pub const MODEL_BYTES: usize = 4096;
 /// Bytes of `guided_whitespace_pattern`.
 pub const PATTERN_BYTES: usize = 4096;
+/// Bytes of `cache_salt`.
+pub const SALT_BYTES: usize = 256;
 /// Bytes of `reasoning_effort`.
 pub const EFFORT_BYTES: usize = 64;
 
@@ -147,7 +149,8 @@ impl Limits {
             // OpenMetrics allows an exemplar 128 characters, including its label's name.
             request_id_bytes: 100,
             n: 128,
-            stops: 16,
+            // Roleplay in groups sends the names of all who speak.
+            stops: 64,
             stop_bytes: 256,
             stop_token_ids: 64,
             // Each has two forms.
@@ -155,7 +158,7 @@ impl Limits {
             logit_bias: 1024,
             logprobs: MAX_LOGPROBS,
             top_logprobs: MAX_LOGPROBS,
-            user_bytes: 256,
+            user_bytes: 4096,
             priorities: false,
             harmony: false,
             reports_usage: false,

@@ -27,7 +27,7 @@ use super::routes::ROUTES;
 use super::state::AppState;
 use super::thinking::Thinking;
 use super::{adapters, admin, keys, messages, terms};
-use crate::text::reply::{CallFormat, Reasoning};
+use crate::text::reply::CallFormat;
 
 /// Returns the document.
 #[must_use]
@@ -84,7 +84,6 @@ fn schemas(state: &AppState) -> Map<String, Value> {
         limits: &state.limits,
         text: &state.text,
         models: state.models.all(),
-        reasons: state.reasoning != Reasoning::Untold,
         budgets: Thinking::of(state, 0).is_some(),
         documents: knows("documents"),
         efforts: (is_harmony && knows(EFFORT)).then_some(&EFFORTS),

@@ -14,7 +14,7 @@ use super::error::ApiError;
 pub use super::fields::Fields;
 use super::fields::whole_number;
 pub use super::limits::Limits;
-use super::limits::{MODEL_BYTES, ranges};
+use super::limits::{MODEL_BYTES, SALT_BYTES, ranges};
 use super::models::Models;
 use super::structured::{self, Asked};
 use super::thinking::Thinking;
@@ -198,7 +198,7 @@ impl Common {
             seeded: seed.is_some(),
             stops: stops(fields, limits)?,
             priority: priority(fields, limits)?,
-            cache_salt: cache_salt(fields, limits)?,
+            cache_salt: cache_salt(fields)?,
             adapter,
             end_tokens,
             model_end_tokens,
@@ -385,12 +385,12 @@ fn stops(fields: &Fields, limits: &Limits) -> Result<Vec<String>, ApiError> {
 /// vLLM's `cache_salt`: a request shares no cached prompt with requests that have another salt, or
 /// none, so nobody else can infer its prompt from response times. The same holds between API keys.
 /// 0 means neither.
-fn cache_salt(fields: &Fields, limits: &Limits) -> Result<u64, ApiError> {
+fn cache_salt(fields: &Fields) -> Result<u64, ApiError> {
     let name = "cache_salt";
     let Some(value) = fields.get(name) else { return Ok(fields.terms().salts.number(None)) };
-    let salt = value.as_str().filter(|salt| (1..=limits.user_bytes).contains(&salt.len()));
+    let salt = value.as_str().filter(|salt| (1..=SALT_BYTES).contains(&salt.len()));
     let salt = salt.ok_or_else(|| {
-        Fields::wrong(name, value, &format!("a string of 1 to {} bytes", limits.user_bytes))
+        Fields::wrong(name, value, &format!("a string of 1 to {SALT_BYTES} bytes"))
     })?;
     Ok(fields.terms().salts.number(Some(salt)))
 }

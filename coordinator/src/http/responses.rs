@@ -3,10 +3,12 @@
 //!
 //! - `input`: converts input items to the messages of a conversation
 //! - `request`: converts a request to chat's fields
+//! - `tools`: its tools as chat's functions, and back
 //! - `output`: the output as items, and the events that report them
 mod input;
 mod output;
 mod request;
+mod tools;
 
 use std::sync::Arc;
 
@@ -17,6 +19,7 @@ use shared::clock::since_1970;
 
 use self::output::{Output, Sink, Status};
 pub(super) use self::request::{INCLUDE, METADATA, MOVED, SAME};
+use self::tools::Offers;
 use super::dialogue::{self, Form, Started};
 use super::error::ApiError;
 use super::fields::Fields;
@@ -38,7 +41,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let started = dialogue::start(state, request.fields, Form::Responses).await;
     let started = started.map_err(|error| error.renamed(request::NAMES))?;
     let is_stream = started.common.stream;
-    let mut answering = Answering::new(state, started, request.echo);
+    let mut answering = Answering::new(state, started, request.offers, request.echo);
     if is_stream {
         return sse::respond(answering).await;
     }
@@ -101,7 +104,7 @@ struct Response<'a> {
 }
 
 impl Answering {
-    fn new(state: &AppState, started: Started, echo: Map<String, Value>) -> Self {
+    fn new(state: &AppState, started: Started, offers: Offers, echo: Map<String, Value>) -> Self {
         let Started { common, running, rules, shows_reasoning, ids, id, .. } = started;
         let head = Head {
             id: id.clone(),
@@ -121,7 +124,7 @@ impl Answering {
             names: TokenNames::new(state.text.clone(), false),
             running,
             head,
-            output: Output::new(id.trim_start_matches("resp_"), ids),
+            output: Output::new(id.trim_start_matches("resp_"), ids, offers),
             reading: Reading::new(rules, shows_reasoning),
             pending: Vec::new(),
             is_cut: false,

@@ -15,10 +15,11 @@ use super::error::ApiError;
 
 /// Silence after which something is sent, so that proxies keep the connection.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
-/// What is sent then. Of all that means nothing an empty line is taken best: clients that strip
-/// what they read, as vLLM's benchmark, lose the end of a comment and take the next event for more
-/// of it. An API that has an event for it says so ([`EventSource::ping`]).
-const PING: &[u8] = b"\n";
+/// What is sent then: a line with a name that no event has, a space. Of all that means nothing it is
+/// taken best: clients that strip what they read, as vLLM's benchmark, lose the end of a comment and
+/// take the next event for more of it, and for some, as openai-go before 3.43, an empty line ends an
+/// event that is empty. An API that has an event for it says so ([`EventSource::ping`]).
+const PING: &[u8] = b" \n";
 
 /// Events in wire form.
 #[derive(Debug, Default)]
@@ -200,7 +201,8 @@ pub async fn respond<S: EventSource + 'static>(source: S) -> Result<HttpResponse
         Some((Ok::<_, Infallible>(bytes), phase))
     });
     Ok(HttpResponse::Ok()
-        .content_type("text/event-stream")
+        // Without it Python's requests, for one, reads Latin-1.
+        .content_type("text/event-stream; charset=utf-8")
         .insert_header((CACHE_CONTROL, HeaderValue::from_static("no-cache")))
         .insert_header(("X-Accel-Buffering", "no"))
         .streaming(pieces))

@@ -86,6 +86,11 @@ pub(super) fn part_text<'a>(at: &str, part: &'a Value) -> Result<&'a str, ApiErr
     text.ok_or_else(|| wrong(&format!("{at}.{name}"), "must be a string"))
 }
 
+/// What a model is told in place of a part of a tool's result that it cannot read.
+pub(super) fn left_out(what: &str) -> String {
+    format!("[{what} left out: this model reads only text]")
+}
+
 /// A part's type as errors show it: it may be as large as a body.
 pub(super) fn shown_type(kind: Option<&str>) -> String {
     match kind {

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::super::error::ApiError;
 use super::super::fields::Fields;
 use super::super::params::Limits;
-use super::super::turns::{Turns, shown_type, string, wrong};
+use super::super::turns::{Turns, left_out, shown_type, string, wrong};
 
 /// What Claude Code puts before its instructions, for whoever bills it. It is another in each
 /// conversation: models have no use for it, and prompts that begin with it share nothing that is
@@ -132,7 +132,7 @@ fn take_block(turns: &mut Turns, at: &str, role: &str, block: &Value) -> Result<
             let id = string(at, fields, "tool_use_id")?;
             let content = match fields.get("content") {
                 None | Some(Value::Null) => String::new(),
-                Some(content) => texts(&format!("{at}.content"), content)?.join("\n"),
+                Some(content) => result(&format!("{at}.content"), content)?,
             };
             turns.result(id, &content);
         }
@@ -141,10 +141,29 @@ fn take_block(turns: &mut Turns, at: &str, role: &str, block: &Value) -> Result<
     Ok(())
 }
 
+/// A tool's result: its texts. What only other models read is named instead: agents put it there on
+/// their own (a picture that they opened), and send it again with each later request.
+fn result(at: &str, content: &Value) -> Result<String, ApiError> {
+    let Value::Array(blocks) = content else { return Ok(texts(at, content)?.join("\n")) };
+    let text = |(index, block): (usize, &Value)| {
+        let at = format!("{at}[{index}]");
+        let fields = block.as_object().ok_or_else(|| wrong(&at, "must be an object"))?;
+        match fields.get("type").and_then(Value::as_str) {
+            Some("text") => Ok(string(&at, fields, "text")?.to_owned()),
+            Some(kind @ ("image" | "document")) => Ok(left_out(kind)),
+            Some("tool_reference") => Ok(string(&at, fields, "tool_name")?.to_owned()),
+            kind => Err(unsupported(&at, kind, "tool_result")),
+        }
+    };
+    let texts = blocks.iter().enumerate().map(text).collect::<Result<Vec<_>, _>>()?;
+    Ok(texts.join("\n"))
+}
+
 fn unsupported(at: &str, kind: Option<&str>, role: &str) -> ApiError {
     let known = match role {
         "assistant" => "text, thinking, redacted_thinking and tool_use",
         "user" => "text and tool_result",
+        "tool_result" => "text, image, document and tool_reference",
         _ => "text",
     };
     let found = shown_type(kind);

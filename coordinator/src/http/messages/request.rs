@@ -250,13 +250,6 @@ fn thinking(
     let name = "thinking";
     let Some(thinking) = object(fields, name)? else { return Ok(()) };
     let is_wanted = match thinking.get("type").and_then(Value::as_str) {
-        Some("enabled") if state.reasoning == Reasoning::Untold => {
-            let message = format!(
-                "`{name}` cannot be enabled: the server does not know this model's reasoning from \
-                 its answers (its operator would say --reasoning-parser)"
-            );
-            return Err(ApiError::field(name, message));
-        }
         Some("enabled") => {
             let part = thinking.get("budget_tokens").unwrap_or(&Value::Null);
             let budget = part.as_u64().or_else(|| whole_number(part)?.try_into().ok());
@@ -268,7 +261,9 @@ fn thinking(
             if Thinking::of(state, budget).is_some() {
                 chat.insert(thinking::FIELD.to_owned(), budget.into());
             }
-            Some(true)
+            // Clients enable it for whatever model they are set to. Where its reasoning is not told
+            // from its answer, more of it would only be in the way.
+            (state.reasoning != Reasoning::Untold).then_some(true)
         }
         // The model decides, as it does unless it is told otherwise.
         Some("adaptive" | "between_tools") => None,

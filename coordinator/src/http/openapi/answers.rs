@@ -114,7 +114,8 @@ fn usage() -> Value {
             "prompt_tokens": count(), "completion_tokens": count(), "total_tokens": count(),
             "prompt_tokens_details": cached,
         }),
-        json!({}),
+        // Of chats alone.
+        json!({"completion_tokens_details": answer(json!({"reasoning_tokens": count()}), json!({}))}),
     )
 }
 
@@ -225,13 +226,15 @@ fn response_item() -> Value {
         all.extend(properties(json!({
             "id": string(), "type": only(kind), "status": response_status(),
         })));
-        answer(Value::Object(all), json!({}))
+        // Only calls of tools of a group have it.
+        answer(Value::Object(all), json!({"namespace": string()}))
     };
     let content = any_list(reference("ResponsePart"));
     any_of([
         of("reasoning", json!({"summary": any_list(json!({})), "content": content})),
         of("message", json!({"role": only("assistant"), "content": content})),
         of("function_call", json!({"call_id": string(), "name": string(), "arguments": string()})),
+        of("custom_tool_call", json!({"call_id": string(), "name": string(), "input": string()})),
     ])
 }
 
@@ -313,6 +316,8 @@ fn response_event() -> Value {
             &["response.function_call_arguments.done"],
             place(json!({"name": string(), "arguments": string()}), false),
         ),
+        of(&["response.custom_tool_call_input.delta"], place(json!({"delta": string()}), false)),
+        of(&["response.custom_tool_call_input.done"], place(json!({"input": string()}), false)),
     ])
 }
 

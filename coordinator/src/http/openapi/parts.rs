@@ -2,7 +2,8 @@
 use serde_json::{Value, json};
 
 use super::schema::{
-    Properties, any_list, any_object, any_of, boolean, given, only, properties, string, told, words,
+    Properties, any_list, any_object, any_of, boolean, given, only, or_null, properties, string,
+    told, words,
 };
 
 /// The roles of chat's messages that may say nothing.
@@ -103,15 +104,40 @@ pub(super) fn tool_choice() -> Value {
     any_of([words(&["none", "auto", "required"]), one, some])
 }
 
+/// A tool of a response, or a group of them.
 pub(super) fn response_tool() -> Value {
-    let mut tool = function("parameters");
-    tool.insert("type".to_owned(), only("function"));
-    given(&["type", "name"], tool)
+    let one = response_tools();
+    let group = given(
+        &["type", "name", "tools"],
+        properties(json!({
+            "type": only("namespace"), "name": {"type": "string", "minLength": 1},
+            "tools": any_list(any_of(one.clone())),
+        })),
+    );
+    any_of(one.into_iter().chain([group]).collect::<Vec<_>>())
+}
+
+fn response_tools() -> [Value; 3] {
+    let mut function = function("parameters");
+    function.insert("type".to_owned(), only("function"));
+    let format = properties(json!({"syntax": string(), "definition": string()}));
+    let custom = properties(json!({
+        "type": only("custom"), "name": {"type": "string", "minLength": 1},
+        "description": string(), "format": given(&[], format),
+    }));
+    let other = json!({
+        "type": "object", "required": ["type"], "description": "The model is not told of it.",
+        "properties": {"type": {
+            "type": "string", "not": {"enum": ["function", "custom", "namespace"]},
+        }},
+    });
+    [given(&["type", "name"], function), given(&["type", "name"], custom), other]
 }
 
 pub(super) fn response_tool_choice() -> Value {
-    let one =
-        given(&["type", "name"], properties(json!({"type": only("function"), "name": string()})));
+    let kinds = words(&["function", "custom"]);
+    let own = properties(json!({"type": kinds, "name": string(), "namespace": {}}));
+    let one = given(&["type", "name"], own);
     let some = given(
         &["type", "mode", "tools"],
         properties(json!({
@@ -137,13 +163,27 @@ pub(super) fn input_item() -> Value {
         &["type", "call_id", "name", "arguments"],
         properties(json!({
             "type": only("function_call"), "call_id": string(), "name": string(),
-            "arguments": string(),
+            "namespace": string(), "arguments": string(),
         })),
+    );
+    let custom = given(
+        &["type", "call_id", "name", "input"],
+        properties(json!({
+            "type": only("custom_tool_call"), "call_id": string(), "name": string(),
+            "namespace": string(), "input": string(),
+        })),
+    );
+    let left_out = told(
+        json!({"type": "object", "required": ["type"],
+            "properties": {"type": words(&["input_image", "input_file"])}}),
+        "The model is told that it was left out.",
     );
     let output = given(
         &["type", "call_id", "output"],
         properties(json!({
-            "type": only("function_call_output"), "call_id": string(), "output": content(),
+            "type": words(&["function_call_output", "custom_tool_call_output"]),
+            "call_id": string(),
+            "output": any_of([string(), any_list(any_of([text_part(kinds), left_out]))]),
         })),
     );
     let texts = || any_list(given(&["text"], properties(json!({"text": string()}))));
@@ -154,7 +194,7 @@ pub(super) fn input_item() -> Value {
             "encrypted_content": told(json!({}), "Only beside `content` or `summary`."),
         })),
     );
-    any_of([message, call, output, reasoning])
+    any_of([message, call, custom, output, reasoning])
 }
 
 pub(super) fn text_block() -> Value {
@@ -172,11 +212,15 @@ pub(super) fn turn() -> Value {
         own.insert("type".to_owned(), only(kind));
         given(&[&["type"], required].concat(), own)
     };
-    let result = block(
-        "tool_result",
-        &["tool_use_id"],
-        json!({"tool_use_id": string(), "content": texts()}),
+    let left_out = told(
+        json!({"type": "object", "required": ["type"],
+            "properties": {"type": words(&["image", "document"])}}),
+        "The model is told that it was left out.",
     );
+    let tool = block("tool_reference", &["tool_name"], json!({"tool_name": string()}));
+    let found = any_of([string(), any_list(any_of([text_block(), left_out, tool]))]);
+    let result =
+        block("tool_result", &["tool_use_id"], json!({"tool_use_id": string(), "content": found}));
     let call = block(
         "tool_use",
         &["id", "name", "input"],
@@ -214,4 +258,23 @@ pub(super) fn messages_tool_choice() -> Value {
         })),
     );
     any_of([free, one])
+}
+
+/// Whether the model reasons, in Anthropic's API.
+pub(super) fn thinking() -> Value {
+    let display = or_null(words(&["summarized", "omitted"]));
+    let other = json!({
+        "type": "object", "required": ["type"],
+        "properties": {
+            "type": words(&["adaptive", "between_tools", "disabled"]), "display": display,
+        },
+    });
+    let enabled = json!({
+        "type": "object", "required": ["type", "budget_tokens"],
+        "properties": {
+            "type": only("enabled"), "display": display,
+            "budget_tokens": {"type": "integer", "minimum": 1, "maximum": u64::MAX},
+        },
+    });
+    any_of([other, enabled])
 }

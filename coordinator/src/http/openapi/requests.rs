@@ -8,17 +8,17 @@ use shared::protocol::guide::{
 use shared::protocol::lora::{ADAPTER_NAME_MAX, ADAPTER_PATH_MAX};
 
 use super::super::embeddings::hidden_size_of;
-use super::super::limits::{EFFORT_BYTES, Limits, MODEL_BYTES, PATTERN_BYTES, ranges};
+use super::super::limits::{EFFORT_BYTES, Limits, MODEL_BYTES, PATTERN_BYTES, SALT_BYTES, ranges};
 use super::super::pooling::task_of;
 use super::super::refused::{self, Endpoint};
 use super::super::{messages, responses, scores};
 use super::parts::{
     function, input_item, message, messages_tool, messages_tool_choice, response_format,
-    response_tool, response_tool_choice, text_block, text_format, tool_choice, turn,
+    response_tool, response_tool_choice, text_block, text_format, thinking, tool_choice, turn,
 };
 use super::schema::{
     Properties, any_list, any_object, any_of, boolean, bytes, given, integer, list, nothing,
-    number, only, or_null, properties, string, told, words,
+    number, only, properties, string, told, words,
 };
 use crate::text::model::TextModel;
 
@@ -29,8 +29,6 @@ pub(super) struct Requests<'a> {
     pub(super) text: &'a TextModel,
     /// The names that `model` may have.
     pub(super) models: Vec<String>,
-    /// Whether reasoning is told from the answer.
-    pub(super) reasons: bool,
     /// Whether a token ends reasoning.
     pub(super) budgets: bool,
     /// Whether the template reads `documents`.
@@ -181,7 +179,7 @@ impl Requests<'_> {
             "logit_bias": bias,
             "seed": integer(i64::MIN, i64::MAX),
             "priority": priority,
-            "cache_salt": bytes(1, limits.user_bytes),
+            "cache_salt": bytes(1, SALT_BYTES),
             "include_stop_str_in_output": boolean(),
             "skip_special_tokens": boolean(),
             "add_special_tokens": boolean(),
@@ -377,7 +375,7 @@ impl Requests<'_> {
             "output_format": format,
             "tools": list(messages_tool(), 0, limits.tools),
             "tool_choice": messages_tool_choice(),
-            "thinking": self.thinking(),
+            "thinking": thinking(),
         });
         joined([
             self.of_chat_named(messages::SAME),
@@ -397,27 +395,6 @@ impl Requests<'_> {
             .chain(["stop_sequences"])
             .collect();
         given(&["messages"], joined([self.of_messages(), unread(&unread_here)]))
-    }
-
-    fn thinking(&self) -> Value {
-        let display = or_null(words(&["summarized", "omitted"]));
-        let other = json!({
-            "type": "object", "required": ["type"],
-            "properties": {
-                "type": words(&["adaptive", "between_tools", "disabled"]), "display": display,
-            },
-        });
-        if !self.reasons {
-            return other;
-        }
-        let enabled = json!({
-            "type": "object", "required": ["type", "budget_tokens"],
-            "properties": {
-                "type": only("enabled"), "display": display,
-                "budget_tokens": {"type": "integer", "minimum": 1, "maximum": u64::MAX},
-            },
-        });
-        any_of([other, enabled])
     }
 
     pub(super) fn embeddings(&self) -> Value {

@@ -7,7 +7,8 @@ use serde_json::{Map, Value, json};
 use super::super::error::ApiError;
 use super::super::fields::Fields;
 use super::super::params::Limits;
-use super::super::turns::{Turns, part_text, string, wrong};
+use super::super::turns::{Turns, left_out, part_text, string, wrong};
+use super::tools;
 
 /// Reads `instructions` and `input`.
 ///
@@ -51,7 +52,8 @@ fn take(turns: &mut Turns, at: &str, item: &Value) -> Result<(), ApiError> {
         Some("message") => take_message(turns, at, fields),
         None if fields.get("type").is_none_or(Value::is_null) => take_message(turns, at, fields),
         Some("function_call") => take_call(turns, at, fields),
-        Some("function_call_output") => take_output(turns, at, fields),
+        Some("custom_tool_call") => take_custom_call(turns, at, fields),
+        Some("function_call_output" | "custom_tool_call_output") => take_output(turns, at, fields),
         Some("reasoning") => take_reasoning(turns, at, fields),
         Some("item_reference") => {
             Err(wrong(at, "refers to an item that is not stored here: send the item itself"))
@@ -59,7 +61,7 @@ fn take(turns: &mut Turns, at: &str, item: &Value) -> Result<(), ApiError> {
         Some(other) => {
             let message = format!(
                 "has the type {other:?}, which is not supported; supported are message, \
-                 function_call, function_call_output and reasoning"
+                 function_call, custom_tool_call, their outputs and reasoning"
             );
             Err(wrong(at, &message))
         }
@@ -89,16 +91,48 @@ fn take_message(turns: &mut Turns, at: &str, fields: &Map<String, Value>) -> Res
 
 fn take_call(turns: &mut Turns, at: &str, fields: &Map<String, Value>) -> Result<(), ApiError> {
     let id = string(at, fields, "call_id")?;
-    let name = string(at, fields, "name")?;
     let arguments = string(at, fields, "arguments")?;
-    turns.call(id, name, &arguments.into());
+    turns.call(id, &called(at, fields)?, &arguments.into());
     Ok(())
+}
+
+fn take_custom_call(
+    turns: &mut Turns,
+    at: &str,
+    fields: &Map<String, Value>,
+) -> Result<(), ApiError> {
+    let id = string(at, fields, "call_id")?;
+    let input = string(at, fields, "input")?;
+    turns.call(id, &called(at, fields)?, &tools::arguments(input));
+    Ok(())
+}
+
+/// The name by which the model knows the tool that was called.
+fn called(at: &str, fields: &Map<String, Value>) -> Result<String, ApiError> {
+    let name = string(at, fields, "name")?;
+    let namespace = match fields.get("namespace") {
+        None | Some(Value::Null) => None,
+        Some(_) => Some(string(at, fields, "namespace")?),
+    };
+    Ok(tools::told_name(namespace, name))
 }
 
 fn take_output(turns: &mut Turns, at: &str, fields: &Map<String, Value>) -> Result<(), ApiError> {
     let id = string(at, fields, "call_id")?;
-    turns.result(id, &text(&format!("{at}.output"), fields.get("output"))?);
+    turns.result(id, &result(&format!("{at}.output"), fields.get("output"))?);
     Ok(())
+}
+
+/// Reads a call's output. What only other models read is named instead: agents put it there on their
+/// own (a picture that they opened), and send it again with each later request.
+fn result(at: &str, content: Option<&Value>) -> Result<String, ApiError> {
+    let Some(Value::Array(parts)) = content else { return text(at, content) };
+    let part = |(index, part): (usize, &Value)| match part.get("type").and_then(Value::as_str) {
+        Some("input_image") => Ok(left_out("image")),
+        Some("input_file") => Ok(left_out("file")),
+        _ => part_text(&format!("{at}[{index}]"), part).map(str::to_owned),
+    };
+    Ok(parts.iter().enumerate().map(part).collect::<Result<Vec<_>, _>>()?.join("\n"))
 }
 
 /// Takes reasoning, which starts a turn of the assistant; the answer and calls follow.

@@ -7,6 +7,7 @@ use super::super::error::ApiError;
 use super::super::logprobs::ChatLogprob;
 use super::super::message::CallIds;
 use super::super::sse::Events;
+use super::tools::{self, Offer, Offers};
 use crate::text::reply::Part;
 
 /// Destination of events; `None` for an answer sent whole.
@@ -17,7 +18,7 @@ pub(super) type Sink<'a> = Option<&'a mut Events>;
 enum Kind {
     Reasoning,
     Message,
-    Call { call_id: String, name: String },
+    Call { call_id: String, offer: Offer },
 }
 
 /// The status of an item or a response.
@@ -54,6 +55,14 @@ enum ContentPart<'a> {
 }
 
 impl Item {
+    /// The input of a custom tool, which is known when the call is complete.
+    fn input(&self) -> String {
+        match self.status {
+            Status::InProgress => String::new(),
+            _ => tools::input(&self.text),
+        }
+    }
+
     /// Returns the part of its content.
     fn part(&self) -> ContentPart<'_> {
         let text = &self.text;
@@ -83,11 +92,19 @@ impl Serialize for Item {
                 map.serialize_entry("role", "assistant")?;
                 map.serialize_entry("content", content)?;
             }
-            Kind::Call { call_id, name } => {
-                map.serialize_entry("type", "function_call")?;
+            Kind::Call { call_id, offer } => {
+                let is_custom = offer.is_custom;
+                let kind = if is_custom { "custom_tool_call" } else { "function_call" };
+                map.serialize_entry("type", kind)?;
                 map.serialize_entry("call_id", call_id)?;
-                map.serialize_entry("name", name)?;
-                map.serialize_entry("arguments", &self.text)?;
+                if let Some(namespace) = &offer.namespace {
+                    map.serialize_entry("namespace", namespace)?;
+                }
+                map.serialize_entry("name", &offer.name)?;
+                match is_custom {
+                    true => map.serialize_entry("input", &self.input())?,
+                    false => map.serialize_entry("arguments", &self.text)?,
+                }
             }
         }
         map.serialize_entry("status", &self.status)?;
@@ -135,7 +152,26 @@ struct OfText<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     arguments: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    input: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     logprobs: Option<&'a [ChatLogprob]>,
+}
+
+impl<'a> OfText<'a> {
+    /// Nothing yet of an item.
+    fn of(item_id: &'a str, output_index: usize) -> Self {
+        Self {
+            item_id,
+            output_index,
+            content_index: None,
+            delta: None,
+            text: None,
+            name: None,
+            arguments: None,
+            input: None,
+            logprobs: None,
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -165,6 +201,7 @@ pub(super) struct Output {
     /// Suffix of the items' ids: the response's id.
     name: String,
     ids: CallIds,
+    offers: Offers,
     /// Number of the next event.
     sequence: u64,
 }
@@ -178,8 +215,8 @@ impl Serialize for Output {
 impl Output {
     /// Starts without items. `name` distinguishes the ids of its items from others'.
     #[must_use]
-    pub(super) fn new(name: &str, ids: CallIds) -> Self {
-        Self { items: Vec::new(), name: name.to_owned(), ids, sequence: 0 }
+    pub(super) fn new(name: &str, ids: CallIds, offers: Offers) -> Self {
+        Self { items: Vec::new(), name: name.to_owned(), ids, offers, sequence: 0 }
     }
 
     /// Returns the number of the next event.
@@ -220,7 +257,8 @@ impl Output {
             }
             Part::Call { index, name } => {
                 self.close(Status::Completed, sink)?;
-                self.open(Kind::Call { call_id: self.ids.id(0, index), name }, sink)
+                let (call_id, offer) = (self.ids.id(0, index), self.offers.of(&name));
+                self.open(Kind::Call { call_id, offer }, sink)
             }
             Part::Arguments { text, .. } => self.add(&text, Vec::new(), sink),
             Part::End => self.close(Status::Completed, sink),
@@ -254,6 +292,7 @@ impl Output {
         let prefix = match kind {
             Kind::Reasoning => "rs",
             Kind::Message => "msg",
+            Kind::Call { offer: Offer { is_custom: true, .. }, .. } => "ctc",
             Kind::Call { .. } => "fc",
         };
         let id = format!("{prefix}_{}_{output_index}", self.name);
@@ -283,21 +322,22 @@ impl Output {
         let Some(mut item) = self.items.pop() else { return Ok(()) };
         let is_call = matches!(item.kind, Kind::Call { .. });
         let of_text = OfText {
-            item_id: &item.id,
-            output_index: self.items.len(),
             content_index: (!is_call).then_some(0),
             delta: Some(text),
-            text: None,
-            name: None,
-            arguments: None,
             logprobs: (item.kind == Kind::Message).then_some(&logprobs),
+            ..OfText::of(&item.id, self.items.len())
         };
-        let kind = match item.kind {
-            Kind::Reasoning => "response.reasoning_text.delta",
-            Kind::Message => "response.output_text.delta",
-            Kind::Call { .. } => "response.function_call_arguments.delta",
+        let kind = match &item.kind {
+            Kind::Reasoning => Some("response.reasoning_text.delta"),
+            Kind::Message => Some("response.output_text.delta"),
+            // It is told whole: only complete JSON says for certain what it is.
+            Kind::Call { offer, .. } if offer.is_custom => None,
+            Kind::Call { .. } => Some("response.function_call_arguments.delta"),
         };
-        let told = if text.is_empty() { Ok(()) } else { self.event(kind, &of_text, sink) };
+        let told = match kind.filter(|_| !text.is_empty()) {
+            Some(kind) => self.event(kind, &of_text, sink),
+            None => Ok(()),
+        };
         item.text.push_str(text);
         item.logprobs.extend(logprobs);
         self.items.push(item);
@@ -319,25 +359,28 @@ impl Output {
             return Ok(());
         }
         let (item_id, output_index) = (item.id.as_str(), self.items.len());
-        let mut of_text = OfText {
-            item_id,
-            output_index,
-            content_index: Some(0),
-            delta: None,
-            text: Some(&item.text),
-            name: None,
-            arguments: None,
-            logprobs: None,
-        };
+        let input = item.input();
+        let mut of_text = OfText::of(item_id, output_index);
         let kind = match &item.kind {
-            Kind::Reasoning => "response.reasoning_text.done",
+            Kind::Reasoning => {
+                (of_text.content_index, of_text.text) = (Some(0), Some(item.text.as_str()));
+                "response.reasoning_text.done"
+            }
             Kind::Message => {
+                (of_text.content_index, of_text.text) = (Some(0), Some(item.text.as_str()));
                 of_text.logprobs = Some(&item.logprobs);
                 "response.output_text.done"
             }
-            Kind::Call { name, .. } => {
-                (of_text.content_index, of_text.text) = (None, None);
-                of_text.name = Some(name);
+            Kind::Call { offer, .. } if offer.is_custom => {
+                if !input.is_empty() {
+                    let delta = OfText { delta: Some(&input), ..OfText::of(item_id, output_index) };
+                    self.event("response.custom_tool_call_input.delta", &delta, sink)?;
+                }
+                of_text.input = Some(&input);
+                "response.custom_tool_call_input.done"
+            }
+            Kind::Call { offer, .. } => {
+                of_text.name = Some(&offer.name);
                 of_text.arguments = Some(&item.text);
                 "response.function_call_arguments.done"
             }

@@ -8,8 +8,8 @@ use super::super::limits::EFFORT_BYTES;
 use super::super::params::Limits;
 use super::super::refused::{self, Endpoint, VERBOSITIES};
 use super::super::state::AppState;
-use super::super::tools;
 use super::input;
+use super::tools::{Offers, Tools};
 
 /// Fields that chat also has, with the same name and meaning.
 pub(in crate::http) const SAME: &[&str] = &[
@@ -93,6 +93,8 @@ pub(in crate::http) const METADATA: (usize, usize, usize) = (16, 64, 512);
 pub(super) struct Request {
     /// The request in chat's fields.
     pub(super) fields: Fields,
+    /// How the functions that the model is told of were offered.
+    pub(super) offers: Offers,
     /// What the answer repeats.
     pub(super) echo: Map<String, Value>,
 }
@@ -110,6 +112,7 @@ pub(super) fn read(state: &AppState, fields: &Fields) -> Result<Request, ApiErro
         }
     }
     refused::check(fields, Endpoint::Responses)?;
+    let tools = Tools::read(fields)?;
     let mut chat = input::read(fields, limits)?.asked(fields, SAME);
     let mut echo = Map::new();
     let max = fields.count("max_output_tokens", 1, u32::MAX)?;
@@ -121,7 +124,8 @@ pub(super) fn read(state: &AppState, fields: &Fields) -> Result<Request, ApiErro
     truncation(fields, &mut chat)?;
     let text = text(fields, &mut chat)?;
     let reasoning = reasoning(fields, &mut chat)?;
-    let (tools, choice) = tools(fields, &mut chat)?;
+    chat.insert("tools".to_owned(), tools.told);
+    chat.extend(tools.choice.map(|choice| ("tool_choice".to_owned(), choice)));
     for (name, value) in [
         ("instructions", fields.get("instructions").cloned().into()),
         ("max_output_tokens", max.into()),
@@ -132,15 +136,15 @@ pub(super) fn read(state: &AppState, fields: &Fields) -> Result<Request, ApiErro
         ("reasoning", reasoning),
         ("safety_identifier", fields.get("safety_identifier").cloned().into()),
         ("text", text),
-        ("tool_choice", choice),
-        ("tools", tools),
+        ("tool_choice", tools.choice_said),
+        ("tools", tools.said),
         ("top_logprobs", chat.get("top_logprobs").cloned().unwrap_or(json!(0))),
         ("truncation", fields.get("truncation").cloned().unwrap_or(json!("disabled"))),
         ("user", fields.get("user").cloned().into()),
     ] {
         echo.insert(name.to_owned(), value);
     }
-    Ok(Request { fields: fields.said_as(chat), echo })
+    Ok(Request { fields: fields.said_as(chat), offers: tools.offers, echo })
 }
 
 /// Fields without effect; their values must still be valid.
@@ -304,103 +308,4 @@ fn metadata(fields: &Fields) -> Result<Value, ApiError> {
             Err(Fields::wrong(name, other, &expected))
         }
     }
-}
-
-/// Puts the tools and the tool choice into chat's fields; returns both as the answer repeats them.
-fn tools(fields: &Fields, chat: &mut Map<String, Value>) -> Result<(Value, Value), ApiError> {
-    let list = match fields.get("tools") {
-        None => &[][..],
-        Some(Value::Array(list)) => list,
-        Some(other) => return Err(Fields::wrong("tools", other, "a list of tools")),
-    };
-    let functions = list.iter().enumerate().map(|(index, tool)| function(index, tool));
-    let mut functions = functions.collect::<Result<Vec<_>, _>>()?;
-    let (choice, echo) = choice(fields, &mut functions)?;
-    if let Some(choice) = choice {
-        chat.insert("tool_choice".to_owned(), choice);
-    }
-    let told = |function: &Map<String, Value>| json!({"type": "function", "function": function});
-    chat.insert("tools".to_owned(), functions.iter().map(told).collect());
-    let repeated = list.iter().map(|tool| {
-        let mut tool = tool.clone();
-        if let Some(fields) = tool.as_object_mut() {
-            fields.entry("strict").or_insert(false.into());
-            fields.entry("parameters").or_insert(Value::Null);
-        }
-        tool
-    });
-    Ok((repeated.collect(), echo))
-}
-
-/// Returns what chat nests under `function`.
-fn function(index: usize, tool: &Value) -> Result<Map<String, Value>, ApiError> {
-    let wrong = |part: &str, message: &str| {
-        ApiError::field("tools", format!("`tools[{index}]{part}` {message}"))
-    };
-    let fields = tool.as_object().ok_or_else(|| wrong("", "must be an object"))?;
-    match fields.get("type").and_then(Value::as_str) {
-        Some("function") => {}
-        Some(kind) => {
-            let message = format!("is a {kind:?}, which is not supported: only functions are");
-            return Err(wrong("", &message));
-        }
-        None => return Err(wrong(".type", "must be \"function\"")),
-    }
-    if fields.get("name").and_then(Value::as_str).is_none_or(str::is_empty) {
-        return Err(wrong(".name", "must be a string that is not empty"));
-    }
-    if let Some(parameters) = fields.get("parameters").filter(|it| !it.is_null()) {
-        let schema = parameters.as_object();
-        let schema = schema.ok_or_else(|| wrong(".parameters", "must be a JSON schema"))?;
-        if tools::wrong_type(schema).is_some() {
-            return Err(wrong(".parameters.type", "must be \"object\""));
-        }
-    }
-    let told = ["name", "description", "parameters", "strict"];
-    let told = told.iter().filter_map(|name| {
-        let value = fields.get(*name).filter(|value| !value.is_null())?;
-        Some(((*name).to_owned(), value.clone()))
-    });
-    Ok(told.collect())
-}
-
-/// Returns chat's `tool_choice` and the answer's; tools that may not be called are removed.
-fn choice(
-    fields: &Fields,
-    functions: &mut Vec<Map<String, Value>>,
-) -> Result<(Option<Value>, Value), ApiError> {
-    let field = "tool_choice";
-    let expected = "\"none\", \"auto\", \"required\", {\"type\": \"function\", \"name\": ..} or \
-                    {\"type\": \"allowed_tools\", \"mode\": .., \"tools\": ..}";
-    let Some(value) = fields.get(field) else { return Ok((None, json!("auto"))) };
-    let wrong = || Fields::wrong(field, value, expected);
-    if value.is_string() {
-        return Ok((Some(value.clone()), value.clone()));
-    }
-    let name = |tool: &Value| {
-        let is_function = tool.get("type").and_then(Value::as_str) == Some("function");
-        tool.get("name").and_then(Value::as_str).filter(|_| is_function).map(str::to_owned)
-    };
-    let chosen = match value.get("type").and_then(Value::as_str) {
-        Some("function") => {
-            let name = name(value).ok_or_else(wrong)?;
-            json!({"type": "function", "function": {"name": name}})
-        }
-        Some("allowed_tools") => {
-            let mode = value.get("mode").and_then(Value::as_str);
-            let mode = mode.filter(|mode| ["auto", "required"].contains(mode)).ok_or_else(wrong)?;
-            let allowed = value.get("tools").and_then(Value::as_array).ok_or_else(wrong)?;
-            let allowed: Option<Vec<String>> = allowed.iter().map(name).collect();
-            let allowed = allowed.ok_or_else(wrong)?;
-            let known = |it: &&String| !functions.iter().any(|tool| tool["name"] == **it);
-            if let Some(unknown) = allowed.iter().find(known) {
-                let message = format!("`{field}` allows {unknown:?}, which is not in `tools`");
-                return Err(ApiError::field(field, message));
-            }
-            functions.retain(|tool| allowed.iter().any(|it| tool["name"] == **it));
-            mode.into()
-        }
-        _ => return Err(wrong()),
-    };
-    Ok((Some(chosen), value.clone()))
 }

@@ -193,7 +193,7 @@ mod tests {
         for (text, words) in [
             ("[]", ["JSON object", ""]),
             ("{", ["JSON object", ""]),
-            (r#"{"temperature": 3}"#, ["`temperature` is 3", "0 to 2"]),
+            (r#"{"temperature": 101}"#, ["`temperature` is 101", "0 to 100"]),
             (r#"{"temperature": "hot"}"#, ["`temperature` is \"hot\"", "number"]),
             (r#"{"top_p": 0}"#, ["`top_p` is 0", "above 0"]),
             (r#"{"top_p": 1.5}"#, ["`top_p` is 1.5", "0 to 1"]),
