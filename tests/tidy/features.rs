@@ -17,8 +17,8 @@ const OF_TESTS: [(&str, &str, &[&str]); 2] = [
     ("tokio", "rt-multi-thread", &["multi_thread", "new_multi_thread", "block_in_place"]),
 ];
 
-/// The features of the crates that each crate of the program names in its manifest, in the output of
-/// `cargo tree --prefix depth --format '|{p}|{f}'`, by the names of both.
+/// The features of the crates that each crate of the program names in its manifest, in the output
+/// of `cargo tree --prefix depth --format '|{p}|{f}'`, by the names of both.
 fn direct(tree: &str) -> BTreeMap<(&'static str, &str), Vec<&str>> {
     let mut features = BTreeMap::new();
     // The path from the root to the present line.

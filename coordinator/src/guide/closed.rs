@@ -82,8 +82,8 @@ pub(crate) fn without_unique_items(schema: &Value) -> Value {
 }
 
 /// Returns the schema without what grammars cannot enforce, for clients that did not ask for
-/// strictness: their libraries write `uniqueItems` for sets, `propertyNames` for maps, patterns with
-/// look-around for decimals and addresses.
+/// strictness: their libraries write `uniqueItems` for sets, `propertyNames` for maps, patterns
+/// with look-around for decimals and addresses.
 #[must_use]
 pub(crate) fn loosened(schema: &Value) -> Value {
     let seen = SchemaObjects::of(schema).seen;

@@ -70,7 +70,7 @@ const COPIED_MAX: u64 = 16 << 30;
 
 /// Ranges of fields, the same for every model.
 pub mod ranges {
-    /// `temperature`. OpenAI's goes to 2, vLLM's has no bound, and user interfaces offer more than 2.
+    /// `temperature`. OpenAI's goes to 2, vLLM's has no bound, and interfaces offer more than 2.
     pub const TEMPERATURE: (f64, f64) = (0.0, 100.0);
     /// `top_p`, which is above the first.
     pub const TOP_P: (f64, f64) = (0.0, 1.0);

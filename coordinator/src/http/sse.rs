@@ -15,10 +15,10 @@ use super::error::ApiError;
 
 /// Silence after which something is sent, so that proxies keep the connection.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
-/// What is sent then: a line with a name that no event has, a space. Of all that means nothing it is
-/// taken best: clients that strip what they read, as vLLM's benchmark, lose the end of a comment and
-/// take the next event for more of it, and for some, as openai-go before 3.43, an empty line ends an
-/// event that is empty. An API that has an event for it says so ([`EventSource::ping`]).
+/// What is sent then: a line with a name that no event has, a space. Of all that means nothing it
+/// is taken best: clients that strip what they read, as vLLM's benchmark, lose the end of a comment
+/// and take the next event for more of it, and for some, as openai-go before 3.43, an empty line
+/// ends an event that is empty. An API that has an event for it says so ([`EventSource::ping`]).
 const PING: &[u8] = b" \n";
 
 /// Events in wire form.

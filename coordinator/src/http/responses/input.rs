@@ -123,8 +123,8 @@ fn take_output(turns: &mut Turns, at: &str, fields: &Map<String, Value>) -> Resu
     Ok(())
 }
 
-/// Reads a call's output. What only other models read is named instead: agents put it there on their
-/// own (a picture that they opened), and send it again with each later request.
+/// Reads a call's output. What only other models read is named instead: agents put it there on
+/// their own (a picture that they opened), and send it again with each later request.
 fn result(at: &str, content: Option<&Value>) -> Result<String, ApiError> {
     let Some(Value::Array(parts)) = content else { return text(at, content) };
     let part = |(index, part): (usize, &Value)| match part.get("type").and_then(Value::as_str) {

@@ -1,8 +1,8 @@
 //! PURE: the tools of a response's request as chat's functions, and back.
 //!
-//! Agents offer more than functions: groups of them with a name (`namespace`, one for each server of
-//! tools), tools whose input is text (`custom`), and tools that OpenAI's servers run. The model is
-//! told of functions alone; a call is reported as the client knows its tool.
+//! Agents offer more than functions: groups of them with a name (`namespace`, one for each server
+//! of tools), tools whose input is text (`custom`), and tools that OpenAI's servers run. The model
+//! is told of functions alone; a call is reported as the client knows its tool.
 use std::collections::HashMap;
 
 use serde_json::{Map, Value, json};
@@ -33,16 +33,16 @@ pub(super) struct Offer {
 pub(super) struct Offers(HashMap<String, Offer>);
 
 impl Offers {
-    /// How the function that the model calls so was offered. Nothing holds a model to the names that
-    /// it was told.
+    /// How the function that the model calls so was offered. Nothing holds a model to the names
+    /// that it was told.
     #[must_use]
     pub(super) fn of(&self, told: &str) -> Offer {
         let unknown = || Offer { name: told.to_owned(), ..Offer::default() };
         self.0.get(told).cloned().unwrap_or_else(unknown)
     }
 
-    /// The name that the model is told of the tool that a client calls so; `None` if that is no tool
-    /// or one of another kind.
+    /// The name that the model is told of the tool that a client calls so; `None` if that is no
+    /// tool or one of another kind.
     fn told(&self, tool: &Value) -> Option<String> {
         let is_custom = match tool.get("type")?.as_str()? {
             "function" => false,
