@@ -329,10 +329,13 @@ fn an_algorithm_that_fails_is_passed_over() {
         let log = std::fs::read_to_string(log.path()).unwrap();
         assert!(log.lines().any(|line| line.starts_with("product ")), "{log}");
     }
-    // The only one fails, as where there is no memory to load it: other kernels multiply.
-    let environment = [("FAKE_CUDA_FAIL", "cublasLtMatmul:1=3")];
-    let (code, stdout, stderr) = with_fake(&args, &environment);
-    assert_eq!(code, 0, "{stdout} {stderr}");
+    // The only one fails, as where there is no memory to load it: other kernels multiply. So they
+    // do where it fails later, for other rows than it was chosen for.
+    for call in [1, 12, 30] {
+        let fault = format!("cublasLtMatmul:{call}=3");
+        let (code, stdout, stderr) = with_fake(&args, &[("FAKE_CUDA_FAIL", &fault)]);
+        assert_eq!(code, 0, "call {call}: {stdout} {stderr}");
+    }
     // But not after a GPU has failed.
     let (code, _, stderr) = with_fake(
         &args,

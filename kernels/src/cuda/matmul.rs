@@ -172,8 +172,13 @@ impl Matmul {
         let shape = Shape::new(product)?;
         if let Some(Some(algorithm)) = planned {
             // SAFETY: this function's contract.
-            if unsafe { self.launch(stream, &shape, algorithm, x, w, out) }? {
-                return Ok(true);
+            match unsafe { self.launch(stream, &shape, algorithm, x, w, out) } {
+                Ok(true) => return Ok(true),
+                Ok(false) => {}
+                Err(error) if stream.captures() => return Err(error),
+                // It was chosen for another number of rows, and may need memory for this one.
+                // Where the stream is well nothing has begun: as if it were rejected.
+                Err(_) => stream.is_idle().map(drop)?,
             }
         }
         // The library may fail to choose while the stream captures (an internal error was reported

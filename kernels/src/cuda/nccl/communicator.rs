@@ -24,6 +24,9 @@ const NAP: Duration = Duration::from_micros(50);
 const CALL_PATIENCE: Duration = Duration::from_secs(1);
 /// Maximum wait for the end of a communicator.
 const END_PATIENCE: Duration = Duration::from_secs(5);
+/// The same for one that is still connecting: NCCL notices only between the steps of that, of which
+/// some search the host or the network. No kernel of it is on the GPU, so nothing is urgent.
+const UNCONNECTED_PATIENCE: Duration = Duration::from_secs(30);
 
 pub(super) const ALGORITHM: &str = "nccl";
 
@@ -141,7 +144,7 @@ impl Communicator {
         match fault {
             Some(fault) => {
                 made.shared.fail(fault.clone());
-                made.end().map_err(|reason| context.hangs(reason))?;
+                made.end_unconnected().map_err(|reason| context.hangs(reason))?;
                 Err(failed(fault).into())
             }
             None => Ok(made),
@@ -246,13 +249,25 @@ impl Communicator {
     /// # Errors
     /// A message, if NCCL does not release it; communicator and watcher are then left behind.
     pub(super) fn end(&mut self) -> Result<(), String> {
+        self.end_within(END_PATIENCE)
+    }
+
+    /// The same for one that has not connected.
+    ///
+    /// # Errors
+    /// Like [`Self::end`].
+    pub(super) fn end_unconnected(&mut self) -> Result<(), String> {
+        self.end_within(UNCONNECTED_PATIENCE)
+    }
+
+    fn end_within(&mut self, patience: Duration) -> Result<(), String> {
         self.shared.abort();
         let Some(watcher) = self.watcher.take() else { return Ok(()) };
         let ended = lock(&self.shared.ended);
-        let waited = self.shared.changed.wait_timeout_while(ended, END_PATIENCE, |ended| !*ended);
+        let waited = self.shared.changed.wait_timeout_while(ended, patience, |ended| !*ended);
         if !waited.is_ok_and(|(ended, _)| *ended) {
             return Err(format!(
-                "NCCL is still running {END_PATIENCE:?} after its communicator was aborted: it \
+                "NCCL is still running {patience:?} after its communicator was aborted: it \
                  hangs"
             ));
         }

@@ -64,7 +64,7 @@ impl NcclGroup {
         let mut communicator = Communicator::begin(nccl, context, id, rank, ranks)?;
         (setup.on_abort_handle)(communicator.abort_handle());
         if let Err(error) = communicator.connected(patience, setup.is_given_up) {
-            communicator.end().map_err(|reason| context.hangs(reason))?;
+            communicator.end_unconnected().map_err(|reason| context.hangs(reason))?;
             return Err(error.into());
         }
         let mut group = Self { communicator, timeout: setup.timeout, stopwatch: None };
