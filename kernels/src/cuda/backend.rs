@@ -74,7 +74,7 @@ impl CudaBackend {
             best: Scratch::new("the best logits of all ranks"),
             apart: None,
             uploader: None,
-            retired: Retired::default(),
+            retired: Retired::of_thread(),
             collective,
             collective_time: Duration::ZERO,
             exchanged: ByteCounters::default(),

@@ -4,14 +4,15 @@
 //!
 //! - `memory`: memory shared with other processes (CUDA IPC), and the words shared with kernels
 //! - `connect`: how ranks find out whether they can, and set up the group
+//! - `retired`: memory of groups that were left
 //! - `trial`: a test exchange of known numbers before anything depends on it
 //! - [`tuning`]: PURE: the kernel for each size, chosen from measured times; and the measurements
 mod connect;
 mod memory;
+mod retired;
 mod trial;
 pub mod tuning;
 
-use std::cell::RefCell;
 use std::mem::ManuallyDrop;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -27,10 +28,8 @@ use crate::collective::{AbortAll, AbortHandle};
 use crate::error::{CollectiveError, KernelError};
 pub(super) use connect::{AgreeError, SetupContext, agree, process_id};
 use memory::{Mapped, SignalWords};
+pub(super) use retired::Retired;
 use tuning::{AllReduceAlgorithm, Thresholds};
-
-/// Memory that was shared with other processes, to be freed once those have closed it.
-pub(super) type Retired = Rc<RefCell<Vec<DeviceMemory>>>;
 
 /// A group of such ranks; see the module. Dropped once the stream is idle.
 #[derive(Debug)]
@@ -49,6 +48,8 @@ pub(super) struct PeerGroup {
     /// Whether ranks of this process use `own` without having opened it.
     shares_process: bool,
     retired: Retired,
+    /// The processes that have opened `own`.
+    processes: Box<[u64]>,
     timeout: Duration,
 }
 
@@ -223,7 +224,7 @@ impl Drop for PeerGroup {
             // only tests have several.
             let _kept = ManuallyDrop::new(own);
         } else {
-            self.retired.borrow_mut().push(own);
+            self.retired.retire(own, &self.processes);
         }
     }
 }

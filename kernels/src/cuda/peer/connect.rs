@@ -108,9 +108,9 @@ impl PeerGroup {
     ) -> Result<Self, AgreeError> {
         let SetupContext { device, collective, capabilities, retired, thresholds, measured_most } =
             site;
-        // All ranks that get here have left their old groups, so nobody uses the memory that was
-        // shared for those.
-        retired.borrow_mut().clear();
+        // All ranks that get here have left their old groups.
+        let processes: Box<[u64]> = capabilities.iter().map(|it| it.process).collect();
+        retired.release(&processes);
         let ranks = capabilities.len();
         let rank = collective.rank() as usize;
         let layout = Layout::of(ranks);
@@ -162,6 +162,7 @@ impl PeerGroup {
             large: None,
             shares_process: capabilities.iter().enumerate().any(shares),
             retired: retired.clone(),
+            processes,
             timeout,
         };
         let mut kept = None;
