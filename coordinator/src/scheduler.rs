@@ -138,6 +138,8 @@ pub struct Scheduler {
     next_admission: u64,
     num_running_requests: u32,
     num_swapped_requests: u32,
+    /// Requests that have been in a step of the present epoch.
+    num_run_here: u32,
     /// Queue capacity taken by requests that have not run; this is what bounds the queue.
     queued: QueueLoad,
     /// Masks that the last [`Scheduler::masks`] found pending although all tokens before are known.
@@ -199,6 +201,7 @@ impl Scheduler {
             next_admission: 1,
             num_running_requests: 0,
             num_swapped_requests: 0,
+            num_run_here: 0,
             queued: QueueLoad::default(),
             masks_awaited: Vec::new(),
             waker: Waker::noop().clone(),
@@ -243,6 +246,18 @@ impl Scheduler {
             host_total: self.host.total(),
             steps_in_flight: self.in_flight.len() as u32,
         }
+    }
+
+    /// Number of requests that could go to another replica, see [`Scheduler::share`].
+    #[must_use]
+    pub fn num_shareable(&self) -> u32 {
+        (self.requests.len() as u32).saturating_sub(self.num_run_here)
+    }
+
+    /// Number of sequences that have not ended.
+    #[must_use]
+    pub fn num_sequences(&self) -> u32 {
+        (self.sequences.len() - self.free_slots.len()) as u32
     }
 
     /// Masks still being computed as of the last [`Scheduler::masks`]; a step waits for them.

@@ -190,6 +190,27 @@ fn a_long_queue_is_handed_over_in_a_moment() {
     assert_eq!(scheduler.gauges().in_flight, 0);
 }
 
+/// Looking at all that wait there for each of them would take minutes.
+#[test]
+fn many_that_ran_elsewhere_are_shared_in_a_moment() {
+    const MANY: u64 = 20_000;
+    let mut here = Scheduler::new(long_queue()).unwrap();
+    let mut other = Scheduler::new(long_queue()).unwrap();
+    for id in 0..MANY {
+        let choice = ResumedChoice { tokens: vec![7], end: None };
+        let resumed = Some(Box::new(Resumed { choices: vec![choice], over: Vec::new() }));
+        here.submit(GenerateRequest { id: RequestId(id), resumed, ..request() }).unwrap();
+        other.submit(GenerateRequest { id: RequestId(MANY + id), ..request() }).unwrap();
+    }
+    let began = Instant::now();
+    let shared = here.share(u32::MAX, u32::MAX);
+    shared.into_iter().for_each(|handed| drop(other.adopt(handed).unwrap()));
+    let took = began.elapsed();
+    assert!(took < MOMENT, "{took:?}");
+    let waiting = other.share(u32::MAX, u32::MAX);
+    assert!(waiting.iter().map(|it| it.id().0).eq(0..2 * MANY), "those that ran go first");
+}
+
 fn failure(events: &mut mpsc::Receiver<EngineEvent>) -> Option<EngineError> {
     std::iter::from_fn(|| events.try_recv().ok()).find_map(|event| match event {
         EngineEvent::Failed(error) => Some(error),

@@ -119,6 +119,27 @@ fn it_waits_where_there_may_be_room_and_else_is_told_that_there_is_none() {
 }
 
 #[test]
+fn what_moves_goes_first_where_the_batch_has_places() {
+    let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
+    let place = |places: [u32; 2]| {
+        let (moved, _large, _small) = outgrown(&hub);
+        let mut migrations = Migrations::default();
+        migrations.expect(ReplicaId(0));
+        // Few requests can be many sequences.
+        let of = |id: u32, load, free_seqs| Candidate {
+            load,
+            free_seqs,
+            ..candidate(id, true, BLOCKS * 16)
+        };
+        let candidates = [of(1, 2, places[0]), of(2, 5, places[1])];
+        migrations.place(ReplicaId(0), moved, candidates.into_iter()).by_replica[0].0.0
+    };
+    assert_eq!(place([0, 1]), 2);
+    assert_eq!(place([1, 1]), 1, "both have places: the one with fewer requests");
+    assert_eq!(place([0, 0]), 1, "none has");
+}
+
+#[test]
 fn what_is_shared_waits_for_a_replica_from_then_on() {
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
     let (mut from, mut sent) = (core(hub.observer()), SentMessages::default());

@@ -323,12 +323,14 @@ impl World {
         self.check_paces();
         if !self.is_awake() {
             self.coordinator.checks.spare_since = None;
+            self.coordinator.idling.forget();
             return;
         }
         if let Some(worker) = self.unnoticed_silence() {
             self.fail(format!("{worker} is silent and still connected"));
         }
         self.check_slow_ranks();
+        self.check_idling();
         if let Some(index) = self.clients.unnoticed(self.coordinator.life, self.now) {
             self.fail(format!("req-{index} is held although its client has left"));
         }

@@ -255,6 +255,21 @@ impl Clients {
         Some(format!("req-{index} at {:?} ({:?})", open.replica, open.state))
     }
 
+    /// The seeds and the room that a KV cache must have, of the requests that a replica has and
+    /// whose clients wait.
+    pub(crate) fn waiting_at(&self, life: Life, replica: ReplicaId) -> Vec<(u64, u32)> {
+        let at = self.at.get(&(life, replica)).into_iter().flatten();
+        let open = at.map(|index| &self.open[*index]);
+        let open = open.filter(|open| open.left.is_none());
+        let needs = |it: &Client| it.prompt.len() as u32 + it.ends.max_tokens;
+        open.map(|open| (open.client.seed, needs(&open.client))).collect()
+    }
+
+    /// How many requests a replica has, or is about to get.
+    pub(crate) fn number_at(&self, life: Life, replica: ReplicaId) -> usize {
+        self.at.get(&(life, replica)).map_or(0, Vec::len)
+    }
+
     /// Whether its client will cancel but has not done so yet.
     pub(crate) fn would_cancel(&self, index: usize) -> bool {
         let open = &self.open[index];

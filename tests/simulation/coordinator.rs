@@ -23,6 +23,7 @@ use shared::wire::auth::Secret;
 
 use crate::checks::LifeChecks;
 use crate::events::Event;
+use crate::idling::Idling;
 use crate::model::lora;
 use crate::network::{LinkId, Side};
 use crate::pace::Paces;
@@ -49,6 +50,7 @@ pub(crate) struct Coordinator {
     pub(crate) seat: usize,
     /// Whether it has taken over what the last leader left.
     restored: bool,
+    max_num_seqs: u32,
     pub(crate) core: Cluster,
     pub(crate) hub: Hub,
     pub(crate) roster: Roster,
@@ -75,6 +77,7 @@ pub(crate) struct Coordinator {
     pub(crate) tokens_before: u64,
     pub(crate) checks: LifeChecks,
     pub(crate) paces: Paces,
+    pub(crate) idling: Idling,
 }
 
 impl Coordinator {
@@ -110,6 +113,7 @@ impl Coordinator {
             life,
             seat,
             restored: false,
+            max_num_seqs: scenario.engine.max_num_seqs,
             core: Cluster::new(config),
             hub: Hub::new(Incarnation(run), Limits::default()),
             roster: Roster::default(),
@@ -129,6 +133,7 @@ impl Coordinator {
             tokens_before: 0,
             checks: LifeChecks::default(),
             paces: Paces::default(),
+            idling: Idling::default(),
         }
     }
 
@@ -138,7 +143,8 @@ impl Coordinator {
 
     /// Does what `ClusterActor::route` does.
     pub(crate) fn route(&mut self, request: &GenerateRequest) -> Option<ReplicaId> {
-        let candidates = self.replicas.iter().map(|(id, running)| running.candidate(*id));
+        let places = self.max_num_seqs;
+        let candidates = self.replicas.iter().map(|(id, running)| running.candidate(*id, places));
         let candidates = with_room(candidates, request.tokens_needed());
         self.affinity.route(&request.prompt, request.affinity_salt(), &candidates)
     }

@@ -12,8 +12,8 @@
 //!   and what the actors do between them
 //! - [`clients`], [`tally`]: requests and what they were promised; [`operators`]: the same for
 //!   commands
-//! - [`checks`], [`pace`], [`convergence`]: what must hold at every moment, after the faults and at
-//!   the end
+//! - [`checks`], [`idling`], [`pace`], [`convergence`]: what must hold at every moment, after the
+//!   faults and at the end
 //! - [`switches`]: guards that can be taken away, to show that the checks notice
 //!
 //! `TUTTI_SIM_SEED=7` replays one seed and prints what happens; `TUTTI_SIM_SEEDS=100000` runs more;
@@ -38,6 +38,7 @@ mod etcd;
 mod events;
 mod executor;
 mod faults;
+mod idling;
 mod membership;
 mod model;
 mod network;
@@ -166,7 +167,7 @@ const GUARD_SEEDS: u64 = 4 * SEEDS;
 /// showed its absence; it only saves the search for another.
 type Mutation = (&'static str, u64, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 60] = [
+const MUTATIONS: [Mutation; 61] = [
     ("ignores_abort", 0, |it| it.ignores_abort = true),
     ("keeps_epoch_without_link", 15, |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", 0, |it| it.keeps_cache = true),
@@ -191,11 +192,12 @@ const MUTATIONS: [Mutation; 60] = [
     ("old_commands_run", 153, |it| it.old_commands_run = true),
     ("ranks_may_disagree", 32, |it| it.ranks_may_disagree = true),
     ("slow_ranks_stay", 48, |it| it.slow_ranks_stay = true),
+    ("queues_are_not_shared", 6, |it| it.queues_are_not_shared = true),
     ("newcomers_displace", 75, |it| it.newcomers_displace = true),
     ("links_not_told_apart", 4, |it| it.links_not_told_apart = true),
     ("token_lost", 0, |it| it.token_lost = true),
     ("token_repeated", 0, |it| it.token_repeated = true),
-    ("gone_process_counts_again", 820, |it| it.gone_process_counts_again = true),
+    ("gone_process_counts_again", 2685, |it| it.gone_process_counts_again = true),
     ("adapters_are_mixed_up", 0, |it| it.adapters_are_mixed_up = true),
     ("masks_are_ignored", 0, |it| it.masks_are_ignored = true),
     ("masks_are_for_anybody", 18, |it| it.masks_are_for_anybody = true),
@@ -223,8 +225,8 @@ const MUTATIONS: [Mutation; 60] = [
     ("swap_pairs_are_mixed_up", 5, |it| it.swap_pairs_are_mixed_up = true),
     ("commands_are_forgotten", 12, |it| it.commands_are_forgotten = true),
     ("commands_stored_unfenced", 388, |it| it.commands_stored_unfenced = true),
-    ("leases_are_given_up", 1144, |it| it.leases_are_given_up = true),
-    ("leads_by_an_old_lease", 1144, |it| it.leads_by_an_old_lease = true),
+    ("leases_are_given_up", 1793, |it| it.leases_are_given_up = true),
+    ("leads_by_an_old_lease", 1793, |it| it.leads_by_an_old_lease = true),
     ("adapters_are_dropped_in_use", 9, |it| it.adapters_are_dropped_in_use = true),
     ("listed_adapters_are_skipped", 17, |it| it.listed_adapters_are_skipped = true),
 ];

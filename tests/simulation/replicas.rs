@@ -21,7 +21,7 @@ use crate::scenario::Time;
 use crate::world::World;
 
 /// How often queues are compared, as in `ClusterActor`.
-const SHARE: Duration = Duration::from_millis(500);
+pub(crate) const SHARE: Duration = Duration::from_millis(500);
 
 /// A message to a replica.
 pub(crate) enum ReplicaMail {
@@ -64,10 +64,13 @@ pub(crate) struct RunningReplica {
 
 impl RunningReplica {
     /// Same as in `ClusterActor`.
-    pub(crate) fn candidate(&self, replica: ReplicaId) -> Candidate {
+    pub(crate) fn candidate(&self, replica: ReplicaId, max_num_seqs: u32) -> Candidate {
+        let sequences = self.load.sequences.load(Ordering::Relaxed);
         Candidate {
             serving: self.serving.is_some(),
             load: self.load.in_flight.load(Ordering::Relaxed),
+            shareable: self.load.shareable.load(Ordering::Relaxed),
+            free_seqs: max_num_seqs.saturating_sub(sequences),
             room: self.room.unwrap_or(u32::MAX),
             ..Candidate::unknown(replica)
         }
@@ -224,6 +227,7 @@ impl World {
                 continue;
             }
             self.check_plan(id, &plan);
+            self.note_admitted(id, &plan);
             self.note_sent(id, &plan);
             self.send(link, Side::Worker, Packet::Down(plan));
         }
@@ -298,9 +302,11 @@ impl World {
     fn place_requests(&mut self, from: ReplicaId, requests: Vec<MovedRequest>) {
         let coordinator = &mut *self.coordinator;
         let life = coordinator.life;
+        let places = self.scenario.engine.max_num_seqs;
         let candidates = coordinator.core.replicas().map(|replica| {
             let unknown = Candidate::unknown(replica.id);
-            coordinator.replicas.get(&replica.id).map_or(unknown, |it| it.candidate(replica.id))
+            let running = coordinator.replicas.get(&replica.id);
+            running.map_or(unknown, |it| it.candidate(replica.id, places))
         });
         let placed = coordinator.migrations.place(from, requests, candidates);
         for request in placed.cancelled {
@@ -326,8 +332,13 @@ impl World {
 
     /// Does what `ClusterActor::share_queues` does.
     fn share_queues(&mut self) {
+        if self.switches.queues_are_not_shared {
+            return;
+        }
         let coordinator = &mut *self.coordinator;
-        let candidates = coordinator.replicas.iter().map(|(id, running)| running.candidate(*id));
+        let places = self.scenario.engine.max_num_seqs;
+        let candidates = coordinator.replicas.iter();
+        let candidates = candidates.map(|(id, running)| running.candidate(*id, places));
         let candidates: Vec<Candidate> = candidates.collect();
         if let Some((from, queue_share)) = queue_share(&candidates) {
             coordinator.migrations.expect(from);

@@ -57,6 +57,8 @@ pub(crate) struct Switches {
     pub(crate) old_commands_run: bool,
     /// Nothing checks whether the ranks have the same tokens.
     pub(crate) ranks_may_disagree: bool,
+    /// Requests stay where they were taken to.
+    pub(crate) queues_are_not_shared: bool,
     /// The cluster is not told of slow ranks.
     pub(crate) slow_ranks_stay: bool,
     /// A process may take the name of another that is still connected.

@@ -79,11 +79,14 @@ struct RunningReplica {
 }
 
 impl RunningReplica {
-    fn candidate(&self, replica: ReplicaId, doubtful: bool) -> Candidate {
+    fn candidate(&self, replica: ReplicaId, max_num_seqs: u32, doubtful: bool) -> Candidate {
+        let sequences = self.load.sequences.load(Ordering::Relaxed);
         Candidate {
             replica,
             serving: self.serving.is_some(),
             load: self.load.in_flight.load(Ordering::Relaxed),
+            shareable: self.load.shareable.load(Ordering::Relaxed),
+            free_seqs: max_num_seqs.saturating_sub(sequences),
             room: self.room.unwrap_or(u32::MAX),
             doubtful,
         }

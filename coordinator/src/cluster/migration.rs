@@ -1,4 +1,5 @@
 //! PURE: requests on their way from a replica that cannot continue them to one that can.
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use shared::ids::{ReplicaId, RequestId};
@@ -14,6 +15,10 @@ pub struct Candidate {
     pub serving: bool,
     /// Number of its requests.
     pub load: u32,
+    /// Those of them that it could give up, since they have not run in its epoch.
+    pub shareable: u32,
+    /// Places in its batch that no sequence has taken or waits for.
+    pub free_seqs: u32,
     /// Tokens its KV cache has room for; `u32::MAX` before it has ever served.
     pub room: u32,
     /// Whether one of its ranks is silent.
@@ -24,7 +29,15 @@ impl Candidate {
     /// A replica about which nothing is known yet.
     #[must_use]
     pub fn unknown(replica: ReplicaId) -> Self {
-        Self { replica, serving: false, load: 0, room: u32::MAX, doubtful: false }
+        Self {
+            replica,
+            serving: false,
+            load: 0,
+            shareable: 0,
+            free_seqs: u32::MAX,
+            room: u32::MAX,
+            doubtful: false,
+        }
     }
 }
 
@@ -64,16 +77,20 @@ pub struct QueueShare {
 }
 
 /// Returns the replica that shares its queue, and how much: half of its excess over the one with
-/// the fewest requests. Running requests stay, so it may give fewer, or none.
+/// the fewest requests, as far as that waits. Of several, the one that can give most; the busiest
+/// may have nothing but requests that run. Those for which the other has no room stay, so it may
+/// give fewer, or none.
 ///
-/// Requests are bound to a replica on arrival. Without sharing, a replica that begins to serve
-/// later, or whose requests were shorter, would idle beside the queues of others.
+/// Requests are bound to a replica on arrival, and go where one serves when theirs breaks. Without
+/// sharing, a replica that begins to serve later, or whose requests were shorter, would idle beside
+/// the queues of others.
 #[must_use]
 pub fn queue_share(candidates: &[Candidate]) -> Option<(ReplicaId, QueueShare)> {
     let serving = || candidates.iter().filter(|candidate| candidate.serving);
-    let from = serving().max_by_key(|candidate| candidate.load)?;
-    let to = serving().min_by_key(|candidate| candidate.load)?;
-    let queue_share = QueueShare { most: (from.load - to.load) / 2, room: to.room };
+    let to = serving().min_by_key(|candidate| (candidate.load, Reverse(candidate.room)))?;
+    let gives = |from: &Candidate| from.shareable.min(from.load.saturating_sub(to.load) / 2);
+    let from = serving().max_by_key(|candidate| (gives(candidate), candidate.load))?;
+    let queue_share = QueueShare { most: gives(from), room: to.room };
     (queue_share.most > 0).then_some((from.replica, queue_share))
 }
 
@@ -124,8 +141,9 @@ impl Migrations {
         }
     }
 
-    /// Places the requests that a replica answered with: on serving replicas with room, least
-    /// loaded first, on doubtful ones only if no other has room. Requests without room on any
+    /// Places the requests that a replica answered with: on serving replicas with room, first those
+    /// whose batch has places left, then the least loaded, on doubtful ones only if no other has
+    /// room. Requests without room on any
     /// serving replica wait where there may be room soon, preferably where they were.
     pub fn place(
         &mut self,
@@ -155,9 +173,13 @@ impl Migrations {
             }
             let needed = request.tokens_needed();
             let fits = serving.values_mut().filter(|(candidate, _)| candidate.room >= needed);
-            let best = fits.min_by_key(|(candidate, _)| (candidate.doubtful, candidate.load));
+            let sequences = request.num_sequences();
+            let best = fits.min_by_key(|(candidate, _)| {
+                (candidate.doubtful, candidate.free_seqs < sequences, candidate.load)
+            });
             if let Some((candidate, requests)) = best {
                 candidate.load += 1;
+                candidate.free_seqs = candidate.free_seqs.saturating_sub(sequences);
                 requests.push(request);
                 continue;
             }
@@ -210,6 +232,7 @@ mod tests {
         let candidate = |id: u32, serving, load| Candidate {
             serving,
             load,
+            shareable: load,
             room: 9,
             ..Candidate::unknown(ReplicaId(id))
         };
@@ -228,6 +251,27 @@ mod tests {
             None,
             "it would go to and fro"
         );
+    }
+
+    #[test]
+    fn who_is_asked_to_share_has_something_that_waits() {
+        let candidate = |id: u32, load, shareable, room| Candidate {
+            serving: true,
+            load,
+            shareable,
+            room,
+            ..Candidate::unknown(ReplicaId(id))
+        };
+        let of = |id, most, room| Some((ReplicaId(id), QueueShare { most, room }));
+        // The busiest one runs all that it has.
+        let candidates = [candidate(0, 20, 0, 9), candidate(1, 12, 3, 9), candidate(2, 0, 0, 5)];
+        assert_eq!(queue_share(&candidates), of(1, 3, 5), "no more than waits");
+        let candidates = [candidate(0, 20, 0, 9), candidate(1, 12, 9, 9), candidate(2, 0, 0, 5)];
+        assert_eq!(queue_share(&candidates), of(1, 6, 5), "no more than half of the excess");
+        assert_eq!(queue_share(&[candidates[0], candidates[2]]), None, "nothing waits");
+        // Of two that idle, the one that more requests fit.
+        let idle = [candidate(3, 0, 0, 7), candidates[1], candidates[2]];
+        assert_eq!(queue_share(&idle), of(1, 6, 7));
     }
 
     #[test]

@@ -110,7 +110,8 @@ pub struct EpochEnded {
 #[rtype(result = "()")]
 pub struct GiveUpRequests;
 
-/// Give requests that have not run yet to replicas with fewer; answered with [`MigrateRequests`].
+/// Give requests that have not run in this epoch to replicas with fewer; answered with
+/// [`MigrateRequests`].
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
 pub struct ShareQueue(pub QueueShare);

@@ -28,6 +28,10 @@ const CANARY_INTERVAL: Duration = Duration::from_secs(1);
 pub struct ReplicaLoad {
     /// Requests accepted and not finished.
     pub in_flight: AtomicU32,
+    /// Those of them that have not been in a step of this epoch.
+    pub shareable: AtomicU32,
+    /// Their sequences that have not ended.
+    pub sequences: AtomicU32,
     /// When all ranks last finished a step of this epoch, in milliseconds of the process's clock; 0
     /// means never.
     pub last_step_ms: AtomicU64,
@@ -228,7 +232,7 @@ impl ReplicaCore {
         requests
     }
 
-    /// Gives up requests that have not run, for a replica with fewer to continue.
+    /// Gives up requests that have not run in this epoch, for a replica with fewer to continue.
     pub fn share(
         &mut self,
         now: Duration,
@@ -333,6 +337,8 @@ impl ReplicaCore {
         self.send_masks(now, outbound);
         let in_flight = u32::try_from(self.driver.num_requests()).unwrap_or(u32::MAX);
         self.load.in_flight.store(in_flight, Ordering::Relaxed);
+        self.load.shareable.store(self.driver.num_shareable(), Ordering::Relaxed);
+        self.load.sequences.store(self.driver.num_sequences(), Ordering::Relaxed);
         let until = self.driver.steps_until().map_or(0, in_ms);
         self.load.steps_until_ms.store(until, Ordering::Relaxed);
     }

@@ -155,6 +155,18 @@ impl ReplicaDriver {
         self.live.len()
     }
 
+    /// Number of requests that could go to another replica.
+    #[must_use]
+    pub fn num_shareable(&self) -> u32 {
+        self.scheduler.num_shareable()
+    }
+
+    /// Number of their sequences that have not ended.
+    #[must_use]
+    pub fn num_sequences(&self) -> u32 {
+        self.scheduler.num_sequences()
+    }
+
     /// Whether a step is sent and not answered.
     #[must_use]
     pub fn is_stepping(&self) -> bool {

@@ -61,6 +61,7 @@ impl Scheduler {
     /// the cause: it fails, so that the others can go on.
     pub fn replica_lost(&mut self, end: EpochEnd, effects: &mut Vec<Effect>) {
         self.epoch = None;
+        self.num_run_here = 0;
         // Nobody counts what the steps in flight computed, so computing it again is no
         // recomputation. Newest first, back to the state before the oldest.
         while let Some(step) = self.in_flight.pop_back() {

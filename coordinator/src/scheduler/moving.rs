@@ -21,8 +21,8 @@ pub struct HandedOver {
 }
 
 impl HandedOver {
-    /// Whether it has not run and comes from a replica that keeps running: it queues like a new
-    /// one.
+    /// Whether it comes from a replica that keeps running: it queues behind those that have waited
+    /// as it has.
     #[must_use]
     pub fn is_shared(&self) -> bool {
         self.shared
@@ -38,6 +38,12 @@ impl HandedOver {
     #[must_use]
     pub fn tokens_needed(&self) -> u32 {
         self.sequences.iter().map(Sequence::tokens_needed).max().unwrap_or(0)
+    }
+
+    /// How many places in a batch it takes.
+    #[must_use]
+    pub fn num_sequences(&self) -> u32 {
+        u32::try_from(self.sequences.len()).unwrap_or(u32::MAX)
     }
 
     /// Its unfinished sequences, by their old ids.
@@ -58,11 +64,20 @@ impl Scheduler {
         self.hand_over_those(&all)
     }
 
-    /// Gives up to `most` of the requests that have not run yet to a replica with fewer, whose KV
-    /// cache has room for `room` tokens. They are chosen evenly along the queue, so that those that
-    /// stay and those that go are both served in order of arrival.
+    /// Whether a request of this scheduler has been in a step of the present epoch.
+    pub(super) fn has_run_here(&self, owner: &Request) -> bool {
+        self.epoch.is_some() && owner.ran_in == self.epoch
+    }
+
+    /// Gives up to `most` of the requests that have not run in this epoch to a replica with fewer,
+    /// whose KV cache has room for `room` tokens. They are chosen evenly along the queue, so that
+    /// those that stay and those that go are both served in order of arrival.
+    ///
+    /// Those that ran elsewhere before go, too: this KV cache has nothing of them, and where a
+    /// replica broke or another coordinator leads, nothing else may wait here.
     pub fn share(&mut self, most: u32, room: u32) -> Vec<HandedOver> {
-        let has_run = |id: RequestId| self.requests.get(&id).is_none_or(|owner| owner.scheduled);
+        let has_run =
+            |id: RequestId| self.requests.get(&id).is_none_or(|owner| self.has_run_here(owner));
         let mut fresh: Vec<RequestId> = Vec::new();
         for slot in &self.waiting {
             let Some(sequence) = &self.sequences[*slot] else { continue };
@@ -108,8 +123,9 @@ impl Scheduler {
     }
 
     /// Takes over another replica's request. It queues before those of equal priority, since it is
-    /// older. A shared one queues behind them like a new one, since others may have waited longer.
-    /// Returns the old and new ids of its sequences. Call [`Scheduler::end_outgrown`] next.
+    /// older. A shared one queues behind those that have run before, as it has, or like a new one,
+    /// since others may have waited longer. Returns the old and new ids of its sequences. Call
+    /// [`Scheduler::end_outgrown`] next.
     ///
     /// # Errors
     /// The request, if it does not fit here.
@@ -127,6 +143,7 @@ impl Scheduler {
             sequences.iter_mut().for_each(|sequence| sequence.fit(room));
         }
         owner.live.clear();
+        owner.ran_in = None;
         let mut names = Vec::with_capacity(sequences.len());
         // Those put in front are put there last to first.
         if !shared {
@@ -138,10 +155,10 @@ impl Scheduler {
             names.push((sequence.id, here));
             sequence.id = here;
             let slot = self.store(sequence);
-            if shared {
-                self.wait_last(slot);
-            } else {
-                self.wait_first(slot);
+            match (shared, owner.scheduled) {
+                (false, _) => self.wait_first(slot),
+                (true, true) => self.wait_shared(slot),
+                (true, false) => self.wait_last(slot),
             }
             owner.live.push(slot);
         }

@@ -79,6 +79,10 @@ impl Scheduler {
         if let Some(owner) = self.requests.get_mut(&request)
             && owner.admitted == 1
         {
+            if owner.ran_in != self.epoch {
+                owner.ran_in = self.epoch;
+                self.num_run_here += 1;
+            }
             if std::mem::replace(&mut owner.scheduled, true) {
                 effects.push(Effect::Resumed { request });
             } else {

@@ -134,7 +134,8 @@ impl Scheduler {
             ids.push(id);
         }
         let (end_tokens, scheduled) = (request.end_tokens, goes_on);
-        let owner = Request { live, end_tokens, admitted: 0, swapped: 0, scheduled, queued };
+        let (admitted, swapped, ran_in) = (0, 0, None);
+        let owner = Request { live, end_tokens, admitted, swapped, scheduled, ran_in, queued };
         self.own(request.id, owner);
         Ok(ids)
     }
@@ -245,6 +246,9 @@ impl Scheduler {
         let owner = self.requests.remove(&id)?;
         if !owner.scheduled {
             self.queued.subtract(owner.queued);
+        }
+        if self.has_run_here(&owner) {
+            self.num_run_here -= 1;
         }
         Some(owner)
     }

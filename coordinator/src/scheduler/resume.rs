@@ -41,14 +41,33 @@ impl Scheduler {
         let priority = self.priority(slot);
         let from = self.waiting.partition_point(|waiting| self.priority(*waiting) < priority);
         let to = self.waiting.partition_point(|waiting| self.priority(*waiting) <= priority);
-        // The request being queued is not registered yet, which counts as run: its choices stay in
-        // order.
-        let has_run = |at: &usize| {
-            let sequence = self.waiting.get(*at).and_then(|slot| self.sequences[*slot].as_ref());
-            let owner = sequence.and_then(|sequence| self.requests.get(&sequence.request));
-            owner.is_none_or(|owner| owner.scheduled)
-        };
-        let at = (from..to).rev().find(has_run).map_or(from, |last| last + 1);
+        let at = (from..to).rev().find(|at| self.waits_having_run(*at));
+        let at = at.map_or(from, |last| last + 1);
         self.waiting.insert(at, slot);
+    }
+
+    /// Queues a sequence between those of equal priority that have run before and those that have
+    /// not. Searches by halves: thousands may come to a queue of thousands that have not run. Where
+    /// some that have not run are before others that have, it may come between those.
+    pub(super) fn wait_shared(&mut self, slot: usize) {
+        let priority = self.priority(slot);
+        let mut from = self.waiting.partition_point(|waiting| self.priority(*waiting) < priority);
+        let mut to = self.waiting.partition_point(|waiting| self.priority(*waiting) <= priority);
+        while from < to {
+            let middle = from.midpoint(to);
+            match self.waits_having_run(middle) {
+                true => from = middle + 1,
+                false => to = middle,
+            }
+        }
+        self.waiting.insert(from, slot);
+    }
+
+    /// Whether what waits at this place has run before. A request that is being queued is not
+    /// registered yet, which counts as run: its choices stay in order.
+    fn waits_having_run(&self, at: usize) -> bool {
+        let sequence = self.waiting.get(at).and_then(|slot| self.sequences[*slot].as_ref());
+        let owner = sequence.and_then(|sequence| self.requests.get(&sequence.request));
+        owner.is_none_or(|owner| owner.scheduled)
     }
 }

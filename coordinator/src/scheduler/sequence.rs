@@ -1,7 +1,7 @@
 //! PURE: the state of one sequence and of one request.
 use std::sync::Arc;
 
-use shared::ids::{BlockId, RequestId, SeqId};
+use shared::ids::{BlockId, Epoch, RequestId, SeqId};
 use shared::protocol::{Drafts, TokenLogprobs};
 use shared::sampling::SamplingParams;
 
@@ -245,6 +245,9 @@ pub(super) struct Request {
     pub(super) swapped: u32,
     /// It has been in a step.
     pub(super) scheduled: bool,
+    /// The last epoch in which it was in a step here: while that lasts, the KV cache may hold
+    /// something of it.
+    pub(super) ran_in: Option<Epoch>,
     /// Queue capacity it took before it ran.
     pub(super) queued: QueueLoad,
 }

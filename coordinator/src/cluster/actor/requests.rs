@@ -57,8 +57,8 @@ impl ClusterActor {
         }
     }
 
-    /// Balances queues: requests are bound to a replica on arrival, so the replica with the most
-    /// requests is asked for some that wait, if another has fewer.
+    /// Balances queues: requests are bound to a replica on arrival, and all of a broken one go
+    /// where one serves. So a replica is asked for some that wait, if another has fewer.
     pub(super) fn share_queues(&mut self) {
         if self.stopping {
             return;
@@ -83,7 +83,8 @@ impl ClusterActor {
     }
 
     fn candidate(&self, id: ReplicaId, running: &RunningReplica) -> Candidate {
-        running.candidate(id, running.is_doubtful(&self.suspects))
+        let doubtful = running.is_doubtful(&self.suspects);
+        running.candidate(id, self.engine.max_num_seqs, doubtful)
     }
 
     fn candidates(&self) -> impl Iterator<Item = Candidate> {

@@ -32,6 +32,12 @@ impl MovedRequest {
         self.handed.tokens_needed()
     }
 
+    /// How many places in a batch it takes.
+    #[must_use]
+    pub fn num_sequences(&self) -> u32 {
+        self.handed.num_sequences()
+    }
+
     /// Ends it if no replica will continue it; without an error its client is gone.
     pub fn end(self, observer: &Observer, error: Option<EngineError>) {
         dropped(&mut observer.record(), self.live, error);
@@ -46,7 +52,7 @@ impl ReplicaDriver {
         self.take_out(handed)
     }
 
-    /// Gives up requests that have not run, for a replica with fewer to continue.
+    /// Gives up requests that have not run in this epoch, for a replica with fewer to continue.
     pub fn share(&mut self, QueueShare { most, room }: QueueShare) -> Vec<MovedRequest> {
         let handed = self.scheduler.share(most, room);
         self.take_out(handed)
@@ -72,8 +78,8 @@ impl ReplicaDriver {
         moved
     }
 
-    /// Continues another replica's requests: before its own waiting ones, or after them if they
-    /// were shared.
+    /// Continues another replica's requests: before its own waiting ones, or after those like them
+    /// if they were shared.
     pub fn adopt(&mut self, now: Duration, moved: Vec<MovedRequest>) {
         let (shared, older): (Vec<MovedRequest>, Vec<MovedRequest>) =
             moved.into_iter().partition(|moved| moved.handed.is_shared());

@@ -99,7 +99,7 @@ fn what_has_not_run_is_shared_evenly_along_the_queue() {
     here.submit(request(0, 3, 2)).unwrap();
     assert!(here.plan(&mut plan, &mut effects));
     // One that has run and waits again; the others never have.
-    here.replica_lost(EpochEnd::Failed, &mut effects);
+    here.running.clone().into_iter().for_each(|slot| here.unadmit(slot));
     for id in 1..=6 {
         here.submit(request(id, 3, 1 + id as u32 % 2)).unwrap();
     }
@@ -124,6 +124,62 @@ fn what_has_not_run_is_shared_evenly_along_the_queue() {
         [7, 1, 3, 5],
         "in their order, behind who was there"
     );
+}
+
+/// A replica takes over what ran at another one, and later gives that one its part again.
+#[test]
+fn what_ran_elsewhere_is_shared_until_it_runs_here() {
+    let ids = |handed: &[HandedOver]| handed.iter().map(|it| it.id().0).collect::<Vec<_>>();
+    let queue = |of: &Scheduler| {
+        let waiting = of.waiting.iter().filter_map(|slot| of.sequences[*slot].as_ref());
+        waiting.map(|sequence| sequence.request.0).collect::<Vec<_>>()
+    };
+    let (mut plan, mut effects) = (StepPlan::default(), Vec::new());
+    let (mut broken, mut here) = (scheduler(20), scheduler(20));
+    (0..6).for_each(|id| drop(broken.submit(request(id, 3, 1)).unwrap()));
+    (10..15).for_each(|id| drop(here.submit(request(id, 3, 1)).unwrap()));
+    assert!(broken.plan(&mut plan, &mut effects) && here.plan(&mut plan, &mut effects));
+    assert_eq!((broken.num_shareable(), here.num_shareable()), (2, 1), "four run");
+    // Not a failure, after which they would run one by one.
+    broken.replica_lost(EpochEnd::Planned, &mut effects);
+    assert_eq!(broken.num_shareable(), 6, "none of them has anything left here");
+    for handed in broken.hand_over().into_iter().rev() {
+        here.adopt(handed).unwrap();
+    }
+    assert_eq!((broken.num_shareable(), here.num_shareable()), (0, 7));
+    assert_eq!(queue(&here), [0, 1, 2, 3, 4, 5, 14]);
+    // It serves again, and has something new already.
+    broken.replica_ready(Epoch(2), 1 << 14, 0, &mut effects);
+    broken.submit(request(20, 3, 1)).unwrap();
+    let shared = here.share(3, u32::MAX);
+    assert_eq!(ids(&shared), [0, 2, 4]);
+    assert!(shared.iter().all(HandedOver::is_shared));
+    shared.into_iter().for_each(|handed| drop(broken.adopt(handed).unwrap()));
+    assert_eq!(queue(&here), [1, 3, 5, 14]);
+    assert_eq!(queue(&broken), [0, 2, 20, 4], "who has run does not wait for who has not");
+    assert_eq!(broken.num_shareable(), 4);
+    assert!(broken.plan(&mut plan, &mut effects));
+    assert_eq!(broken.num_shareable(), 0);
+    assert_eq!(ids(&broken.share(9, u32::MAX)), [0; 0]);
+    // One that has run here and ends is not counted any more.
+    broken.cancel(RequestId(2), &mut effects);
+    broken.submit(request(21, 3, 1)).unwrap();
+    assert_eq!((broken.gauges().in_flight, broken.num_shareable()), (4, 1));
+}
+
+/// All streams of a front end come to the first replica of a new leader.
+#[test]
+fn what_ran_under_another_coordinator_is_shared_too() {
+    let mut here = scheduler(20);
+    for id in 0..4 {
+        let choice = crate::engine::ResumedChoice { tokens: vec![7], end: None };
+        let resumed = crate::engine::Resumed { choices: vec![choice], over: Vec::new() };
+        let resumed = Some(Box::new(resumed));
+        here.submit(GenerateRequest { resumed, ..request(id, 3, 1) }).unwrap();
+    }
+    let shared = here.share(2, u32::MAX);
+    assert_eq!(shared.iter().map(|it| it.id().0).collect::<Vec<_>>(), [0, 2]);
+    assert_eq!((here.gauges().in_flight, here.num_sequences()), (2, 2));
 }
 
 #[test]
