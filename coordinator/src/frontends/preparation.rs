@@ -14,24 +14,43 @@ use crate::engine::{EngineError, EventSender, GenerateRequest, TokenGuide, retry
 use crate::guide::{self, Grammar, GrammarError};
 use crate::text::stream::StopRules;
 
-/// Maximum number of a link's requests that are resumed at a time: there are thousands after a
-/// change of coordinators, and the cores are needed for other work.
-const RESUMED_MAX: usize = 2;
+/// Maximum number of a link's requests whose accepted tokens are replayed at a time: there are
+/// thousands after a change of coordinators, and the cores are needed for other work.
+const REPLAYED_MAX: usize = 2;
+/// Maximum number of a link's resumed requests that wait for their grammars at a time: the compiler
+/// takes a bounded number, of which new requests need some.
+const COMPILED_MAX: usize = 64;
+/// Up to this many end tokens are compared with what was accepted in no time.
+const END_TOKENS_FEW: usize = 64;
 /// Pause before a resumed request retries a grammar that could not be made for want of room.
 const BUSY_PAUSE: Duration = Duration::from_millis(200);
 
 /// The waiting requests of one link, with the receivers of their events: a cancelled request ends
 /// at once, however long its grammar takes. Clones share them.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct PendingRequests {
     waiting: Arc<Mutex<HashMap<RequestId, RemoteEvents>>>,
-    resuming: Arc<Semaphore>,
+    pub(super) turns: Arc<Turns>,
 }
 
-impl Default for PendingRequests {
+/// Bounds what is done at a time for resumed requests. A turn is held only while its work is done:
+/// a grammar can take a minute, and most streams need none.
+#[derive(Debug)]
+pub(super) struct Turns {
+    pub(super) compiling: Semaphore,
+    pub(super) replaying: Semaphore,
+}
+
+impl Default for Turns {
     fn default() -> Self {
-        Self { waiting: Arc::default(), resuming: Arc::new(Semaphore::new(RESUMED_MAX)) }
+        let (compiling, replaying) = (Semaphore::new(COMPILED_MAX), Semaphore::new(REPLAYED_MAX));
+        Self { compiling, replaying }
     }
+}
+
+/// What a request is told whose client has left: nobody hears it.
+fn unwanted() -> EngineError {
+    EngineError::Broke { message: "nobody waits for it any more".to_owned() }
 }
 
 impl PendingRequests {
@@ -52,7 +71,7 @@ impl PendingRequests {
         let pending = self.clone();
         tokio::spawn(async move {
             let is_wanted = || pending.has(id);
-            let made = frontends.prepare(request, &pending.resuming, is_wanted).await;
+            let made = frontends.prepare(request, &pending.turns, is_wanted).await;
             // The client may have left meanwhile, so that the front end has dropped the request.
             let Some(events) = pending.take(id).filter(|events| !events.is_closed()) else {
                 return;
@@ -108,21 +127,25 @@ fn engine_error(id: RequestId, error: GrammarError) -> EngineError {
 }
 
 impl Frontends {
-    /// Returns the request with everything it needs. A resumed request waits while too many other
-    /// grammars are being made, as long as it `is_wanted`.
+    /// Returns the request with everything it needs. A resumed request waits while too much is
+    /// being made for others, as long as it `is_wanted`.
     pub(super) async fn prepare(
         self: &Arc<Self>,
         mut request: Box<GenerateRequest>,
-        resuming: &Semaphore,
+        turns: &Turns,
         is_wanted: impl Fn() -> bool,
     ) -> Result<Box<GenerateRequest>, EngineError> {
         let goes_on = request.resumed.is_some();
-        let _turn = if goes_on { Some(resuming.acquire().await) } else { None };
         let grammar = match request.guide_spec.clone() {
             Some(spec) => {
+                let _turn = if goes_on { Some(turns.compiling.acquire().await) } else { None };
                 let grammar = loop {
+                    // Its client may have left while it waited.
+                    if goes_on && !is_wanted() {
+                        return Err(unwanted());
+                    }
                     let made = self.text.grammars.compile(&self.text, &spec).await;
-                    if !goes_on || !matches!(made, Err(GrammarError::Busy)) || !is_wanted() {
+                    if !goes_on || !matches!(made, Err(GrammarError::Busy)) {
                         break made;
                     }
                     tokio::time::sleep(BUSY_PAUSE).await;
@@ -138,6 +161,15 @@ impl Frontends {
             return Ok(request);
         }
         let max = self.serving.max_model_len;
+        let few = request.end_tokens.len() <= END_TOKENS_FEW;
+        if guides.is_empty() && request.stop_checks.is_empty() && few {
+            resume(&mut request, guides, max)?;
+            return Ok(request);
+        }
+        let _turn = turns.replaying.acquire().await;
+        if !is_wanted() {
+            return Err(unwanted());
+        }
         // Detokenizes up to a whole context; must not block other tasks.
         let resumed = tokio::task::spawn_blocking(move || {
             resume(&mut request, guides, max)?;

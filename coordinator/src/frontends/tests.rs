@@ -8,9 +8,9 @@ use shared::protocol::{
     AcceptedChoice, BadWords, FromFrontend, GuideSpec, SubmitRequest, ThinkingBudget,
 };
 use shared::sampling::{LOGPROBS_MAX, Pooling, SUPPRESSED_MAX, SamplingParams};
-use tokio::sync::Semaphore;
 
 use super::link::LINK_SHIFT;
+use super::preparation::Turns;
 use super::*;
 use crate::adapters::AdapterUse;
 use crate::engine::FinishReason;
@@ -192,7 +192,7 @@ async fn what_was_accepted_is_told_to_stop_checks_and_guides() {
             vec![AcceptedChoice::Over { tokens: 2 }, goes_on(vec![a]), goes_on(vec![a, b])];
         change(&mut submit);
         let request = receiver.frontends.request(submit.id, submit, AdapterUse::default()).unwrap();
-        let made = receiver.frontends.prepare(Box::new(request), &Semaphore::new(1), || true).await;
+        let made = receiver.frontends.prepare(Box::new(request), &Turns::default(), || true).await;
         let request = made.unwrap();
         let choices: Vec<u32> = request.sampling.iter().map(|it| it.choice).collect();
         assert_eq!((choices, request.n()), (vec![1, 2], 3));
@@ -249,6 +249,53 @@ async fn what_was_accepted_is_told_to_stop_checks_and_guides() {
     assert!(receiver.message(FromFrontend::Submit(Box::new(submit))));
     let command = tokio::time::timeout(within, taken.recv()).await.unwrap().unwrap();
     assert!(matches!(command, EngineCommand::Submit { .. }), "{command:?}");
+}
+
+/// After a change of coordinators, what has no text to replay and no grammar is computed at once,
+/// however long others take.
+#[actix_rt::test]
+async fn a_plain_stream_goes_on_while_others_are_prepared() {
+    let (receiver, mut taken) = receiver();
+    let a = receiver.frontends.text.tokenizer.token_to_id("a").unwrap();
+    let turns = receiver.pending.turns.clone();
+    let count = |turns: &tokio::sync::Semaphore| turns.available_permits() as u32;
+    let all = (count(&turns.compiling), count(&turns.replaying));
+    let compiling = turns.compiling.acquire_many(all.0).await.unwrap();
+    let replaying = turns.replaying.acquire_many(all.1).await.unwrap();
+    let ask = |id: u64, change: Change<'_>| {
+        let mut submit = SubmitRequest { id: RequestId(id), stops: Vec::new(), ..request() };
+        submit.end_tokens.truncate(2);
+        submit.accepted = vec![AcceptedChoice::GoesOn(vec![a]); 2];
+        change(&mut submit);
+        assert!(receiver.message(FromFrontend::Submit(Box::new(submit))));
+    };
+    let regex = || Some(GuideSpec::Regex("[a-z]*".to_owned()));
+    ask(1, &|it| it.guide = regex());
+    ask(2, &|it| it.stops = vec!["never".into()]);
+    ask(3, &|_| ());
+    let within = Duration::from_secs(60);
+    let mut next = async || {
+        let command = tokio::time::timeout(within, taken.recv()).await.unwrap().unwrap();
+        let EngineCommand::Submit { request, events } = command else { panic!("{command:?}") };
+        (request.id.0 & 0xff, events)
+    };
+    let (id, _plain) = next().await;
+    assert_eq!(id, 3, "it waits for neither");
+    drop(replaying);
+    let (id, _stops) = next().await;
+    assert_eq!(id, 2, "it needs no grammar");
+    // One whose client leaves while it waits for its turn has nothing compiled.
+    assert!(receiver.message(FromFrontend::Cancel(RequestId(1))));
+    drop(compiling);
+    while count(&turns.compiling) < all.0 || !receiver.pending.is_empty() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert!(receiver.frontends.text.loaded_guides().is_none());
+    // One that is wanted has.
+    ask(4, &|it| it.guide = regex());
+    assert_eq!(next().await.0, 4);
+    assert!(receiver.frontends.text.loaded_guides().is_some());
 }
 
 #[test]
