@@ -41,7 +41,7 @@ pub const CREATED_BYTES_MAX: usize = 64 << 20;
 pub const LOST_GRACE: Duration = Duration::from_secs(1);
 /// Number of ended actors that are remembered, lest a process that was away bring them back.
 const GONE_MAX: usize = 4096;
-/// Number of drained nodes that are remembered.
+/// Number of drained processes that are remembered; the oldest are forgotten first.
 const DRAINED_MAX: usize = 1024;
 
 /// What the shell must do.
@@ -209,8 +209,9 @@ pub struct Placement {
     /// Generations of actors that have ended, oldest first.
     gone: VecDeque<u64>,
     gone_set: BTreeSet<u64>,
-    /// Nodes that are to leave.
-    drained: BTreeSet<String>,
+    /// Linked processes that are to leave, in the order in which they were told. By link, since a
+    /// node's name belongs to one process of each role.
+    drained: VecDeque<Home>,
     /// Until this time, processes of an earlier coordinator may still link to this one.
     settles: Duration,
     keeping: Keeping,
@@ -353,7 +354,7 @@ impl Placement {
         hosting: Hosting,
         effects: &mut Vec<Effect>,
     ) {
-        let draining = self.drained.contains(node);
+        let draining = self.drained.contains(&home);
         let same = |host: &Host| host.hosting == hosting && host.draining == draining;
         if self.hosts.get(&home).is_some_and(same) {
             return;

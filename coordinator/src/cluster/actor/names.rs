@@ -100,8 +100,10 @@ impl ClusterActor {
     }
 
     pub(super) fn report_member(&self, member: &Member) {
-        // The created actors there move with it.
-        self.actors.drains(&member.node, member.draining);
+        // The created actors there move with it. Not those of a front end on the same node.
+        if let Some(connected) = self.connected.get(&member.worker) {
+            self.actors.drains(connected.peer, member.draining);
+        }
         let life = if member.draining { ActorLife::Draining } else { ActorLife::Alive };
         let doubt = self.core.doubt(member.worker);
         self.report_worker(member.worker, &member.node, life, doubt.as_deref());

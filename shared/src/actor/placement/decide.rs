@@ -13,6 +13,7 @@ impl Placement {
     /// The link to a process is gone. The actors in it may be back in a moment, or are started
     /// elsewhere.
     pub fn lost(&mut self, now: Duration, home: Home, reason: &str, effects: &mut Vec<Effect>) {
+        self.drained.retain(|drained| *drained != home);
         if self.hosts.remove(&home).is_none() {
             return;
         }
@@ -131,29 +132,27 @@ impl Placement {
         Ok(())
     }
 
-    /// A node is to leave, or stays after all: its actors finish the messages that they hold and
-    /// are placed elsewhere.
-    pub fn drains(&mut self, now: Duration, node: &str, leaves: bool, effects: &mut Vec<Effect>) {
-        let changed = match leaves {
-            true => self.drained.insert(node.to_owned()),
-            false => self.drained.remove(node),
-        };
-        if !changed {
+    /// A linked process is to leave, or stays after all: its actors finish the messages that they
+    /// hold and are placed elsewhere. Forgotten with its link.
+    pub fn drains(&mut self, now: Duration, home: Home, leaves: bool, effects: &mut Vec<Effect>) {
+        if self.drained.contains(&home) == leaves {
             return;
         }
-        while self.drained.len() > DRAINED_MAX {
-            self.drained.pop_first();
+        if leaves {
+            self.drained.push_back(home);
+        } else {
+            self.drained.retain(|drained| *drained != home);
         }
-        let mut homes = Vec::new();
-        for (home, host) in self.hosts.iter_mut().filter(|(_, host)| host.node == node) {
+        while self.drained.len() > DRAINED_MAX {
+            self.drained.pop_front();
+        }
+        if let Some(host) = self.hosts.get_mut(&home) {
             host.draining = leaves;
-            homes.push(*home);
         }
         // Fewer places, but others wait for other reasons now.
         self.rooms += 1;
         if leaves {
-            let there = |home: Option<Home>| home.is_some_and(|home| homes.contains(&home));
-            let names = self.actors.iter().filter(|(_, actor)| there(actor.home()));
+            let names = self.actors.iter().filter(|(_, actor)| actor.home() == Some(home));
             let names: Vec<String> = names.map(|(name, _)| name.clone()).collect();
             for name in names {
                 self.moves(&name, effects);

@@ -133,7 +133,7 @@ impl Placement {
             Phase::Moving(_)
                 if actor.creation.at.node.is_some()
                     && !actor.creation.at.soft
-                    && self.drained.contains(&actor.node) =>
+                    && self.drained.contains(&home) =>
             {
                 self.bury(name, "its node drains, and it may be on no other", effects);
             }
@@ -285,7 +285,7 @@ impl Placement {
         effects: &mut Vec<Effect>,
     ) {
         let draining = self.hosts.get(&home).is_some_and(|host| host.draining);
-        let leaves = draining || self.drained.contains(node);
+        let leaves = draining || self.drained.contains(&home);
         self.keep(name);
         let Some(actor) = self.actors.get_mut(name) else { return };
         node.clone_into(&mut actor.node);

@@ -343,7 +343,7 @@ fn a_drained_node_s_actors_move_without_counting_as_failures() {
     let fixed = begun(&effects)[0].1.instance;
     says(&mut placement, NOW, 1, "b", fixed, ActorLife::Alive);
     let mut effects = Vec::new();
-    placement.drains(NOW, "n1", true, &mut effects);
+    placement.drains(NOW, home(1), true, &mut effects);
     let finish = |instance| (home(1), instance, EndHow::Finish);
     assert_eq!(ended(&effects), [finish(moving), finish(fixed)]);
     assert!(begun(&effects).is_empty(), "when it has finished its messages");
@@ -353,10 +353,46 @@ fn a_drained_node_s_actors_move_without_counting_as_failures() {
     let report = life(&says(&mut placement, NOW, 1, "b", fixed, ActorLife::Dead)).unwrap();
     assert_eq!(report.life, ActorLife::Dead);
     assert!(report.reason.unwrap().contains("its node drains"));
-    // Another process of that node may take some again.
-    placement.drains(NOW, "n1", false, &mut Vec::new());
+    // It stays after all, and may take some again.
+    placement.drains(NOW, home(1), false, &mut Vec::new());
     let back = Creation { at: Where::node("n1"), ..creation("c") };
     assert_eq!(begun(&create(&mut placement, wanted(3, back)))[0].0, home(1));
+}
+
+/// A worker and a front end of one node have the same name.
+#[test]
+fn what_drains_is_one_process_until_its_link_ends() {
+    let mut placement = nodes(&[1]);
+    let hosting = |placement: &mut Placement, peer: u64| {
+        let offer = NodeResources { cpus: 1, ..NodeResources::default() };
+        let hosting = Hosting { classes: vec!["counter".to_owned()], offer };
+        placement.hosting(NOW, home(peer), "n1", hosting, &mut Vec::new());
+    };
+    hosting(&mut placement, 2);
+    placement.drains(NOW, home(1), true, &mut Vec::new());
+    let draining = |placement: &Placement| {
+        placement.hosts.iter().map(|(home, host)| (*home, host.draining)).collect::<Vec<_>>()
+    };
+    assert_eq!(draining(&placement), [(home(1), true), (home(2), false)]);
+    let at = |name: &str| Creation { at: Where::node("n1"), ..creation(name) };
+    assert_eq!(begun(&create(&mut placement, wanted(1, at("a"))))[0].0, home(2));
+    // What it says again over the same link changes nothing.
+    hosting(&mut placement, 1);
+    assert_eq!(draining(&placement), [(home(1), true), (home(2), false)]);
+    // The next process of that node may stay.
+    placement.lost(NOW, home(1), "it has left", &mut Vec::new());
+    hosting(&mut placement, 3);
+    assert_eq!(draining(&placement), [(home(2), false), (home(3), false)]);
+    assert!(placement.drained.is_empty());
+    // Those that were told first are forgotten first, whatever they are called.
+    let many = DRAINED_MAX as u64 + 2;
+    let told = |placement: &mut Placement, peer: u64| {
+        placement.drains(NOW, home(peer), true, &mut Vec::new());
+    };
+    (10..10 + many).rev().for_each(|peer| told(&mut placement, peer));
+    assert_eq!(placement.drained.len(), DRAINED_MAX);
+    let known = |peer| placement.drained.contains(&home(peer));
+    assert!(known(10) && !known(9 + many) && !known(8 + many));
 }
 
 #[test]

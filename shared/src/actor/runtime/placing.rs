@@ -128,11 +128,15 @@ impl ActorRuntime {
         self.tell_hosting(state);
     }
 
-    /// A node of a worker is to leave, or stays after all; called at the hub.
-    pub fn drains(&self, node: &str, leaves: bool) {
+    /// A linked process is to leave, or stays after all; called at the hub.
+    pub fn drains(&self, peer: PeerId, leaves: bool) {
         let (mut effects, now) = (Vec::new(), self.inner.clock.now());
         let mut state = self.state();
-        state.placement.drains(now, node, leaves, &mut effects);
+        if !state.peers.contains_key(&peer) {
+            // Its link has just ended, with all that was remembered of it.
+            return;
+        }
+        state.placement.drains(now, Home::Peer(peer), leaves, &mut effects);
         self.decided(&mut state, effects);
     }
 

@@ -367,7 +367,7 @@ fn one_that_waited_for_a_place_waits_on_and_that_is_no_restart() {
     let (instance, _) = started(&mut placement, wanted(1, creation("a")));
     stored(&mut placement);
     let mut effects = Vec::new();
-    placement.drains(NOW, "n1", true, &mut effects);
+    placement.drains(NOW, home(1), true, &mut effects);
     says(&mut placement, NOW, 1, "a", instance, ActorLife::Dead);
     let waits = KeptStart { waits: true, ..start(1001, 1, 0, 0) };
     assert_eq!(stored(&mut placement), [put(None, "a", waits)]);

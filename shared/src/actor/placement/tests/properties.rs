@@ -461,8 +461,9 @@ impl World {
             26 => self.passes(u64::from(b) * 100),
             27 => self.kills(name, b % 2 == 0),
             28 => {
-                let node = self.processes[index].node.clone();
-                self.decide(|core, now, effects| core.drains(now, &node, b % 2 == 0, effects));
+                if let Some(home) = self.processes[index].link.map(Home::Peer) {
+                    self.decide(|core, now, effects| core.drains(now, home, b % 2 == 0, effects));
+                }
             }
             29 if b < 32 => self.fails_over(),
             29 if b < 64 => {
@@ -483,8 +484,7 @@ impl World {
     /// Everything is whole again, for two minutes.
     fn settles_down(&mut self) {
         for index in 0..PROCESSES {
-            let node = self.processes[index].node.clone();
-            self.decide(|core, now, effects| core.drains(now, &node, false, effects));
+            // Over a new link, none is known to drain.
             self.link(index);
         }
         for _ in 0..600 {

@@ -291,7 +291,8 @@ async fn a_drained_node_s_actor_finishes_and_moves() {
         tokio::spawn(async move { addr.ask(&Do::Block(300), PATIENCE).await })
     };
     tokio::time::sleep(Duration::from_millis(100)).await;
-    hub.drains("a", true);
+    let of_a = hub.state().peers.iter().find(|(_, peer)| peer.node == "a").map(|(id, _)| *id);
+    hub.drains(of_a.unwrap(), true);
     assert_eq!(busy.await.unwrap(), Ok((0, "a".to_owned())), "what it had is finished");
     let moved = addr.ask_again(&Do::WhereAreYou, PATIENCE, 0).await;
     assert_eq!(moved, Ok((0, "b".to_owned())));
