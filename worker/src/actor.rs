@@ -2,7 +2,8 @@
 //! passes commands to the executor, and sends the executor's messages.
 //!
 //! It ends if the coordinator asks it to shut down, if the process tells it to stop
-//! ([`StopWorker`]), or if it is refused for a reason that trying again cannot change. It lets the
+//! ([`StopWorker`]), or if it is refused for a reason that trying again cannot change: by a
+//! coordinator that has proved itself, or by anybody before one has welcomed it. It lets the
 //! process's named actors finish, sends the last lines of its log and says goodbye. Losing the link
 //! does not end it: the epoch ends, the weights stay, and it dials again.
 //!

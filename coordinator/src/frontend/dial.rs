@@ -34,7 +34,8 @@ impl Dialler {
     }
 
     /// Dials until a coordinator answers: at once the first time, after a short pause if the link
-    /// to `last` broke; another leader is dialled without a pause.
+    /// to `last`, which had welcomed this front end, broke; another leader is dialled without a
+    /// pause.
     ///
     /// # Errors
     /// [`FrontendError::Refused`].
@@ -44,6 +45,7 @@ impl Dialler {
         last: Option<Destination>,
     ) -> Result<JoinedLink, FrontendError> {
         let (mut wait, mut unreached) = (REDIAL_MIN, Unreached::default());
+        let was_welcomed = last.is_some();
         let mut to = match last {
             Some(last) => self.pause(&mut wait, last).await,
             None => self.address.other(None).await,
@@ -64,7 +66,11 @@ impl Dialler {
                 Err(error @ JoinError::Fetch(_)) => {
                     return Err(FrontendError::Refused(error.to_string()));
                 }
-                Err(JoinError::Retry(reason)) => {
+                Err(JoinError::Unproven(reason)) if !was_welcomed => {
+                    return Err(FrontendError::Refused(reason));
+                }
+                // One that has been welcomed belongs here, whoever answers now.
+                Err(JoinError::Retry(reason) | JoinError::Unproven(reason)) => {
                     if let Some(seconds) = unreached.failed(self.clock.now()) {
                         let coordinator = to.address.as_str();
                         tracing::warn!(coordinator, %reason, seconds, "cannot join yet; dialling until it answers");

@@ -137,7 +137,11 @@ impl Handler<DialOutcome> for WorkerActor {
         match outcome {
             Ok(_) if superseded => self.dial(ctx, Duration::ZERO),
             Ok((connection, welcome)) => self.joined(ctx, connection, &welcome),
-            Err(JoinError::Retry(reason)) => {
+            Err(JoinError::Unproven(reason)) if self.slot.is_none() => {
+                self.finish(ctx, WorkerEnd::Refused { reason });
+            }
+            // One that has been welcomed belongs here, whoever answers now.
+            Err(JoinError::Retry(reason) | JoinError::Unproven(reason)) => {
                 match self.unreached.failed(self.config.clock.now()) {
                     Some(seconds) => {
                         tracing::warn!(coordinator, %reason, seconds, "cannot join yet; dialling until it answers");

@@ -7,6 +7,7 @@ use shared::ids::{Incarnation, RequestId};
 use shared::metrics::application::Metrics;
 use shared::protocol::{EngineEvent, FrontendId, FrontendWelcome};
 use shared::sampling::SamplingParams;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 
 use super::*;
@@ -106,6 +107,29 @@ async fn a_front_end_stops_though_its_coordinator_takes_nothing() {
     stop.send(()).unwrap();
     let end = tokio::time::timeout(PATIENCE, running).await.expect("it stops").unwrap();
     assert!(end.is_none(), "{end:?}");
+}
+
+/// Something else answers at the coordinator's address for a while.
+#[tokio::test]
+async fn a_front_end_that_was_welcomed_dials_on_whoever_answers() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (clock, options) = options(&listener.local_addr().unwrap().to_string());
+    let to = options.coordinator.current().unwrap();
+    let mut dialler = Dialler::new(&options, clock);
+    let answers = tokio::spawn(async move {
+        for _ in 0..3 {
+            let mut stream = listener.accept().await.unwrap().0;
+            let _ = stream.read(&mut [0; 4096]).await;
+            stream.write_all(&b"HTTP/1.1 400 Bad Request\r\n\r\n".repeat(4)).await.unwrap();
+            let _ = stream.read(&mut [0; 4096]).await;
+        }
+        coordinator_that_reads_nothing(listener).await;
+    });
+    let first = tokio::time::timeout(PATIENCE, dialler.dial(&hello(), None)).await.unwrap();
+    assert!(matches!(first, Err(FrontendError::Refused(_))), "{:?}", first.map(|_| ()));
+    let again = tokio::time::timeout(PATIENCE, dialler.dial(&hello(), Some(to))).await.unwrap();
+    assert!(again.is_ok(), "{:?}", again.map(|_| ()));
+    answers.abort();
 }
 
 /// Regression test: commands came so often that a timer recreated for each of them never fired.

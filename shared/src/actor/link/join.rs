@@ -27,6 +27,10 @@ pub enum JoinError {
     /// Another attempt would end the same way.
     #[error("{0}")]
     Refused(String),
+    /// Likewise, as far as the peer is the coordinator: it has proved nothing, not even that it
+    /// belongs to the cluster. Whoever was welcomed before dials again.
+    #[error("{0}")]
+    Unproven(String),
     /// It is taken when it has these files.
     #[error("files are missing: {}", .0.models.join(", "))]
     Fetch(ToFetch),
@@ -35,7 +39,8 @@ pub enum JoinError {
 impl From<CloseReason> for JoinError {
     fn from(reason: CloseReason) -> Self {
         match reason.lasts() {
-            true => Self::Refused(reason.to_string()),
+            // Whatever ends a handshake in this way comes before the peer's proof, or without it.
+            true => Self::Unproven(reason.to_string()),
             false => Self::Retry(reason.to_string()),
         }
     }
@@ -107,7 +112,65 @@ pub async fn join<W: DeserializeOwned>(
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::{TcpListener, TcpStream};
+
     use super::*;
+    use crate::wire::auth::Secret;
+
+    /// What a process that dials with the secret, or without one, makes of a peer.
+    async fn joined<F: Future<Output = ()>>(
+        secret: Option<&str>,
+        peer: impl FnOnce(TcpStream) -> F,
+    ) -> JoinError {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let secret = secret.map(|secret| Keyring::read(secret.as_bytes()).unwrap());
+        let hello = "hello".to_owned();
+        let joining = join::<String>(&address, secret.as_ref(), FrameKind::Hello, &hello);
+        let peer = async { peer(listener.accept().await.unwrap().0).await };
+        tokio::join!(joining, peer).0.map(|_| ()).unwrap_err()
+    }
+
+    const SECRET: &str = "a secret of at least thirty-two bytes";
+
+    #[tokio::test]
+    async fn who_proves_nothing_is_told_from_the_coordinator() {
+        let http = async |mut stream: TcpStream| {
+            let _ = stream.read(&mut [0; 4096]).await;
+            stream.write_all(&b"HTTP/1.1 400 Bad Request\r\n\r\n".repeat(8)).await.unwrap();
+            let _ = stream.read(&mut [0; 4096]).await;
+        };
+        let refuses = async |stream: TcpStream| {
+            let mut connection = Connection::new(stream).unwrap();
+            let version = crate::protocol::PROTOCOL_VERSION;
+            connection.refuse(version, "go away").await.unwrap();
+        };
+        for secret in [None, Some(SECRET)] {
+            let error = joined(secret, http).await;
+            assert!(matches!(error, JoinError::Unproven(_)), "{error:?}");
+        }
+        let error = joined(Some(SECRET), refuses).await;
+        let JoinError::Unproven(reason) = &error else { panic!("{error:?}") };
+        assert!(reason.contains("go away"), "{reason}");
+        let of_another = async |stream: TcpStream| {
+            let mut connection = Connection::new(stream).unwrap();
+            let secret = Keyring::read(b"another secret of thirty-two bytes, too").unwrap().first();
+            let _ = connection.authenticate_as_server(&secret, HANDSHAKE_DEADLINE).await;
+        };
+        let error = joined(Some(SECRET), of_another).await;
+        assert!(matches!(error, JoinError::Unproven(_)), "{error:?}");
+        // One that has the secret means it.
+        let means_it = async |stream: TcpStream| {
+            let mut connection = Connection::new(stream).unwrap();
+            let secret: Secret = Keyring::read(SECRET.as_bytes()).unwrap().first();
+            connection.authenticate_as_server(&secret, HANDSHAKE_DEADLINE).await.unwrap();
+            connection.receive(HANDSHAKE_DEADLINE).await.unwrap();
+            let body = codec::encode("never").unwrap();
+            connection.send(FrameKind::Refused, &body).await.unwrap();
+        };
+        assert_eq!(joined(Some(SECRET), means_it).await, JoinError::Refused("never".to_owned()));
+    }
 
     #[test]
     fn a_peer_that_is_not_reached_is_spoken_of_once_a_minute() {
