@@ -2,7 +2,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use shared::clock::{Clock, SystemClock};
+use shared::clock::{Clock, SystemClock, since_1970};
 use shared::metrics::merger::checkpoint::Checkpoint;
 use shared::metrics::{Exemplars, Merged};
 
@@ -42,7 +42,7 @@ impl Publication {
     #[must_use]
     pub fn new(hub: Arc<Hub>, patience: Duration, stall: Duration) -> Self {
         let clock = SystemClock::start();
-        let published = Mutex::new(Published::new(patience, stall, clock.now()));
+        let published = Mutex::new(Published::new(patience, stall, clock.now(), since_1970()));
         Self { hub, clock, published }
     }
 
@@ -97,7 +97,7 @@ impl Publication {
 
     fn published(&self) -> MutexGuard<'_, Published<PageSnapshot>> {
         let mut published = self.published.lock().unwrap_or_else(PoisonError::into_inner);
-        published.record_progress(self.clock.now());
+        published.record_progress(self.clock.now(), since_1970());
         published
     }
 }

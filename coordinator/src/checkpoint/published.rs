@@ -9,7 +9,9 @@
 //! page shows the present again, or, while a write is under way, the moment being written: it may
 //! be acknowledged, and must not be less than what was seen before.
 //!
-//! A process that stood still for long cannot know whether another leads since. Who asked it
+//! A process that stood still for long cannot know whether another leads since. Nor can a process
+//! whose machine was suspended: the monotonic clock stood still with it, and only the wall clock
+//! shows that, as soon as it is right again. Who asked it
 //! meanwhile is answered first of all, before it hears of that. So its page has no totals until
 //! etcd has acknowledged a write that was begun afterwards, or did not answer for a while.
 use std::sync::Arc;
@@ -22,8 +24,9 @@ pub struct Published<T> {
     patience: Duration,
     /// How long the process may stand still without another that leads since.
     stall: Duration,
-    /// When it was last seen not to stand still.
+    /// When it was last seen not to stand still, also by the wall clock.
     beat: Duration,
+    beat_wall: Duration,
     /// When it was found to have stood still for longer.
     doubted: Option<Duration>,
     acknowledged: Option<TakenSnapshot<T>>,
@@ -39,15 +42,25 @@ struct TakenSnapshot<T> {
 impl<T> Published<T> {
     /// Starts with nothing acknowledged.
     #[must_use]
-    pub fn new(patience: Duration, stall: Duration, now: Duration) -> Self {
-        Self { patience, stall, beat: now, doubted: None, acknowledged: None, writing: None }
+    pub fn new(patience: Duration, stall: Duration, now: Duration, wall: Duration) -> Self {
+        Self {
+            patience,
+            stall,
+            beat: now,
+            beat_wall: wall,
+            doubted: None,
+            acknowledged: None,
+            writing: None,
+        }
     }
 
     /// To be called several times within the stall that is tolerated, and before any other use:
-    /// the process runs.
-    pub fn record_progress(&mut self, now: Duration) {
+    /// the process runs. `wall` is the time since 1970: that it jumps ahead is no proof that the
+    /// machine stood still, but doubts cost only the page until the next write.
+    pub fn record_progress(&mut self, now: Duration, wall: Duration) {
         let still = now.saturating_sub(std::mem::replace(&mut self.beat, now));
-        if still > self.stall {
+        let by_wall = wall.saturating_sub(std::mem::replace(&mut self.beat_wall, wall));
+        if still.max(by_wall) > self.stall {
             self.doubted = Some(now);
             // Time in which nothing was done is no time in which etcd did not answer.
             if let Some(taken) = &mut self.acknowledged {
@@ -128,7 +141,14 @@ mod tests {
     const STALL: Duration = Duration::from_secs(2);
 
     fn new<T>() -> Published<T> {
-        Published::new(PATIENCE, STALL, Duration::ZERO)
+        Published::new(PATIENCE, STALL, Duration::ZERO, YEARS)
+    }
+
+    /// Since 1970, when the process began.
+    const YEARS: Duration = Duration::from_secs(1 << 31);
+
+    fn beat<T>(published: &mut Published<T>, count: u64) {
+        published.record_progress(seconds(count), YEARS + seconds(count));
     }
 
     fn seconds(count: u64) -> Duration {
@@ -192,17 +212,17 @@ mod tests {
     fn a_process_that_stood_still_shows_no_totals_until_etcd_has_taken_later_ones() {
         let mut published = new();
         published.acknowledged(seconds(0), Arc::new(1));
-        published.record_progress(seconds(1));
-        published.record_progress(seconds(3));
+        beat(&mut published, 1);
+        beat(&mut published, 3);
         assert!(published.has_totals(), "it may stand still for so long");
         published.writing(seconds(4), Arc::new(2));
-        published.record_progress(seconds(20));
+        beat(&mut published, 20);
         assert!(!published.has_totals());
         // What was written before says nothing of now; nor does an idle cluster need no answer.
         published.written(true);
         assert!(!published.has_totals());
         assert!(!published.renewed(seconds(20), |shown| shown + 1));
-        published.record_progress(seconds(21));
+        beat(&mut published, 21);
         published.writing(seconds(21), Arc::new(3));
         published.written(false);
         assert!(!published.has_totals());
@@ -212,25 +232,50 @@ mod tests {
         assert_eq!(published.shown(seconds(21)).as_deref(), Some(&4));
     }
 
+    /// The monotonic clock of a machine that was suspended stood still with it.
+    #[test]
+    fn a_machine_that_stood_still_is_noticed_by_its_wall_clock() {
+        let mut published = new();
+        published.acknowledged(seconds(0), Arc::new(1));
+        published.writing(seconds(1), Arc::new(2));
+        let hour = seconds(3600);
+        published.record_progress(seconds(2), YEARS + hour);
+        assert!(!published.has_totals());
+        published.written(true);
+        assert!(!published.has_totals(), "the write was begun before");
+        // It has run on since; the acknowledged moment is as old as it was.
+        published.record_progress(seconds(3), YEARS + hour + seconds(1));
+        published.writing(seconds(3), Arc::new(3));
+        published.written(true);
+        assert_eq!(published.shown(seconds(3)).as_deref(), Some(&3));
+        assert!(published.has_totals());
+        // A clock that is set back, or forward a little, says nothing.
+        published.record_progress(seconds(4), YEARS);
+        published.record_progress(seconds(5), YEARS + STALL);
+        assert!(published.has_totals());
+        published.record_progress(seconds(6), YEARS + STALL + STALL + seconds(1));
+        assert!(!published.has_totals());
+    }
+
     #[test]
     fn a_process_that_stood_still_goes_on_when_etcd_does_not_answer() {
         let mut published = new();
         published.acknowledged(seconds(0), Arc::new(1));
-        published.record_progress(seconds(30));
+        beat(&mut published, 30);
         for now in 31..=40 {
-            published.record_progress(seconds(now));
+            beat(&mut published, now);
             assert!(!published.has_totals());
             // Fenced: the time that it stood still does not make the page one of the present.
             published.keep_page(seconds(now));
         }
-        published.record_progress(seconds(41));
+        beat(&mut published, 41);
         assert!(published.has_totals());
         assert_eq!(published.shown(seconds(41)).as_deref(), Some(&1));
-        published.record_progress(seconds(43));
-        published.record_progress(seconds(45));
-        published.record_progress(seconds(47));
-        published.record_progress(seconds(49));
-        published.record_progress(seconds(51));
+        beat(&mut published, 43);
+        beat(&mut published, 45);
+        beat(&mut published, 47);
+        beat(&mut published, 49);
+        beat(&mut published, 51);
         assert_eq!(published.shown(seconds(51)), None, "etcd did not answer for long");
     }
 
