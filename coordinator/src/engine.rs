@@ -142,7 +142,8 @@ pub struct GenerateRequest {
     pub response_id: Arc<str>,
     /// Whether to note what happens to it ([`EngineEvent::Note`]).
     pub traced: bool,
-    /// What a lost engine accepted for it; it continues from there.
+    /// What a lost engine accepted for it, perhaps nothing; it continues from there, and was let in
+    /// before.
     pub resumed: Option<Box<Resumed>>,
 }
 
@@ -162,6 +163,14 @@ pub struct ResumedChoice {
     pub tokens: Vec<u32>,
     /// How they complete the choice, if they do: then only the report of its end was lost.
     pub end: Option<FinishReason>,
+}
+
+impl Resumed {
+    /// Whether any token was accepted, or any choice has ended.
+    #[must_use]
+    pub fn has_begun(&self) -> bool {
+        !self.over.is_empty() || self.choices.iter().any(|choice| !choice.tokens.is_empty())
+    }
 }
 
 impl GenerateRequest {

@@ -502,6 +502,7 @@ fn submit() -> SubmitRequest {
             AcceptedChoice::GoesOn(vec![7, 70_000]),
             AcceptedChoice::Over { tokens: 300 },
         ],
+        again: true,
     }
 }
 

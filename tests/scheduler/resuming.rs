@@ -9,7 +9,8 @@ use coordinator::metrics::Hub;
 use coordinator::replica::core::ReplicaCore;
 use shared::ids::{Epoch, Incarnation, RequestId};
 use shared::metrics::catalogue::{
-    GENERATION_TOKENS, PROMPT_TOKENS, REQUEST_SUCCESS, REQUESTS_ACCEPTED, TOKENS_RECOMPUTED,
+    GENERATION_TOKENS, PROMPT_TOKENS, REQUEST_SUCCESS, REQUESTS_ACCEPTED, TIME_TO_FIRST_TOKEN,
+    TOKENS_RECOMPUTED,
 };
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
@@ -53,6 +54,52 @@ fn submit(
 
 fn events(receiver: &mut mpsc::Receiver<EngineEvent>) -> Vec<EngineEvent> {
     std::iter::from_fn(|| receiver.try_recv().ok()).collect()
+}
+
+#[test]
+fn what_was_let_in_before_is_let_in_again_though_nothing_came_of_it() {
+    let (hub, mut sent) = (hub(), SentMessages::default());
+    let mut core = core(hub.observer());
+    let fresh =
+        |id: u32| GenerateRequest { id: RequestId(id.into()), prompt: vec![id; 3], ..request() };
+    let mut kept: Vec<_> = (1..=4).map(|id| submit(&mut core, fresh(id), &mut sent)).collect();
+    let mut full = submit(&mut core, fresh(5), &mut sent);
+    assert!(matches!(events(&mut full)[..], [EngineEvent::Failed(EngineError::QueueFull { .. })]));
+    kept.push(submit(&mut core, resumed(6, &[(0, None)]), &mut sent));
+    assert!(kept.iter_mut().all(|receiver| events(receiver).is_empty()), "there is no bound");
+    // One that fitted the caches of the last leader's replicas is not told that it asks for too
+    // much.
+    core.epoch_formed(NOW, Epoch(1), 2, 0, WORKERS.to_vec(), &mut sent);
+    let large = |request: GenerateRequest| GenerateRequest {
+        prompt: vec![1; 16],
+        max_tokens: 48,
+        ..request
+    };
+    let mut new = submit(&mut core, large(fresh(7)), &mut sent);
+    let new = events(&mut new);
+    assert!(matches!(new[..], [EngineEvent::Failed(EngineError::TooLarge { .. })]), "{new:?}");
+    let mut again = submit(&mut core, large(resumed(8, &[(0, None)])), &mut sent);
+    let again = events(&mut again);
+    assert!(
+        matches!(again[..], [EngineEvent::Failed(EngineError::Unavailable { .. })]),
+        "{again:?}"
+    );
+}
+
+/// Only what has begun was observed by another coordinator.
+#[test]
+fn a_first_token_is_observed_where_it_comes() {
+    for (tokens, observed) in [(0, 1), (1, 0)] {
+        let (hub, mut sent) = (hub(), SentMessages::default());
+        let mut core = core(hub.observer());
+        let _events = submit(&mut core, resumed(1, &[(tokens, None)]), &mut sent);
+        core.epoch_formed(NOW, Epoch(1), 8, 0, WORKERS.to_vec(), &mut sent);
+        let plan = sent.plans[0].clone();
+        core.step_done(NOW, WORKERS[0], result(&plan, 0), &mut sent);
+        assert_eq!(hub.merged().counter_sum(GENERATION_TOKENS), 1);
+        let count = hub.merged().histogram_sum(TIME_TO_FIRST_TOKEN).count();
+        assert_eq!(count, observed, "with {tokens} tokens");
+    }
 }
 
 #[test]

@@ -14,6 +14,8 @@ const SENT_AGAIN_MAX: usize = 2 << 20;
 /// A request whose client still waits for part of its answer.
 #[derive(Debug)]
 pub(super) struct OpenRequest {
+    /// Before it is sent, as a coordinator gets it for the first time; then as one that is sent it
+    /// again.
     submit: Box<SubmitRequest>,
     arrived: Duration,
     /// How often its coordinator's link broke.
@@ -125,6 +127,8 @@ impl OpenRequest {
     pub(super) fn message(&mut self, now: Duration) -> Box<SubmitRequest> {
         self.prompt.received = 0;
         let mut submit = self.submit.clone();
+        // It counts as accepted from now on: no coordinator says so before the first token.
+        self.submit.again = true;
         let waited = now.saturating_sub(self.arrived);
         submit.waited_us = u64::try_from(waited.as_micros()).unwrap_or(u64::MAX);
         if self.tokens > 0 || self.left < self.accepted.len() {
@@ -227,6 +231,7 @@ fn submit(request: GenerateRequest) -> Option<SubmitRequest> {
         response_id: request.response_id.as_ref().to_owned(),
         traced: request.traced,
         accepted: Vec::new(),
+        again: false,
     })
 }
 
@@ -266,6 +271,9 @@ mod tests {
         let mut open_request = open_request(3, 3);
         let first = open_request.message(Duration::from_micros(7));
         assert_eq!((first.n, first.waited_us, &*first.accepted), (3, 7, &[][..]));
+        assert!(!first.again);
+        let unanswered = open_request.message(Duration::from_micros(8));
+        assert_eq!((&*unanswered.accepted, unanswered.again), (&[][..], true));
         assert_eq!(first.sampling.prompt_logprobs, Some(0));
         assert!(!open_request.has_begun());
         for event in [piece(0..2), token(0, 4), token(2, 5), token(2, 6), finished(2)] {

@@ -88,7 +88,8 @@ impl Frontends {
         check_accepted(&submit, vocab, max)?;
         let waited = Duration::from_micros(submit.waited_us);
         let stop_checks = self.stop_checks(&submit);
-        let resumed = resumed(submit.accepted);
+        let resumed =
+            resumed(submit.accepted).or_else(|| submit.again.then(|| unanswered(submit.n)));
         let over = resumed.iter().flat_map(|resumed| &resumed.over);
         let over: Vec<u32> = over.map(|(choice, _)| *choice).collect();
         let sampling = submit.sampling;
@@ -171,6 +172,13 @@ fn check_accepted(submit: &SubmitRequest, vocab: u32, max_model_len: u32) -> Res
         }
     }
     Ok(())
+}
+
+/// What was accepted of a request that a lost coordinator let in and of which nothing came: no
+/// token of any choice.
+fn unanswered(choices: u32) -> Box<Resumed> {
+    let choices = (0..choices).map(|_| ResumedChoice::default()).collect();
+    Box::new(Resumed { choices, over: Vec::new() })
 }
 
 /// Collects what was accepted before, if anything. How it completes choices is found out later.

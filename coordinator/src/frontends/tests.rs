@@ -97,6 +97,7 @@ fn request() -> SubmitRequest {
         response_id: "cmpl-1".into(),
         traced: false,
         accepted: Vec::new(),
+        again: false,
     }
 }
 
@@ -437,6 +438,43 @@ fn a_cancellation_reaches_a_request_though_the_queue_is_full() {
     let EngineCommand::Submit { events, .. } = command else { panic!("{command:?}") };
     assert!(!events.is_closed(), "the other one runs");
     assert!(taken.try_recv().is_err(), "there was no room for the cancellation");
+}
+
+/// The next leader lets in what the last one had let in, though nothing came of it yet.
+#[actix_rt::test]
+async fn what_is_sent_again_waits_for_room() {
+    let (receiver, mut taken) = receiver_into(false, mpsc::channel(1));
+    let submit = |id: u64, again: bool, pooling| {
+        let mut submit = SubmitRequest { id: RequestId(id), again, ..request() };
+        submit.stops.clear();
+        if pooling {
+            (submit.n, submit.max_tokens) = (1, 0);
+            submit.sampling.pooling = Some(Pooling::Last);
+        }
+        assert!(receiver.message(FromFrontend::Submit(Box::new(submit))));
+    };
+    submit(7, false, false);
+    // The queue is full.
+    submit(8, true, false);
+    submit(9, true, true);
+    let within = Duration::from_secs(60);
+    // Dropping its events would fail a request, and nothing here reads what the front end is told.
+    let (mut found, mut kept) = (Vec::new(), Vec::new());
+    for _ in 0..3 {
+        let command = tokio::time::timeout(within, taken.recv()).await.unwrap().unwrap();
+        let EngineCommand::Submit { request, events } = command else { panic!("{command:?}") };
+        let resumed = request.resumed.as_ref();
+        found.push((request.id.0 & 0xff, resumed.map(|it| (it.choices.len(), it.has_begun()))));
+        kept.push(events);
+    }
+    found.sort_unstable();
+    assert_eq!(found, [(7, None), (8, Some((2, false))), (9, Some((1, false)))]);
+    // A new one is told that the queue is full.
+    submit(10, false, false);
+    submit(11, false, false);
+    let command = taken.try_recv().unwrap();
+    assert!(matches!(command, EngineCommand::Submit { .. }), "{command:?}");
+    assert!(taken.try_recv().is_err());
 }
 
 #[test]

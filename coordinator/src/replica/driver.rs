@@ -209,6 +209,7 @@ impl ReplicaDriver {
         let (guide_spec, adapter) = (request.guide_spec.take(), request.adapter.clone());
         let pools = request.sampling.first().is_some_and(|it| it.pooling.is_some());
         let (resumed, notes) = (request.resumed.clone(), Notes::of(request.traced));
+        let has_begun = resumed.as_ref().is_some_and(|resumed| resumed.has_begun());
         match self.scheduler.submit(request) {
             Ok(seqs) => {
                 let mut recording = self.observer.record();
@@ -232,7 +233,7 @@ impl ReplicaDriver {
                     summary,
                     by_length: false,
                     waits_since,
-                    unscheduled_since: resumed.is_none().then_some(arrived),
+                    unscheduled_since: (!has_begun).then_some(arrived),
                     has_run: false,
                     notes,
                 };

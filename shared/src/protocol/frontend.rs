@@ -206,6 +206,9 @@ pub struct SubmitRequest {
     /// What a previous coordinator accepted of it, one entry per choice; it continues from there.
     /// Empty if no token was accepted and no choice has ended.
     pub accepted: Vec<AcceptedChoice>,
+    /// Whether a previous coordinator was sent it and has not refused it: it was let in before,
+    /// even if nothing was accepted of it.
+    pub again: bool,
 }
 
 impl SubmitRequest {

@@ -103,7 +103,8 @@ impl RequestTrack {
 
     /// Notes tokens that another coordinator accepted and counted.
     pub fn resume(&mut self, resumed: &Resumed) {
-        self.resumed = true;
+        // Nobody has observed its first token otherwise.
+        self.resumed = resumed.has_begun();
         let going_on = resumed.choices.iter().map(|choice| choice.tokens.len() as u64);
         let over = |choice: &usize| resumed.over.iter().any(|(over, _)| *over as usize == *choice);
         let left = (0..self.choices.len()).filter(|choice| !over(choice)).zip(going_on);
