@@ -130,7 +130,7 @@ fn weights_in_several_files_are_those_of_the_index() {
     rig.hub.put_files("org/sharded", "main", all.clone());
     let weights = fetch(rig.settings(), "org/sharded", "main", ModelPart::Weights).unwrap();
     let names: Vec<String> = files(&weights.folder).into_keys().collect();
-    assert_eq!(names.len(), 6, "{names:?}");
+    assert_eq!(names.len(), 7, "{names:?}");
     assert!(names.iter().all(|it| it.starts_with("model-0") || it.ends_with(".json")), "{names:?}");
     all.remove("model-00003-of-00004.safetensors");
     rig.hub.put_files("org/sharded", "main", all);

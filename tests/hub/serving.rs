@@ -10,7 +10,7 @@ use testkit::etcd::Etcd;
 use testkit::fake_hub::FakeHub;
 use testkit::fleet::free_port;
 use testkit::local_cluster::{LocalCluster, tutti_binary};
-use testkit::models::{demo, variant};
+use testkit::models::{class_goldens, demo, variant};
 use testkit::wait::until;
 
 const NAME: &str = "org/demo";
@@ -127,13 +127,61 @@ async fn each_host_downloads_what_it_needs() {
     assert_eq!(completion(&coordinator, NAME).await, text);
     assert_eq!(hub.asked().iter().filter(|asked| asked.elsewhere).count(), 1);
     assert!(first.has("tokenizer.json", &commit) && !first.has("model.safetensors", &commit));
-    assert!(second.has("model.safetensors", &commit) && !second.has("tokenizer.json", &commit));
+    assert!(second.has("model.safetensors", &commit) && second.has("tokenizer.json", &commit));
+    assert!(!second.has("tokenizer_config.json", &commit));
     let mut frontend =
         third.spawn(&["frontend", "--coordinator", &address, "--listen", "127.0.0.1:0"]);
     frontend.wait_ready().await.unwrap();
     assert_eq!(completion(&frontend, NAME).await, text);
     assert!(third.has("tokenizer.json", &commit) && !third.has("model.safetensors", &commit));
     drop(workers);
+}
+
+/// Its classes are tokens, whose numbers its worker needs the tokenizer for: as the configuration
+/// says, where a cache from before that was known lacks the file, or as overrides of it say.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_model_whose_classes_are_tokens_is_served_by_another_host() {
+    let goldens = class_goldens(&variant("qwen3"));
+    let keys = json!({"architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": goldens.tokens, "is_original_qwen3_reranker": true});
+    for is_overridden in [false, true] {
+        let (hub, model) = (FakeHub::start(), tempfile::tempdir().unwrap());
+        for file in ["config.json", "model.safetensors", "tokenizer.json"] {
+            std::fs::copy(variant("qwen3").join(file), model.path().join(file)).unwrap();
+        }
+        let [first, second] = [(); 2].map(|()| Host::new(&hub));
+        let (keys_text, mut more) = (keys.to_string(), vec!["--tensor-parallel", "1"]);
+        more.extend(["--dtype", "float32"]);
+        if is_overridden {
+            more.extend(["--hf-overrides", &keys_text]);
+        } else {
+            let file = model.path().join("config.json");
+            let mut config: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+            config.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
+            std::fs::write(&file, config.to_string()).unwrap();
+        }
+        let commit = hub.put(NAME, "main", model.path());
+        if !is_overridden {
+            let snapshot = second.cache().join("models--org--demo/snapshots").join(&commit);
+            std::fs::create_dir_all(&snapshot).unwrap();
+            for file in ["config.json", "model.safetensors"] {
+                std::fs::copy(model.path().join(file), snapshot.join(file)).unwrap();
+            }
+        }
+        let address = format!("127.0.0.1:{}", free_port());
+        let mut coordinator = first.coordinator(&address, &more);
+        coordinator.wait_url().await.unwrap();
+        let _worker = second.spawn(&["worker", "--coordinator", &address, "--threads", "1"]);
+        coordinator.wait_ready().await.unwrap();
+        let golden = &goldens.prompts[1];
+        let body = json!({"input": golden.prompt_ids});
+        let reply = coordinator.client().unwrap().post("/classify", &body).await.unwrap();
+        assert_eq!(reply.status, 200, "{}", reply.body);
+        let found = reply.body["data"][0]["probs"][0].as_f64().unwrap();
+        let expected = 1.0 / (1.0 + (-golden.numbers[0]).exp());
+        assert!((found - expected).abs() < 1e-3, "{found} {expected}");
+        assert!(second.has("tokenizer.json", &commit));
+    }
 }
 
 /// An adapter that is loaded while the cluster runs: its clients need not wait for a download when

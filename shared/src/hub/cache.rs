@@ -111,6 +111,10 @@ impl ModelCache {
             needed.insert(TOKENIZER.to_owned());
         }
         if part.has_weights() {
+            let config = fs::read(folder.join(CONFIG)).unwrap_or_default();
+            if files::names_tokens(&config) {
+                needed.insert(TOKENIZER.to_owned());
+            }
             let index = fs::read(folder.join(INDEX)).ok();
             needed.extend(files::weights(index.as_deref())?);
         }

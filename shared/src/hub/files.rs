@@ -39,7 +39,8 @@ const TEXTS: [&str; 8] = [
 pub enum ModelPart {
     /// What turns text into tokens and back: for whoever serves HTTP.
     Text,
-    /// What is computed with: for workers.
+    /// What is computed with: for workers. The tokenizer belongs to it, because some models name
+    /// tokens in their configuration.
     Weights,
     /// Both.
     All,
@@ -78,7 +79,7 @@ pub fn first<'a>(part: ModelPart, listed: impl IntoIterator<Item = &'a str>) -> 
         _ => {
             *name == CONFIG
                 || part.has_text() && (TEXTS.contains(name) || tokenizer(name))
-                || part.has_weights() && *name == INDEX
+                || part.has_weights() && (*name == INDEX || *name == TOKENIZER)
         }
     };
     listed.into_iter().filter(wanted).map(str::to_owned).collect()
@@ -104,6 +105,13 @@ pub fn weights(index: Option<&[u8]>) -> Result<BTreeSet<String>, String> {
         return Err(format!("{INDEX} names {} files, it must be 1 to {SHARDS_MAX}", files.len()));
     }
     Ok(files)
+}
+
+/// Whether a model's configuration names tokens, whose numbers only the tokenizer tells.
+#[must_use]
+pub fn names_tokens(config: &[u8]) -> bool {
+    let config: serde_json::Value = serde_json::from_slice(config).unwrap_or_default();
+    !config["classifier_from_token"].is_null()
 }
 
 /// Why a model whose files are `listed` cannot be served, if it has no weights that are read.
@@ -170,7 +178,7 @@ mod tests {
             "tokenizer_config.json",
         ];
         assert_eq!(text, expected);
-        assert_eq!(of(ModelPart::Weights), [CONFIG, INDEX]);
+        assert_eq!(of(ModelPart::Weights), [CONFIG, INDEX, TOKENIZER]);
         assert_eq!(of(ModelPart::All).len(), expected.len() + 1);
         assert!(of(ModelPart::Adapter).is_empty());
         let adapter: Vec<String> = first(ModelPart::Adapter, ADAPTER).into_iter().collect();
