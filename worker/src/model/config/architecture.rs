@@ -206,7 +206,9 @@ impl Architecture {
             | Self::Helium
             | Self::InternLm3
             | Self::MiniMaxM2
+            | Self::Qwen3
             | Self::SeedOss => Some(128),
+            Self::GptOss => Some(64),
             _ => None,
         }
     }
@@ -435,6 +437,7 @@ impl Architecture {
             Self::Cohere | Self::Ernie45 | Self::Olmo3 => 5e5,
             Self::Helium => 1e5,
             Self::MiniMaxM2 => 5e6,
+            Self::Mixtral => 1e6,
             Self::GptOss => 150_000.0,
             _ => 1e4,
         }

@@ -10,6 +10,9 @@ const LLAMA: &str = r#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 64
     "num_key_value_heads": 2, "vocab_size": 384, "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0"#;
 
+/// What a mixture of experts adds.
+const EXPERTS: &str = r#", "num_local_experts": 4, "num_experts_per_tok": 2"#;
+
 fn parse(architecture: &str, more: &str) -> Result<ModelConfig, String> {
     let text = format!("{LLAMA}{more}}}").replace("LlamaForCausalLM", architecture);
     let text = text.replace("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 4");
@@ -127,6 +130,33 @@ fn windows_slide_where_the_architecture_says() {
     assert_eq!(windows("Exaone4ForCausalLM", r#", "sliding_window": null"#), [None; 4]);
     let error = parse("Qwen3ForCausalLM", &types.replace("full", "chunked")).unwrap_err();
     assert!(error.contains("layer_types has \"chunked_attention\""), "{error}");
+}
+
+/// The defaults of transformers 4.57 and 5, where its configurations have others than most.
+#[test]
+fn keys_that_are_missing_have_the_values_of_transformers() {
+    let config = |architecture, more| parse(architecture, more).unwrap();
+    let windows = |architecture, more| config(architecture, more).sliding_windows;
+    assert_eq!(windows("MistralForCausalLM", ""), [Some(4096); 4]);
+    assert_eq!(windows("MixtralForCausalLM", EXPERTS), [None; 4]);
+    assert_eq!(config("Qwen3ForCausalLM", "").head_dim, 128, "not 64 / 4");
+    assert_eq!(config("Qwen3ForCausalLM", r#", "head_dim": 32"#).head_dim, 32);
+    // No layer of these four comes after the 28th.
+    let window = r#", "sliding_window": 16, "use_sliding_window": true"#;
+    let many = r#", "sliding_window": 16, "use_sliding_window": true, "num_hidden_layers": 30"#;
+    for architecture in ["Qwen2ForCausalLM", "Qwen3ForCausalLM"] {
+        assert_eq!(windows(architecture, window), [None; 4]);
+        let thirty = windows(architecture, many);
+        assert_eq!((thirty[27], thirty[28], thirty[29]), (None, Some(16), Some(16)));
+    }
+    let theta = |architecture, more: &str| {
+        let text = format!("{LLAMA}{more}}}").replace("LlamaForCausalLM", architecture);
+        let mut value: Value = serde_json::from_str(&text).unwrap();
+        value.as_object_mut().unwrap().remove("rope_theta");
+        ModelConfig::from_value(value).unwrap().ropes[0].theta
+    };
+    assert_eq!(theta("MixtralForCausalLM", EXPERTS), 1e6);
+    assert_eq!(theta("MistralForCausalLM", ""), 1e4);
 }
 
 #[test]

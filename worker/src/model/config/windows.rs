@@ -35,21 +35,26 @@ pub(super) enum Usual {
 /// Adds the window that transformers' own configurations have where a file has no key for it. With
 /// null there is none.
 pub(super) fn completed(mut config: Value) -> Value {
-    const USUAL: [&str; 6] = [
-        "Cohere2ForCausalLM",
-        "Exaone4ForCausalLM",
-        "Gemma2ForCausalLM",
-        "MinistralForCausalLM",
-        "Olmo3ForCausalLM",
-        "Qwen2MoeForCausalLM",
+    const USUAL: [(&str, u32); 8] = [
+        ("Cohere2ForCausalLM", 4096),
+        ("Exaone4ForCausalLM", 4096),
+        ("Gemma2ForCausalLM", 4096),
+        ("GptOssForCausalLM", 128),
+        ("MinistralForCausalLM", 4096),
+        ("MistralForCausalLM", 4096),
+        ("Olmo3ForCausalLM", 4096),
+        ("Qwen2MoeForCausalLM", 4096),
     ];
-    if USUAL.iter().any(|it| config["architectures"][0] == **it)
+    if let Some((_, window)) = USUAL.iter().find(|(it, _)| config["architectures"][0] == *it)
         && let Some(keys) = config.as_object_mut()
     {
-        keys.entry("sliding_window").or_insert(4096.into());
+        keys.entry("sliding_window").or_insert((*window).into());
     }
     config
 }
+
+/// `max_window_layers` if the file does not give it.
+const USUAL_WINDOW_LAYERS: usize = 28;
 
 /// Returns the sliding window of each layer, `None` for full attention; `told` says which layers
 /// have a rotary embedding.
@@ -89,7 +94,7 @@ pub(super) fn slides(raw: &Raw, usual: Usual, told: &[bool]) -> Result<Vec<bool>
         Usual::ButEachPatternth(step) => pattern(raw)?.unwrap_or(step),
         _ => 1,
     };
-    let first = raw.max_window_layers.unwrap_or(num_layers);
+    let first = raw.max_window_layers.unwrap_or(USUAL_WINDOW_LAYERS);
     let slides = |layer: usize| match usual {
         Usual::ButEachPatternth(_) => !(layer + 1).is_multiple_of(step),
         Usual::EverySecond => layer.is_multiple_of(2),
