@@ -342,11 +342,36 @@ fn what_is_wrong_with_an_adapter_is_said_in_a_line() {
         },
         "adapter_model.bin is not read",
     );
+    // One that has no matrices of a module which the model has.
+    let folder = repository().join("tests/parity/adapters/llama-gqa-qv");
+    let scratch = Scratch::new(&model, std::slice::from_ref(&spec));
+    for file in ["adapter_config.json", "adapter_model.safetensors"] {
+        std::fs::copy(folder.join(file), scratch.file(file)).unwrap();
+    }
+    let path = scratch.file("adapter_config.json");
+    let mut config: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config["target_modules"].as_array_mut().unwrap().push("o_proj".into());
+    std::fs::write(path, config.to_string()).unwrap();
+    let error = scratch.open(&model).err().unwrap_or_default();
+    assert!(error.contains("tensor o_proj: is missing, but target_modules"), "{error}");
     // Experts cannot be adapted.
     let model = variant("mixtral");
     let scratch = Scratch::new(&model, &[AdapterSpec::whole(8, 42)]);
     let error = scratch.open(&model).err().unwrap_or_default();
     assert!(error.contains("has experts: adapters of them are not supported"), "{error}");
+}
+
+/// PEFT takes an adapter if the model has any module that it names.
+#[test]
+fn modules_of_other_models_may_be_named_too() {
+    let model = variant("llama-gqa");
+    let scratch = Scratch::new(&model, &[AdapterSpec::whole(8, 43)]);
+    let path = scratch.file("adapter_config.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let names = "\"target_modules\":[\"query_key_value\",\"c_attn\",\"w1\",";
+    std::fs::write(path, text.replace("\"target_modules\":[", names)).unwrap();
+    scratch.open(&model).unwrap();
 }
 
 /// Adapters saved by PEFT, compared with PEFT's results: see `tests/models/make_adapters.py`.

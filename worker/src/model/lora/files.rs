@@ -13,6 +13,9 @@ use crate::model::modules::{Module, Place};
 use crate::model::rope::RopeConfig;
 use crate::model::safetensors::{TensorView, WeightFiles};
 
+/// Modules outside layers, which adapters cannot change.
+const BESIDE_LAYERS: [&str; 2] = ["embed_tokens", "lm_head"];
+
 /// An adapter whose matrices are checked, but not read yet.
 #[derive(Debug)]
 pub(super) struct AdapterFiles {
@@ -90,17 +93,28 @@ impl AdapterFiles {
             return Err(self.wrong("*.lora_A.weight", "is missing: the file has none".to_owned()));
         }
         for target in &self.config.targets {
-            let is_of = |(_, module): &(usize, Module)| {
+            let is_named = |name: &str| {
                 let ends = |name: &str, with: &str| {
                     name.strip_suffix(with).is_some_and(|it| it.is_empty() || it.ends_with('.'))
                 };
-                let name = module.place(config).name;
                 ends(name, target) || ends(target, name)
             };
-            if !found.iter().any(is_of) {
+            if found.iter().any(|(_, module)| is_named(module.place(config).name)) {
+                continue;
+            }
+            let known = Module::ALL.into_iter().filter(|module| module.is_known(config));
+            let mut known = known.map(|module| module.place(config).name).chain(BESIDE_LAYERS);
+            if known.any(is_named) {
                 let message = "is missing, but target_modules in adapter_config.json names it";
                 return Err(self.wrong(target, message.to_owned()));
             }
+            // As in PEFT, a list may name modules of several families.
+            let adapter = self.adapter.name.as_str();
+            tracing::warn!(
+                adapter,
+                target,
+                "target_modules names a module that the model does not have; it is left out"
+            );
         }
         Ok(())
     }
@@ -157,7 +171,7 @@ impl AdapterFiles {
 
 /// Returns the layer and modules that a tensor belongs to; several if the model stores them as one.
 fn places(tensor: &str, config: &ModelConfig) -> Result<Vec<(usize, Module)>, String> {
-    if ["embed_tokens", "lm_head"].iter().any(|it| tensor.split('.').any(|part| part == *it)) {
+    if BESIDE_LAYERS.iter().any(|it| tensor.split('.').any(|part| part == *it)) {
         return Err("adapters of embeddings and output heads are not supported".to_owned());
     }
     let module = tensor
