@@ -4,10 +4,12 @@
 //! - `generation`: sampling defaults and end tokens
 //! - `pairs`: pairs of texts that are judged together
 //! - `pooling`: how embeddings are pooled
+//! - `surround`: special tokens around a text that `tokenizer.json` does not know of
 //! - `templates`: where the chat templates are
 mod generation;
 mod pairs;
 mod pooling;
+mod surround;
 mod templates;
 
 use std::collections::HashMap;
@@ -147,7 +149,13 @@ impl TextModel {
             end_ids = generation::end_ids(&config);
         }
         // An additional end token: in many models it ends a turn, where the others end a document.
-        let told = optional_json(&folder.join("tokenizer_config.json"))?;
+        let told_file = folder.join("tokenizer_config.json");
+        let told = optional_json(&told_file)?;
+        let around = surround::read(&tokenizer, &told);
+        let around = around.map_err(|error| TextModelError::new(&told_file, error))?;
+        if around.is_some() {
+            tokenizer.with_post_processor(around);
+        }
         let told = told.get("eos_token").map(|it| it.get("content").unwrap_or(it));
         let told = told.and_then(Value::as_str).and_then(|text| tokenizer.token_to_id(text));
         let mut end_tokens: Vec<u32> = end_ids
