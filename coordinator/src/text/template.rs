@@ -110,6 +110,8 @@ pub struct ChatTemplate {
     calls: Option<CallFormat>,
     /// There is a separate template for conversations with tools.
     has_tool_use: bool,
+    /// It asks whether a message's content is null, as that of calls is in OpenAI's API.
+    asks_for_null: bool,
     /// Variables that a conversation does not set.
     variables: Map<String, serde_json::Value>,
 }
@@ -151,6 +153,7 @@ impl ChatTemplate {
             eos_token,
             calls: CallFormat::of_template(source),
             has_tool_use: false,
+            asks_for_null: json::asks_for_null(source),
             variables: Map::new(),
         };
         // A template may show how earlier calls are written, but not tell the model about tools.
@@ -170,6 +173,7 @@ impl ChatTemplate {
         added.map_err(|error| format!("{TOOL_USE}: {}", describe(&error)))?;
         self.calls = CallFormat::of_template(source).or(self.calls);
         self.has_tool_use = true;
+        self.asks_for_null |= json::asks_for_null(source);
         Ok(self)
     }
 
@@ -261,6 +265,9 @@ impl ChatTemplate {
         variables.extend(conversation.variables.clone());
         if conversation.continue_final_message {
             mark_end(&mut messages)?;
+        }
+        if self.asks_for_null {
+            json::null_contents_of_calls(&mut messages);
         }
         for (name, value) in [
             ("messages", messages),

@@ -1,5 +1,5 @@
-//! The filter `tojson` as in transformers: Python's `json.dumps` without escapes of non-ASCII
-//! characters. Models were trained on exactly this text.
+//! Messages as some templates want them, and the filter `tojson` as in transformers: Python's
+//! `json.dumps` without escapes of non-ASCII characters. Models were trained on exactly this text.
 use minijinja::value::{Kwargs, Serde, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
@@ -39,6 +39,24 @@ pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let mut text = String::new();
     form.write(value, 0, &mut text)?;
     Ok(text)
+}
+
+/// Whether a template asks if a message's content is null. Others may print it, as `none`.
+pub(super) fn asks_for_null(source: &str) -> bool {
+    ["content is none", "content'] is none", "content\"] is none"]
+        .iter()
+        .any(|question| source.contains(question))
+}
+
+/// Makes the empty contents of messages with calls null: templates like that of DeepSeek R1's
+/// distills only show a message's calls then.
+pub(super) fn null_contents_of_calls(messages: &mut serde_json::Value) {
+    for message in messages.as_array_mut().into_iter().flatten() {
+        let has_calls = message["tool_calls"].as_array().is_some_and(|calls| !calls.is_empty());
+        if has_calls && message["role"] == "assistant" && message["content"] == "" {
+            message["content"] = serde_json::Value::Null;
+        }
+    }
 }
 
 /// Writes the arguments of all calls in these messages as text; whether there are any.

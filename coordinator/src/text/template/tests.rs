@@ -288,3 +288,50 @@ fn harmony_is_rendered_as_transformers_does() {
         }
     }
 }
+
+/// The rule by which DeepSeek's R1 distills write earlier calls, from their published template.
+const DEEPSEEK: &str = "{%- for message in messages %}\
+    {%- if message['role'] == 'user' %}{{'<U>' + message['content']}}{%- endif %}\
+    {%- if message['role'] == 'assistant' and message['content'] is none %}\
+    {%- for tool in message['tool_calls'] %}\
+    {{'<A><calls><call>' + tool['type'] + '<sep>' + tool['function']['name'] + '\\n' + '```json' \
+    + '\\n' + tool['function']['arguments'] + '\\n' + '```' + '<end>'}}\
+    {%- endfor %}{%- endif %}\
+    {%- if message['role'] == 'assistant' and message['content'] is not none %}\
+    {{'<A>' + message['content'] + '<eos>'}}{%- endif %}\
+    {%- if message['role'] == 'tool' %}{{'<out>' + message['content']}}{%- endif %}\
+    {%- endfor %}";
+
+#[test]
+fn calls_without_text_have_no_content_where_a_template_asks_for_that() {
+    let calls = json!([{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]);
+    let said = |content: &str, calls: &serde_json::Value| {
+        let called = json!({"role": "assistant", "content": content, "tool_calls": calls});
+        let user = json!({"role": "user", "content": "hi"});
+        let result = json!({"role": "tool", "content": ""});
+        Conversation::new(vec![user, called, result])
+    };
+    let render = |source: &str, said: &Conversation| template(source).render(said).unwrap();
+    assert_eq!(
+        render(DEEPSEEK, &said("", &calls)),
+        "<U>hi<A><calls><call>function<sep>f\n```json\n{\"a\": 1}\n```<end><out>"
+    );
+    assert_eq!(render(DEEPSEEK, &said("so", &calls)), "<U>hi<A>so<eos><out>");
+    assert_eq!(render(DEEPSEEK, &said("", &json!([]))), "<U>hi<A><eos><out>");
+    // Others, which would print it or fail, get text as before.
+    for (source, text) in [
+        ("{% for m in messages %}[{{ m.content }}]{% endfor %}", "[hi][][]"),
+        ("{% for m in messages %}{{ m.content + '|' }}{% endfor %}", "hi|||"),
+        (
+            "{% for m in messages %}{% if m.content is not none %}<{{ m.content }}>{% endif %}\
+             {% endfor %}",
+            "<hi><><>",
+        ),
+    ] {
+        assert_eq!(render(source, &said("", &calls)), text, "{source}");
+    }
+    // Also where the template for tools is a file of its own.
+    let both = template("{{ messages[0].content }}").with_tool_use(DEEPSEEK).unwrap();
+    let with_tools = Conversation { tools: Some(json!([])), ..said("", &calls) };
+    assert!(both.render(&with_tools).unwrap().contains("<sep>f"));
+}
