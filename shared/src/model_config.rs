@@ -34,6 +34,10 @@ const OUTER: [&str; 6] = [
     "bos_token_id",
 ];
 
+/// Names of the embedding where the base model was saved, without the name that a model with a head
+/// has for it; alone, and within a multimodal model.
+const BASE_EMBEDDINGS: [&str; 2] = ["embed_tokens.weight", "language_model.embed_tokens.weight"];
+
 /// Sequence lengths of a model, in tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Positions {
@@ -86,6 +90,34 @@ fn extract_text_config(mut config: Value) -> Result<Value, String> {
         }
     }
     Ok(text)
+}
+
+/// Whether the output head of an architecture is its embedding if the file does not say.
+#[must_use]
+pub fn is_tied_by_default(architecture: &str) -> bool {
+    const TIED: [&str; 6] = [
+        "Cohere2ForCausalLM",
+        "CohereForCausalLM",
+        "Ernie4_5ForCausalLM",
+        "Gemma2ForCausalLM",
+        "SmolLM3ForCausalLM",
+        "Starcoder2ForCausalLM",
+    ];
+    TIED.contains(&architecture)
+}
+
+/// Whether tensors with these names are those of a base model alone, without an output head, as
+/// embedding models are saved (Qwen3-Embedding). Such a model generates text only if its head is
+/// the embedding.
+pub fn lacks_head<'a>(tensors: impl IntoIterator<Item = &'a str>) -> bool {
+    let mut is_base = false;
+    for name in tensors {
+        if name.split('.').any(|part| part == "lm_head") {
+            return false;
+        }
+        is_base |= BASE_EMBEDDINGS.contains(&name);
+    }
+    is_base
 }
 
 /// Returns how a model's rotary embedding (RoPE) is scaled, in either dialect of `config.json`: the
@@ -191,6 +223,23 @@ mod tests {
             let error = text_model(outer(missing)).unwrap_err();
             assert!(error.contains("text_config of Mistral3ForConditionalGeneration"), "{error}");
         }
+    }
+
+    #[test]
+    fn only_base_models_may_lack_a_head() {
+        for (names, lacks) in [
+            (&["embed_tokens.weight", "layers.0.mlp.up_proj.weight", "norm.weight"][..], true),
+            (&["language_model.embed_tokens.weight", "vision_tower.x"], true),
+            (&["embed_tokens.weight", "lm_head.weight"], false),
+            (&["lm_head.qweight", "embed_tokens.weight"], false),
+            (&["language_model.lm_head.weight", "language_model.model.embed_tokens.weight"], false),
+            // A folder that is not whole.
+            (&["model.embed_tokens.weight", "model.norm.weight"], false),
+            (&[], false),
+        ] {
+            assert_eq!(lacks_head(names.iter().copied()), lacks, "{names:?}");
+        }
+        assert!(is_tied_by_default("Gemma2ForCausalLM") && !is_tied_by_default("Qwen3ForCausalLM"));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! - [`actors`]: named actors across processes
 //! - [`adapters`]: LoRA adapters as models of their own
 //! - [`api`]: options of the HTTP API
+//! - [`base_models`]: embedding models that were saved without what generates text
 //! - [`batches`]: files of requests
 //! - [`serving`]: completions and chat against golden values, streaming, concurrency, disconnects
 //! - [`commands`]: operators' commands outlive the coordinator that received them
@@ -54,6 +55,7 @@ mod actors;
 mod adapters;
 mod api;
 mod bad_words;
+mod base_models;
 mod batches;
 mod by_hand;
 mod classes;

@@ -216,6 +216,7 @@ impl Shape {
             embedding,
             embedding_scale: 1.0,
             lm_head,
+            has_head: true,
             class_head: None,
             layers,
             final_norm: Norm::Rms(backend.load_vector(&ones)?),

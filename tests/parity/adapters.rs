@@ -374,6 +374,29 @@ fn modules_of_other_models_may_be_named_too() {
     scratch.open(&model).unwrap();
 }
 
+/// Those of an embedding model, whose names lack the base model's prefix.
+#[test]
+fn an_adapter_of_a_base_model_is_one_of_the_whole_model() {
+    let (model, spec) = (variant("llama-gqa"), AdapterSpec::whole(8, 44));
+    let [whole, base] = [(); 2].map(|()| Scratch::new(&model, std::slice::from_ref(&spec)));
+    let path = base.file("adapter_model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let (length, rest) = bytes.split_first_chunk::<8>().unwrap();
+    let (header, data) = rest.split_at(u64::from_le_bytes(*length) as usize);
+    let header = str::from_utf8(header).unwrap().replace(".model.model.layers.", ".model.layers.");
+    let length = (header.len() as u64).to_le_bytes();
+    std::fs::write(path, [&length, header.as_bytes(), data].concat()).unwrap();
+    let prompt = &prompts(&model)[0];
+    let [expected, found] = [&whole, &base].map(|scratch| {
+        let mut rig = Rig::adapted(On::Cpu, &model, (1, 1), &scratch.lora);
+        let mut seq = rig.sequence(prompt, prompt.len(), greedy());
+        seq.adapter = 1;
+        rig.run(&mut seq, 4, u32::MAX);
+        bits(&seq)
+    });
+    assert_eq!(found, expected);
+}
+
 /// Adapters saved by PEFT, compared with PEFT's results: see `tests/models/make_adapters.py`.
 #[test]
 fn adapters_make_what_peft_makes() {

@@ -52,6 +52,26 @@ impl Folder {
         fs::write(self.file(name), bytes).unwrap();
     }
 
+    /// Takes the base model's prefix from all names of tensors, as embedding models are saved.
+    pub(crate) fn save_base_model(&self) {
+        let without = |text: &str| text.replace("\"model.", "\"");
+        for entry in fs::read_dir(self.path()).unwrap() {
+            let name = entry.unwrap().file_name().into_string().unwrap();
+            if name.ends_with(".safetensors") {
+                self.damage(&name, |bytes| {
+                    let (length, rest) = bytes.split_first_chunk::<8>().unwrap();
+                    let (header, data) = rest.split_at(u64::from_le_bytes(*length) as usize);
+                    let header = without(str::from_utf8(header).unwrap());
+                    let length = (header.len() as u64).to_le_bytes();
+                    *bytes = [&length, header.as_bytes(), data].concat();
+                });
+            } else if name.ends_with(".index.json") {
+                let text = fs::read_to_string(self.file(&name)).unwrap();
+                fs::write(self.file(&name), without(&text)).unwrap();
+            }
+        }
+    }
+
     /// Changes the tensors of `model.safetensors`.
     pub(crate) fn edit(&self, change: impl FnOnce(&mut Vec<Tensor>)) {
         self.damage("model.safetensors", |bytes| {

@@ -2,9 +2,13 @@
 //! alone and beside sequences that generate tokens.
 use std::path::Path;
 
+use shared::protocol::Quantization;
 use shared::sampling::{Pooling, SamplingParams};
 use testkit::models::{EmbeddingGolden, demo, embedding_goldens, variant};
+use worker::model::config::ModelConfig;
+use worker::model::draft::DraftFiles;
 
+use crate::checkpoint::Folder;
 use crate::rig::{On, Rig, Seq};
 
 /// Largest deviation of the cosine of two vectors from 1, and of each element.
@@ -126,4 +130,47 @@ fn they_share_steps_with_sequences_that_get_tokens() {
     for (seq, pooling) in seqs.iter().zip(POOLINGS) {
         check(seq, &goldens[0], pooling, FLOAT32, "beside one that writes");
     }
+}
+
+/// The same weights as Qwen3-Embedding 8B has them: without names of a whole model, and without an
+/// output head, though it would not be the embedding.
+fn headless() -> Folder {
+    let folder = Folder::copy_of("qwen3");
+    folder.save_base_model();
+    folder.configure("tie_word_embeddings", false.into());
+    folder
+}
+
+#[test]
+fn they_need_no_output_head() {
+    let folder = headless();
+    check_on(On::Cpu, folder.path(), &[1, 2], FLOAT32);
+    check_on(On::CpuInt8, folder.path(), &[1], BFLOAT16);
+    worker::check::model(folder.path(), 2, Quantization::Int8).unwrap();
+    let model = ModelConfig::load(folder.path()).unwrap();
+    let error = DraftFiles::open(folder.path(), &model).unwrap_err().to_string();
+    assert!(error.contains("no output head (lm_head.weight)"), "{error}");
+    // Nothing else may be missing, nor the head of what has the names of a whole model.
+    for (lacks, says) in
+        [("norm.weight", "model.norm.weight"), ("layers.1.mlp.up_proj.weight", "up_proj")]
+    {
+        let folder = headless();
+        folder.edit(|tensors| tensors.retain(|tensor| tensor.name != lacks));
+        let error = worker::check::model(folder.path(), 1, Quantization::None).unwrap_err();
+        assert!(error.to_string().contains(says), "{error}");
+    }
+    let whole = Folder::copy_of("qwen3");
+    whole.configure("tie_word_embeddings", false.into());
+    let error = worker::check::model(whole.path(), 1, Quantization::None).unwrap_err();
+    assert!(error.to_string().contains("lm_head.weight"), "{error}");
+}
+
+/// A front end that has not seen the weights may ask for it.
+#[test]
+#[should_panic(expected = "!output.corrupted")]
+fn what_is_generated_without_an_output_head_is_no_text() {
+    let folder = headless();
+    let mut rig = Rig::new(folder.path(), 1);
+    let mut seq = rig.sequence(&[40, 41, 42], 3, SamplingParams::greedy());
+    rig.step(&mut [&mut seq], u32::MAX);
 }

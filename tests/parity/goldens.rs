@@ -2,6 +2,7 @@
 use std::path::Path;
 
 use serde_json::{Value, json};
+use shared::protocol::Quantization;
 use shared::sampling::SamplingParams;
 use testkit::models::{Golden, demo, goldens, variant};
 
@@ -209,4 +210,30 @@ fn gemma3_within_a_model_that_does_more() {
     });
     std::fs::write(&file, config.to_string()).unwrap();
     check_on(On::Cpu, folder.path(), &[1, 2], TOLERANCE);
+}
+
+/// As embedding models are saved, in one file and in several; quantised ones, too.
+#[test]
+fn a_base_model_alone_is_the_whole_model() {
+    for name in ["qwen3", "llama-gqa-sharded"] {
+        let folder = Folder::copy_of(name);
+        folder.save_base_model();
+        check_on(On::Cpu, folder.path(), &[1, 2], TOLERANCE);
+        let needs = |model: &Path| {
+            let needs = worker::check::model(model, 2, Quantization::None).unwrap();
+            (needs.files, needs.weight_bytes)
+        };
+        assert_eq!(needs(folder.path()), needs(&variant(name)), "{name}");
+    }
+    let (whole, base) = (variant("qwen3-awq"), Folder::copy_of("qwen3-awq"));
+    base.save_base_model();
+    let golden = &goldens(&whole)[0];
+    let [expected, found] = [&*whole, base.path()].map(|model| {
+        let mut rig = Rig::on(On::Cpu, model, 2);
+        let sampling = SamplingParams { logprobs: Some(0), ..SamplingParams::greedy() };
+        let mut seq = rig.sequence(&golden.prompt_ids, golden.prompt_ids.len(), sampling);
+        rig.run(&mut seq, 8, u32::MAX);
+        (seq.output().to_vec(), seq.logprobs.clone())
+    });
+    assert_eq!(found, expected);
 }

@@ -335,6 +335,11 @@ impl<B: Backend> Engine<B> {
                 outputs.sort_by_cached_key(|output| place(output.seq));
             }
         }
+        if !self.decoder.has_head() {
+            // Whoever answers requests refuses these, unless it has not seen the weights.
+            let sampled = outputs.iter_mut().filter(|output| output.embedding.is_empty());
+            sampled.for_each(|output| output.corrupted = true);
+        }
         let collective = self.backend.take_collective_time();
         // Time spent waiting for others is not this rank's work.
         let drafting = self.drafting.unwrap_or_default();

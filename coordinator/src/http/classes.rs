@@ -68,7 +68,13 @@ pub(super) fn no_vectors(text: &TextModel) -> Option<String> {
 /// # Errors
 /// 400 that names what the model can do.
 pub(super) fn check_generates(text: &TextModel) -> Result<(), ApiError> {
-    no_vectors(text).map_or(Ok(()), |message| Err(ApiError::field("model", message)))
+    let no_head = text.lacks_head.then(|| {
+        "this model generates no text, since its weights have no output head (lm_head.weight): it \
+         makes embeddings, with `/v1/embeddings`"
+            .to_owned()
+    });
+    let refusal = no_vectors(text).or(no_head);
+    refusal.map_or(Ok(()), |message| Err(ApiError::field("model", message)))
 }
 
 /// An answer, before its data.

@@ -2,11 +2,13 @@
 //! the sizes that bound a request.
 //!
 //! - `generation`: sampling defaults and end tokens
+//! - `head`: whether the weights have an output head
 //! - `pairs`: pairs of texts that are judged together
 //! - `pooling`: how embeddings are pooled
 //! - `surround`: special tokens around a text that `tokenizer.json` does not know of
 //! - `templates`: where the chat templates are
 mod generation;
+mod head;
 mod pairs;
 mod pooling;
 mod surround;
@@ -84,6 +86,9 @@ pub struct TextModel {
     pub hidden_size: u32,
     /// How it sorts texts into classes, if it does. It generates no text then.
     pub classifier: Option<Classifier>,
+    /// Whether its weights lack an output head, as far as the files on this host tell: it makes
+    /// embeddings and no text then.
+    pub lacks_head: bool,
     /// Whether the operator chose the chat template.
     pub is_template_chosen: bool,
     /// How an embedding is pooled from the tokens' vectors, or why embeddings are not supported.
@@ -210,6 +215,7 @@ impl TextModel {
                 Some(_) => Ok(Pooling::Last),
                 None => pooling::read(folder)?,
             },
+            lacks_head: classifier.is_none() && head::is_missing(folder, &config),
             classifier,
             is_template_chosen: chat_template.is_some(),
             dialect,

@@ -37,7 +37,8 @@ const TEXTS: [&str; 8] = [
 /// What of a model is wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ModelPart {
-    /// What turns text into tokens and back: for whoever serves HTTP.
+    /// What turns text into tokens and back: for whoever serves HTTP. The index of weights belongs
+    /// to it, because it tells whether a model can generate text.
     Text,
     /// What is computed with: for workers. The tokenizer belongs to it, because some models name
     /// tokens in their configuration.
@@ -78,8 +79,9 @@ pub fn first<'a>(part: ModelPart, listed: impl IntoIterator<Item = &'a str>) -> 
         ModelPart::Adapter => ADAPTER.contains(name),
         _ => {
             *name == CONFIG
+                || *name == INDEX
                 || part.has_text() && (TEXTS.contains(name) || tokenizer(name))
-                || part.has_weights() && (*name == INDEX || *name == TOKENIZER)
+                || part.has_weights() && *name == TOKENIZER
         }
     };
     listed.into_iter().filter(wanted).map(str::to_owned).collect()
@@ -173,13 +175,14 @@ mod tests {
             "chat_template.jinja",
             CONFIG,
             "generation_config.json",
+            INDEX,
             "special_tokens_map.json",
             TOKENIZER,
             "tokenizer_config.json",
         ];
         assert_eq!(text, expected);
         assert_eq!(of(ModelPart::Weights), [CONFIG, INDEX, TOKENIZER]);
-        assert_eq!(of(ModelPart::All).len(), expected.len() + 1);
+        assert_eq!(of(ModelPart::All), expected);
         assert!(of(ModelPart::Adapter).is_empty());
         let adapter: Vec<String> = first(ModelPart::Adapter, ADAPTER).into_iter().collect();
         assert_eq!(adapter, ADAPTER);

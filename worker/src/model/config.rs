@@ -292,7 +292,9 @@ impl ModelConfig {
             norm_eps: granite.norm_eps(norm_eps) as f32,
             sliding_windows: windows::read(&raw, architecture, &told)?,
             ropes,
-            tied: raw.tie_word_embeddings.unwrap_or(architecture.is_tied_by_default()),
+            tied: raw
+                .tie_word_embeddings
+                .unwrap_or_else(|| model_config::is_tied_by_default(architecture.name())),
             classifier,
             qkv_bias,
             output_bias,

@@ -397,6 +397,11 @@ impl<B: Backend> Decoder<B> {
         Ok(logits)
     }
 
+    /// Whether logits are those of the model: weights without an output head make none.
+    pub fn has_head(&self) -> bool {
+        self.weights.has_head
+    }
+
     /// Returns the last result of [`Decoder::logits`].
     pub fn last_logits(&self) -> &B::Buffer {
         let gathered = self.buffers.logits.as_ref().filter(|_| self.gathered);

@@ -43,8 +43,12 @@ impl DraftFiles {
             let message = "it sorts texts into classes and drafts no text";
             return Err(ModelError::file(&folder.join("config.json"), message));
         }
-        let shard = Shard::new(&config, 0, 1)?;
-        Ok(Self { shard, files: WeightFiles::open(folder)?, config })
+        let (shard, files) = (Shard::new(&config, 0, 1)?, WeightFiles::open(folder)?);
+        if config.has_own_head() && files.lacks_head() {
+            let message = "the weights have no output head (lm_head.weight), so it drafts no text";
+            return Err(ModelError::file(folder, message));
+        }
+        Ok(Self { shard, files, config })
     }
 
     /// The draft model's configuration, and the whole of it as a share.

@@ -113,7 +113,7 @@ struct Found<'a> {
 
 /// Returns the name that a tensor has in a text-only model. Multimodal models add the prefix
 /// `language_model` (as saved by transformers 4) or `model.language_model` (its naming since then);
-/// adapters put their own prefix before that.
+/// adapters put their own prefix before that, and those of a base model lack its `model`.
 fn name_alone(name: &str) -> String {
     let adapter = "base_model.model.";
     let (before, name) = match name.strip_prefix(adapter) {
@@ -123,6 +123,7 @@ fn name_alone(name: &str) -> String {
     match (name.strip_prefix("language_model."), name.strip_prefix("model.language_model.")) {
         (Some(own), _) => format!("{before}{own}"),
         (_, Some(own)) => format!("{before}model.{own}"),
+        _ if !before.is_empty() && name.starts_with("layers.") => format!("{before}model.{name}"),
         _ => format!("{before}{name}"),
     }
 }
@@ -146,7 +147,33 @@ impl WeightFiles {
             let message = "is missing, and so is model.safetensors.index.json";
             return Err(ModelError::file(&single, message));
         }
+        opened.complete_names()?;
         Ok(opened)
+    }
+
+    /// Gives the tensors of a base model the names that they have in a model with a head, as
+    /// transformers does while it loads: embedding models are saved without it.
+    fn complete_names(&mut self) -> Result<(), ModelError> {
+        const EMBEDDING: &str = "embed_tokens.weight";
+        const WHOLE: [&str; 3] = ["model.", "lm_head.", "score."];
+        let has = |name: &str| self.tensors.contains_key(name);
+        if !has(EMBEDDING) || has(&format!("model.{EMBEDDING}")) {
+            return Ok(());
+        }
+        for (name, place) in std::mem::take(&mut self.tensors) {
+            let is_whole = WHOLE.iter().any(|prefix| name.starts_with(prefix));
+            let whole = if is_whole { name } else { format!("model.{name}") };
+            if let Some(other) = self.tensors.insert(whole.clone(), place) {
+                let message = format!("is a duplicate: there is a tensor {whole} as well");
+                return Err(wrong(&self.files[other.file].path, &other.name, message));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether they are those of a base model without an output head.
+    pub(crate) fn lacks_head(&self) -> bool {
+        shared::model_config::lacks_head(self.tensors.values().map(|place| place.name.as_str()))
     }
 
     /// Maps one weight file and checks its header.
@@ -455,6 +482,8 @@ mod tests {
             ("model.vision_tower.ln_pre.weight", "model.vision_tower.ln_pre.weight"),
             ("base_model.model.model.layers.1.q", "base_model.model.model.layers.1.q"),
             ("base_model.model.language_model.model.q", "base_model.model.model.q"),
+            ("base_model.model.layers.1.q", "base_model.model.model.layers.1.q"),
+            ("layers.1.q", "layers.1.q"),
             (
                 "base_model.model.model.language_model.layers.1.q",
                 "base_model.model.model.layers.1.q",

@@ -150,6 +150,8 @@ pub struct Weights<M, S, V> {
     pub embedding_scale: f32,
     /// Output head, `[vocab_width, hidden]`; `None` if tied to the embedding, or not needed.
     pub lm_head: Option<M>,
+    /// Whether it has a head, be it the embedding. Without one its logits mean nothing.
+    pub has_head: bool,
     /// The matrix of classes, if the model has them.
     pub class_head: Option<ClassHead>,
     /// The layers.
@@ -188,7 +190,7 @@ pub fn load<B: Backend>(
     max_positions: usize,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<BackendWeights<B>, ModelError> {
-    let Source { config, shard, .. } = *source;
+    let Source { config, shard, files } = *source;
     let part = Part(*source);
     let padding = padding(config, shard);
     let embedding = part.embedding(&padding)?;
@@ -215,6 +217,7 @@ pub fn load<B: Backend>(
             false => config.embedding_scale as f32,
         },
         lm_head: lm_head.map(|matrix| loader.matrix(&matrix)).transpose()?,
+        has_head: !(config.has_own_head() && files.lacks_head()),
         layers: layers.iter().map(|layer| loader.layer(layer)).collect::<Result<_, _>>()?,
         final_norm: loader.norm(&final_norm)?,
         ropes: ropes
@@ -242,10 +245,10 @@ pub fn load<B: Backend>(
 /// # Errors
 /// [`ModelError`].
 pub(crate) fn check(source: &Source<'_>) -> Result<(), ModelError> {
-    let Source { config, shard, .. } = *source;
+    let Source { config, shard, files } = *source;
     let (part, padding) = (Part(*source), padding(config, shard));
     part.embedding(&padding)?;
-    if config.has_own_head() {
+    if config.has_own_head() && !files.lacks_head() {
         part.vocabulary("lm_head.weight", &padding)?;
     }
     ClassHead::read(source)?;
@@ -280,15 +283,16 @@ pub fn kept_bytes(
     Ok(bytes)
 }
 
-/// The output head, if it is a matrix beside the embedding.
+/// The output head, if there is a matrix beside the embedding.
 fn output_head<'a>(
     part: &Part<'a>,
     embedding: &[HostMatrix<'a>],
     quantization: Quantization,
     padding: &'a [u8],
 ) -> Result<Option<Vec<HostMatrix<'a>>>, ModelError> {
-    let config = part.0.config;
+    let Source { config, files, .. } = part.0;
     Ok(match (config.has_own_head(), quantization) {
+        (true, _) if files.lacks_head() => None,
         (true, _) => Some(part.vocabulary("lm_head.weight", padding)?),
         (false, Quantization::Int8) if config.classifier.is_none() => Some(embedding.to_vec()),
         (false, _) => None,

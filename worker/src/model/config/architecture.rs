@@ -213,19 +213,6 @@ impl Architecture {
         }
     }
 
-    /// Whether the output head is tied to the embedding if the file does not say.
-    pub(super) fn is_tied_by_default(self) -> bool {
-        matches!(
-            self,
-            Self::Cohere
-                | Self::Cohere2
-                | Self::Ernie45
-                | Self::Gemma2
-                | Self::SmolLm3
-                | Self::Starcoder2
-        )
-    }
-
     /// Whether it is of the Gemma family, which has its own keys and factors.
     pub(super) fn is_gemma(self) -> bool {
         matches!(self, Self::Gemma2 | Self::Gemma3)
