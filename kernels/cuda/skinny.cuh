@@ -135,28 +135,60 @@ struct Scaled {
     __device__ __forceinline__ void attach(W&, int, int, size_t) const {}
 };
 
+// Keeps requests for weights between the instructions that use the ones before. The assembler makes
+// few of them conditional and puts them off until the chunk is over, when nothing is in flight any
+// more; a branch that the warp meets in stays one. `check` looks at what comes of it.
+template <int FEATURES>
+__device__ __forceinline__ void stay_here() {
+    if (FEATURES == 1) {
+        __syncwarp();
+    }
+}
+
+// Whether 8 rows of x with 16 of W have registers for the x of a whole chunk, without costing a
+// resident block.
+#if defined(TUTTI_EMULATE) || __CUDA_ARCH__ >= 900
+constexpr bool X_AT_ONCE = true;
+#else
+constexpr bool X_AT_ONCE = false;
+#endif
+
 // Sums the products of FEATURES * 16 rows of W with ROWS * 8 rows of x over this warp's part of k.
 // `w` holds its first chunk.
 template <int FEATURES, int ROWS>
 __device__ __forceinline__ void multiply(Weights<FEATURES>& w, const tutti_bf16* const (&x)[ROWS],
                                          uint32_t k, float (&sums)[FEATURES][ROWS][4]) {
     const uint32_t lane_k = 8 * (threadIdx.x % 4);
+    // For few rows, all of the chunk's x is loaded at once, so that waits are only for W. Not for 16
+    // rows of x with 16 of W, where it would cost a resident block. For 8 rows with 32, whose blocks
+    // have registers to spare, x is requested together with the weights that it belongs to.
+    constexpr bool AHEAD = ROWS == 1 && FEATURES == 2;
+    constexpr bool AT_ONCE = AHEAD || (ROWS == 1 && X_AT_ONCE) || (ROWS == 2 && FEATURES == 2);
+    // Used weights are replaced after so many loads, so that about the same amount is always in
+    // flight. Not after each where it is two requests: their addresses would take registers.
+    constexpr uint32_t REPLACED = FEATURES == 1 ? 2 : 1;
+    uint4 all[AT_ONCE ? LOADS : 1][ROWS];
+    const auto load_x = [&](uint32_t i, uint32_t from) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            all[AT_ONCE ? i : 0][r] = load_row(x[r] + from + K_LOAD * i + lane_k);
+        }
+    };
+    const auto load_all_x = [&](uint32_t from) {
+#pragma unroll
+        for (uint32_t i = 0; i < LOADS; i++) {
+            load_x(i, from);
+        }
+    };
     uint32_t start = threadIdx.x / 32 * CHUNK;
+    if (AHEAD && start + CHUNK <= k) {
+        load_all_x(start);
+    }
     for (; start + CHUNK <= k; start += WARPS * CHUNK) {
         const uint32_t next = start + WARPS * CHUNK;
         const bool more = next + CHUNK <= k;
-        // For few rows, all of the chunk's x is loaded at once, so that waits are only for W. Not
-        // for 16 rows of x with 16 of W, where it would cost a resident block.
-        constexpr bool AT_ONCE = ROWS == 1 || (ROWS == 2 && FEATURES == 2);
-        uint4 all[AT_ONCE ? LOADS : 1][ROWS];
-        if (AT_ONCE) {
-#pragma unroll
-            for (uint32_t i = 0; i < LOADS; i++) {
-#pragma unroll
-                for (int r = 0; r < ROWS; r++) {
-                    all[i][r] = load_row(x[r] + start + K_LOAD * i + lane_k);
-                }
-            }
+        if (AT_ONCE && !AHEAD) {
+            load_all_x(start);
         }
 #pragma unroll
         for (uint32_t i = 0; i < LOADS; i++) {
@@ -170,9 +202,15 @@ __device__ __forceinline__ void multiply(Weights<FEATURES>& w, const tutti_bf16*
                     w.multiply(i, b, sums[f][r], f);
                 }
             }
-            // Used weights are replaced immediately, so that the same amount is always in flight.
-            if (more) {
-                w.load(i, next + K_LOAD * i + lane_k);
+            if ((i + 1) % REPLACED == 0 && more) {
+                stay_here<FEATURES>();
+#pragma unroll
+                for (uint32_t used = i + 1 - REPLACED; used <= i; used++) {
+                    w.load(used, next + K_LOAD * used + lane_k);
+                    if (AHEAD) {
+                        load_x(used, next);
+                    }
+                }
             }
         }
     }

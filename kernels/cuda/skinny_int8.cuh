@@ -127,6 +127,7 @@ __device__ __forceinline__ void multiply(Int8Weights<FEATURES>& w,
             const uint32_t at = start + K_LOAD_INT8 * i + lane_k;
             multiply_bytes<true>(w, i, x, at, k, sums);
             if (more) {
+                stay_here<FEATURES>();
                 w.load(i, next + K_LOAD_INT8 * i + lane_k);
             }
         }
