@@ -132,6 +132,13 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     return r;
 }
 
+// word & mask | bits in one instruction: of two constants the assembler would make two.
+__device__ __forceinline__ uint32_t masked_with(uint32_t word, uint32_t mask, uint32_t bits) {
+    uint32_t r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(word), "r"(mask), "r"(bits));
+    return r;
+}
+
 // a b + c for two bf16 each, rounded once.
 __device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t r;

@@ -545,8 +545,8 @@ __global__ void tutti_skinny_fp8_32(TUTTI_SKINNY_FP8_ARGUMENTS);
 
 /* The same with 4-bit weights: w u8 [n, w_stride / 2], rows 64-byte aligned (w_stride, in weights,
  * is a multiple of 128). 128 weights are 64 bytes: word 4t + j has k = 32j + 8t + 2i at bit 4i and
- * the next k 16 bits above. groups u32 [n, ceil(k / 2^shift)], shift in 5..31: a scale in f32
- * with the zero in its last four bits; a weight is (integer - zero) * scale. */
+ * the next k 16 bits above. groups u32 [n, ceil(k / 2^shift)], fewer than 2^32, shift in 5..31: a
+ * scale in f32 with the zero in its last four bits; a weight is (integer - zero) * scale. */
 #define TUTTI_SKINNY_INT4_ARGUMENTS                                                                \
     const tutti_bf16 *x, const uint8_t *w, const uint32_t *groups, const float *bias, float *out,  \
         const uint32_t *row_index, uint32_t rows, uint32_t n, uint32_t k, uint32_t x_stride,       \

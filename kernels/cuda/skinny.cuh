@@ -159,9 +159,9 @@ template <int FEATURES, int ROWS>
 __device__ __forceinline__ void multiply(Weights<FEATURES>& w, const tutti_bf16* const (&x)[ROWS],
                                          uint32_t k, float (&sums)[FEATURES][ROWS][4]) {
     const uint32_t lane_k = 8 * (threadIdx.x % 4);
-    // For few rows, all of the chunk's x is loaded at once, so that waits are only for W. Not for 16
-    // rows of x with 16 of W, where it would cost a resident block. For 8 rows with 32, whose blocks
-    // have registers to spare, x is requested together with the weights that it belongs to.
+    // For few rows, all of the chunk's x is loaded at once, so that waits are only for W. Not for
+    // 16 rows of x with 16 of W, where it would cost a resident block. For 8 rows with 32, whose
+    // blocks have registers to spare, x is requested together with the weights that it belongs to.
     constexpr bool AHEAD = ROWS == 1 && FEATURES == 2;
     constexpr bool AT_ONCE = AHEAD || (ROWS == 1 && X_AT_ONCE) || (ROWS == 2 && FEATURES == 2);
     // Used weights are replaced after so many loads, so that about the same amount is always in

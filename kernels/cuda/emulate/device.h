@@ -257,6 +257,9 @@ inline uint32_t pack_bf16(float low, float high) {
     return static_cast<uint32_t>(to_bf16(high)) << 16 | to_bf16(low);
 }
 // For operands whose product and sum are exact in f32, as all operands here are.
+inline uint32_t masked_with(uint32_t word, uint32_t mask, uint32_t bits) {
+    return (word & mask) | bits;
+}
 inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     const auto wide = [](uint32_t bits) { return __uint_as_float(bits); };
     return pack_bf16(wide(a << 16) * wide(b << 16) + wide(c << 16),

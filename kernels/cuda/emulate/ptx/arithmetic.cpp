@@ -82,6 +82,15 @@ u32 prmt(u32 a, u32 b, u32 c) {
     }
     return d;
 }
+// Bits of a, b and c are an index (a's the highest) into the table's bits.
+u32 lop3(u32 a, u32 b, u32 c, u32 table) {
+    u32 d = 0;
+    for (int i = 0; i < 32; i++) {
+        const u32 index = (a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1);
+        d |= (table >> index & 1) << i;
+    }
+    return d;
+}
 
 template <class T> T same(T a) { return a; }
 
@@ -216,6 +225,7 @@ const std::vector<Form>& arithmetic() {
         {"bfi.b32", "wwwww", map<bfi<u32>>},
         {"bfi.b64", "qqqww", map<bfi<u64>>},
         {"prmt.b32", "wwww", map<prmt>},
+        {"lop3.b32", "wwwww", map<lop3>},
 
         {"selp.b16", "hhhp", select<u16>},
         {"selp.u16", "hhhp", select<u16>},
