@@ -36,9 +36,19 @@ constexpr uint32_t PEER_THREADS = 512;
 // Polls of a flag between two checks of the clock and of the host's word, which is across the bus.
 constexpr uint32_t POLLS = 64;
 
+// The table's addresses, in the block's shared memory: a flag that is acquired empties L1, and they
+// would come from L2 again, before every push and every read.
+struct Addresses {
+    // By how far a rank is behind this one, so that a push knows the place in advance.
+    float* slots[TUTTI_PEERS_MAX];
+    // By rank.
+    uint64_t* flags[TUTTI_PEERS_MAX];
+};
+
 // The state of a block's exchanges.
 struct Lane {
     const TuttiPeers* peers;
+    const Addresses* addresses;
     uint32_t rank, ranks, slot, blocks;
     uint64_t round;
     uint64_t clock; // the time spent before this launch, less the time at its begin
@@ -48,7 +58,9 @@ __device__ __forceinline__ bool keeps_time() { return blockIdx.x == 0 && threadI
 
 // Starts this block's exchanges. False, for all threads of the block, after a failure.
 __device__ __forceinline__ bool begin(const TuttiPeers* peers, Lane* lane) {
+    SHARED_ARRAY(Addresses, addresses, 1);
     lane->peers = peers;
+    lane->addresses = addresses;
     lane->rank = peers->rank;
     lane->ranks = peers->ranks;
     lane->slot = peers->slot;
@@ -57,6 +69,16 @@ __device__ __forceinline__ bool begin(const TuttiPeers* peers, Lane* lane) {
     lane->clock = 0;
     if (keeps_time()) {
         lane->clock = *reinterpret_cast<const uint64_t*>(peers->spent) - nanoseconds();
+    }
+    if (threadIdx.x < TUTTI_PEERS_MAX) {
+        // Read whether there is such a rank or not, so that no load waits for another.
+        const uint64_t slots = peers->slots[threadIdx.x];
+        const uint64_t flags = peers->flags[threadIdx.x];
+        if (threadIdx.x < lane->ranks) {
+            const uint32_t behind = (threadIdx.x - lane->rank) & (lane->ranks - 1);
+            addresses->slots[behind] = reinterpret_cast<float*>(slots);
+            addresses->flags[threadIdx.x] = reinterpret_cast<uint64_t*>(flags);
+        }
     }
     return all_of_block(load_word(reinterpret_cast<const uint32_t*>(peers->failed)) == 0);
 }
@@ -68,17 +90,17 @@ __device__ __forceinline__ void end(const Lane& lane) {
     }
 }
 
-// Rank `at`'s slot for the data that rank `from` pushes in this round.
-__device__ __forceinline__ float* slot_of(const Lane& lane, uint32_t at, uint32_t from) {
+// The slot for the data that rank `from` pushes in this round, at the rank so far behind this one
+// (0: at this one).
+__device__ __forceinline__ float* slot_of(const Lane& lane, uint32_t behind, uint32_t from) {
     // A rank's slots have fewer than 2^32 elements in total.
     const uint32_t half = static_cast<uint32_t>(lane.round % 2);
     const uint32_t index = (half * lane.blocks + blockIdx.x) * lane.ranks + from;
-    return reinterpret_cast<float*>(lane.peers->slots[at]) + index * lane.slot;
+    return lane.addresses->slots[behind] + index * lane.slot;
 }
 
 __device__ __forceinline__ uint64_t* flag_of(const Lane& lane, uint32_t at, uint32_t from) {
-    return reinterpret_cast<uint64_t*>(lane.peers->flags[at]) +
-           static_cast<uint64_t>(blockIdx.x) * lane.ranks + from;
+    return lane.addresses->flags[at] + static_cast<uint64_t>(blockIdx.x) * lane.ranks + from;
 }
 
 __device__ __forceinline__ void say(const TuttiPeers* peers, uint32_t outcome) {
@@ -181,12 +203,12 @@ __device__ __forceinline__ float4 tree(const Lane& lane, const float* slots, uin
 }
 
 // Pushes 4 elements to all other ranks' slots.
+template <uint32_t RANKS>
 __device__ __forceinline__ void push_to_all(const Lane& lane, uint32_t at, float4 v) {
-#pragma unroll 1
-    for (uint32_t i = 1; i < lane.ranks; i++) {
+#pragma unroll
+    for (uint32_t i = 1; i < RANKS; i++) {
         // Staggered, so that not all ranks push to the same one at the same time.
-        const uint32_t peer = (lane.rank + i) % lane.ranks;
-        push(reinterpret_cast<float4*>(slot_of(lane, peer, lane.rank) + at), v);
+        push(reinterpret_cast<float4*>(slot_of(lane, i, lane.rank) + at), v);
     }
 }
 
@@ -234,16 +256,18 @@ __device__ __forceinline__ uint32_t at_most(uint64_t count, uint64_t most) {
 
 template <uint32_t RANKS>
 __device__ __forceinline__ bool sum_one_shot(Lane& lane, float* data, uint64_t count) {
+    // Which it is; a constant takes no register.
+    lane.ranks = RANKS;
     const uint64_t piece = share(count, 4, lane.slot);
     for (uint64_t first = blockIdx.x * piece; first < count; first += gridDim.x * piece) {
         const uint32_t here = at_most(count - first, piece);
         for (uint32_t at = threadIdx.x * 4; at < here; at += blockDim.x * 4) {
-            push_to_all(lane, at, load_within(data, first + at, count));
+            push_to_all<RANKS>(lane, at, load_within(data, first + at, count));
         }
         if (!exchange(lane)) {
             return false;
         }
-        const float* slots = slot_of(lane, lane.rank, 0);
+        const float* slots = slot_of(lane, 0, 0);
         for (uint32_t at = threadIdx.x * 4; at < here; at += blockDim.x * 4) {
             const float4 own = load_within(data, first + at, count);
             store_within(data, first + at, count, true, tree<RANKS>(lane, slots, at, own));
@@ -262,7 +286,7 @@ __device__ __forceinline__ bool sum_two_shot(Lane& lane, float* data, uint64_t c
 #pragma unroll 1
         for (uint32_t i = 1; i < RANKS; i++) {
             const uint32_t peer = (lane.rank + i) % RANKS;
-            float* slot = slot_of(lane, peer, lane.rank);
+            float* slot = slot_of(lane, i, lane.rank);
             const uint64_t theirs = first + static_cast<uint64_t>(peer) * part;
 #pragma unroll 1
             for (uint32_t at = threadIdx.x * 4; at < part && theirs + at < count;
@@ -276,12 +300,12 @@ __device__ __forceinline__ bool sum_two_shot(Lane& lane, float* data, uint64_t c
         const uint64_t mine = first + static_cast<uint64_t>(lane.rank) * part;
         Lane next = lane;
         next.round++;
-        const float* slots = slot_of(lane, lane.rank, 0);
+        const float* slots = slot_of(lane, 0, 0);
 #pragma unroll 1
         for (uint32_t at = threadIdx.x * 4; at < part && mine + at < count; at += blockDim.x * 4) {
             const float4 sum = tree<RANKS>(lane, slots, at, load_within(data, mine + at, count));
             store_within(data, mine + at, count, true, sum);
-            push_to_all(next, at, sum);
+            push_to_all<RANKS>(next, at, sum);
         }
         lane.round++;
         if (!exchange(lane)) {
@@ -290,7 +314,7 @@ __device__ __forceinline__ bool sum_two_shot(Lane& lane, float* data, uint64_t c
 #pragma unroll 1
         for (uint32_t i = 1; i < RANKS; i++) {
             const uint32_t peer = (lane.rank + i) % RANKS;
-            const float* slot = slot_of(lane, lane.rank, peer);
+            const float* slot = slot_of(lane, 0, peer);
             const uint64_t theirs = first + static_cast<uint64_t>(peer) * part;
 #pragma unroll 1
             for (uint32_t at = threadIdx.x * 4; at < part && theirs + at < count;
@@ -310,6 +334,8 @@ __device__ __forceinline__ bool sum_add_rmsnorm(Lane& lane, const float* data, f
                                                 const NormWeights& weights, tutti_bf16* out,
                                                 uint32_t width, uint32_t out_stride, float eps,
                                                 uint32_t rows, float* scratch) {
+    // Which it is; a constant takes no register.
+    lane.ranks = RANKS;
     // A block has rows blockIdx.x, + gridDim.x, ..; as many per exchange as fit into a slot.
     const uint32_t at_once = lane.slot / width;
     for (uint32_t first = blockIdx.x; first < rows;) {
@@ -318,7 +344,7 @@ __device__ __forceinline__ bool sum_add_rmsnorm(Lane& lane, const float* data, f
         for (uint32_t i = 0; i < here; i++) {
             const float* row = data + static_cast<size_t>(first + i * gridDim.x) * width;
             for (uint32_t at = threadIdx.x * 4; at < width; at += NORM_THREADS * 4) {
-                push_to_all(lane, i * width + at, load4(row + at));
+                push_to_all<RANKS>(lane, i * width + at, load4(row + at));
             }
         }
         if (!exchange(lane)) {
@@ -327,7 +353,7 @@ __device__ __forceinline__ bool sum_add_rmsnorm(Lane& lane, const float* data, f
         for (uint32_t i = 0; i < here; i++) {
             const size_t index = first + i * gridDim.x;
             const float* row = data + index * width;
-            const float* slots = slot_of(lane, lane.rank, 0) + i * width;
+            const float* slots = slot_of(lane, 0, 0) + i * width;
             float* r = residual + index * width;
             const auto norm = [&](auto read, auto sum) {
                 add_rmsnorm_row(r, weight, weights, out + index * out_stride, width,
@@ -366,16 +392,19 @@ __device__ __forceinline__ bool gather(Lane& lane, const float* local, float* al
 #pragma unroll 1
         for (uint32_t at = threadIdx.x * 4; at < here; at += blockDim.x * 4) {
             const float4 v = load_within(local, first + at, count);
-            push_to_all(lane, at, v);
             store_within(own, first + at, count, whole, v);
+#pragma unroll 1
+            for (uint32_t i = 1; i < lane.ranks; i++) {
+                push(reinterpret_cast<float4*>(slot_of(lane, i, lane.rank) + at), v);
+            }
         }
         if (!exchange(lane)) {
             return false;
         }
 #pragma unroll 1
         for (uint32_t i = 1; i < lane.ranks; i++) {
-            const uint32_t peer = (lane.rank + i) % lane.ranks;
-            const float* slot = slot_of(lane, lane.rank, peer);
+            const uint32_t peer = (lane.rank + i) & (lane.ranks - 1);
+            const float* slot = slot_of(lane, 0, peer);
 #pragma unroll 1
             for (uint32_t at = threadIdx.x * 4; at < here; at += blockDim.x * 4) {
                 store_within(all + peer * count, first + at, count, whole,
