@@ -386,9 +386,9 @@ __global__ void tutti_prefill_attention_fp8_256(TUTTI_FP8_ATTENTION_ARGUMENTS,
  * The same for sequences with one row. Their tokens are split into parts, each with a partial
  * result; a second kernel combines these. The split depends only on the sequence's length, the
  * window, `max_splits` and `least_split`. `max_splits` is a constant of the model (64 is good, 128
- * the maximum). `least_split`, a multiple of 64, is chosen by the host for the number of sequences:
- * the only way in which a result can depend on the batch. With n = the tokens from the first
- * visible one, rounded down to a multiple of 16, to the last:
+ * the maximum, good for a single KV head). `least_split`, a multiple of 64, is chosen by the host
+ * for the number of sequences: the only way in which a result can depend on the batch. With n = the
+ * tokens from the first visible one, rounded down to a multiple of 16, to the last:
  * split_len = max(least_split, round_up(ceil(n / max_splits), 16)),
  * splits = ceil(n / split_len) <= max_splits.
  * parts u32 [*live]: index into `seqs` << TUTTI_PART_SHIFT | number of the split: each split of

@@ -490,6 +490,8 @@ fn decode_attention_matches_softmax_in_f64() {
     for (shape, contexts, max_splits) in [
         (shape(4, 1, 64, 4, 0), vec![1, 15, 16, 17, 200], 4),
         (shape(2, 2, 128, 4, 0), vec![300, 64, 65], 64),
+        // As many parts as there can be.
+        (shape(2, 1, 64, 4, 0), vec![8190], 128),
         (shape(8, 1, 128, 5, 0), vec![90], 1),
         (shape(6, 2, 96, 3, 0), vec![130, 2], 3),
         (shape(20, 1, 32, 2, 16), vec![40, 7, 17], 8),

@@ -3,7 +3,7 @@
 //! The offsets of the arrays depend only on their capacities, with the block tables last, so a
 //! graph finds each array at the same place in all steps of its bucket. Only the used part of the
 //! block tables is copied; the other arrays are copied in full.
-use super::parts::{self, SPLITS_MAX, Splits, Windows, least_split};
+use super::parts::{self, Splits, Windows, least_split};
 use super::sample_lists::PARAMS;
 use crate::backend::{Batch, SeqRows};
 use crate::error::KernelError;
@@ -39,13 +39,15 @@ pub struct AttentionTiling {
     /// Sequences of one row are tiles as well, and none is an item. A row then gets the same bits
     /// whether it belongs to a prompt or to a sampled token.
     pub all_tiles: bool,
+    /// Maximum number of parts of a sequence: [`parts::most_splits`].
+    pub splits: u32,
     /// Sliding windows of the layers.
     pub windows: Windows,
 }
 
 impl AttentionTiling {
     /// For a step without attention.
-    pub const NONE: Self = Self { group: 1, all_tiles: false, windows: Windows::ALL };
+    pub const NONE: Self = Self { group: 1, all_tiles: false, splits: 1, windows: Windows::ALL };
 
     /// Whether a sequence is an item, that is, decoded with its context split into parts.
     fn is_item(self, seq: &SeqRows) -> bool {
@@ -79,15 +81,15 @@ impl AttentionTiling {
 
     /// Number of parts of a batch's items, counted as in [`Capacity::parts`].
     fn parts(self, batch: &Batch<'_>) -> usize {
-        let least = least_split(self.items(batch));
-        let of = |window| parts::count(self.all_items(batch), window, least);
+        let limits = (self.splits, least_split(self.items(batch)));
+        let of = |window| parts::count(self.all_items(batch), window, limits);
         self.windows.count() * self.windows.iter().map(of).max().unwrap_or(0)
     }
 
     /// Maximum number of parts of `items` sequences, counted likewise.
     #[must_use]
     pub fn most_parts(self, items: usize) -> usize {
-        self.windows.count() * items * SPLITS_MAX as usize
+        self.windows.count() * items * self.splits as usize
     }
 }
 
@@ -230,7 +232,8 @@ impl Layout {
         for (place, window) in cut.windows.iter().enumerate() {
             let list = &mut block[self.parts_of(place, cut.windows)..][..most];
             let own = (0u32..).zip(batch.seqs).filter(|(_, seq)| cut.is_item(seq));
-            let number = parts::fill(list, own, window, least_split(items), found);
+            let limits = (cut.splits, least_split(items));
+            let number = parts::fill(list, own, window, limits, found);
             block[live::PARTS + place] = number as u32;
         }
         block[self.sample_rows..][..samples.len()].copy_from_slice(samples);
@@ -315,7 +318,7 @@ mod tests {
         let seqs = [seq(0, 1, 9), seq(1, 70, 70), seq(71, 2, 5)];
         let rows: Vec<u32> = (0..73).collect();
         let batch = Batch { positions: &rows, slots: &rows, seqs: &seqs, block_tables: &[7, 8, 9] };
-        let cut = AttentionTiling { group: 3, all_tiles: false, windows: Windows::ALL };
+        let cut = AttentionTiling { group: 3, all_tiles: false, splits: 64, windows: Windows::ALL };
         let sizes = sizes(73, &batch, cut, 2);
         assert_eq!(sizes, Capacity { rows: 73, seqs: 3, tiles: 5, parts: 1, samples: 2 });
         let layout = Layout::new(sizes);
@@ -337,7 +340,7 @@ mod tests {
         let seqs = [seq(0, 1, 9), seq(1, 70, 70), seq(71, 1, 5)];
         let rows: Vec<u32> = (0..72).collect();
         let batch = Batch { positions: &rows, slots: &rows, seqs: &seqs, block_tables: &[7, 8, 9] };
-        let cut = AttentionTiling { group: 3, all_tiles: true, windows: Windows::ALL };
+        let cut = AttentionTiling { group: 3, all_tiles: true, splits: 64, windows: Windows::ALL };
         let sizes = sizes(72, &batch, cut, 2);
         assert_eq!((sizes.tiles, cut.items(&batch), cut.of_single_rows(5)), (6, 0, (0, 5)));
         let layout = Layout::new(sizes);
@@ -347,7 +350,8 @@ mod tests {
         assert_eq!(block[layout.tiles..][..12], [0, 0, 1, 192, 1, 128, 1, 64, 1, 0, 2, 0]);
         // Many query heads share one KV head: more than a tile has room for.
         assert_eq!(
-            AttentionTiling { group: 65, all_tiles: true, windows: Windows::ALL }.of_single_rows(3),
+            AttentionTiling { group: 65, all_tiles: true, splits: 64, windows: Windows::ALL }
+                .of_single_rows(3),
             (0, 6)
         );
     }
@@ -356,7 +360,7 @@ mod tests {
     fn no_step_needs_more_than_the_largest_block() {
         let cuts = [(64, 1), (64, 4), (100, 7), (100, 70)].into_iter().flat_map(|(rows, group)| {
             [false, true].map(|all_tiles| {
-                (rows, AttentionTiling { group, all_tiles, windows: Windows::ALL })
+                (rows, AttentionTiling { group, all_tiles, splits: 64, windows: Windows::ALL })
             })
         });
         for (rows, cut) in cuts {

@@ -26,7 +26,7 @@ mod sample;
 
 pub use attention::{
     AttentionIo, DecodeWork, FP8_HEAD_DIMS, HEAD_DIM_MAX, HEAD_DIMS, LayerCache, Partials,
-    QkvFinish, attention_any, decode_attention, prefill_attention, qkv_finish,
+    QkvFinish, attention_any, decode_attention, prefill_attention, qkv_finish, splits_of,
 };
 use entries::*;
 pub use entries::{Entry, NAMES};

@@ -6,10 +6,12 @@ use std::time::Duration;
 use super::backend::CudaBackend;
 use super::batch::{AttentionTiling, Layout, live, sizes};
 use super::device::Device;
-use super::launch::{self, AttentionIo, DecodeWork, LayerCache, Partials, Rows, decode_attention};
+use super::launch::{
+    self, AttentionIo, DecodeWork, LayerCache, Partials, Rows, decode_attention, splits_of,
+};
 use super::matmul::Product;
 use super::memory::{DeviceMemory, DevicePtr};
-use super::parts::{SPLITS_MAX, Windows};
+use super::parts::Windows;
 use super::products::small;
 use super::stream::{Event, Stream};
 use crate::backend::{AttentionShape, Batch, KvStorage, SeqRows};
@@ -203,7 +205,7 @@ impl CudaBackend {
         let layers = cold.div_ceil(2 * plane).clamp(1, TURNS_MOST);
         let inputs = Batch { positions: &[], slots: &[], seqs: &seqs, block_tables: &tables };
         let windows = Windows::new(&[shape.sliding_window])?;
-        let cut = AttentionTiling { group: 1, all_tiles: false, windows };
+        let cut = AttentionTiling { group: 1, all_tiles: false, splits: splits_of(shape), windows };
         let layout = Layout::new(sizes(0, &inputs, cut, 0));
         let mut words = vec![0; layout.words(tables.len())];
         layout.fill(&mut words, &[], &inputs, cut, &[], &mut Vec::new())?;
@@ -238,7 +240,7 @@ impl CudaBackend {
             let partials = Partials { out: out.ptr(), ml: ml.ptr() };
             let work = DecodeWork {
                 parts: at(layout.parts),
-                parts_most: batch * SPLITS_MAX as usize,
+                parts_most: batch * splits_of(shape) as usize,
                 live_parts: at(live::PARTS),
                 items: at(layout.items),
                 items_most: batch,

@@ -5,9 +5,17 @@ use std::cmp::Reverse;
 use crate::backend::SeqRows;
 use crate::error::KernelError;
 
-/// Maximum number of parts of a sequence: a constant, so that a row's sum is computed in the same
-/// way in every batch.
-pub const SPLITS_MAX: u32 = 64;
+/// Maximum number of parts of a sequence, by the number of blocks that each part takes (for KV
+/// heads, or groups of their query heads): a constant of the model and its degree, so that a row's
+/// sum is computed in the same way in every batch. A single long sequence is to occupy a GPU: with
+/// one block for each part, 64 parts would leave half of an H200's multiprocessors idle.
+#[must_use]
+pub fn most_splits(blocks: usize) -> u32 {
+    if blocks <= 1 { SPLITS_MAX } else { SPLITS_MAX / 2 }
+}
+
+/// The most that the kernels support.
+pub const SPLITS_MAX: u32 = 128;
 /// `TUTTI_PART_SHIFT`
 pub(super) const PART_SHIFT: u32 = 8;
 /// Alignment of the first part's beginning and of the length of parts, in tokens.
@@ -87,19 +95,23 @@ pub struct Splits {
 }
 
 /// Splits a sequence of one row with `context_len` tokens, of which the last `window` are visible
-/// (0: all).
+/// (0: all), into at most `most` parts of at least `least` tokens.
 #[must_use]
-pub fn splits(context_len: u32, window: u32, least: u32) -> Splits {
+pub fn splits(context_len: u32, window: u32, (most, least): (u32, u32)) -> Splits {
     let start = if window == 0 { 0 } else { context_len.saturating_sub(window) };
     let tokens = context_len - start / ALIGNED * ALIGNED;
-    let len = tokens.div_ceil(SPLITS_MAX).next_multiple_of(ALIGNED).max(least);
+    let len = tokens.div_ceil(most).next_multiple_of(ALIGNED).max(least);
     Splits { len, count: tokens.div_ceil(len) }
 }
 
 /// Total number of parts of some sequences.
 #[must_use]
-pub fn count<'a>(items: impl Iterator<Item = &'a SeqRows>, window: u32, least: u32) -> usize {
-    items.map(|seq| splits(seq.context_len, window, least).count as usize).sum()
+pub fn count<'a>(
+    items: impl Iterator<Item = &'a SeqRows>,
+    window: u32,
+    limits: (u32, u32),
+) -> usize {
+    items.map(|seq| splits(seq.context_len, window, limits).count as usize).sum()
 }
 
 /// Writes the list of all parts to the beginning of `list` and returns their number. Long parts
@@ -109,11 +121,11 @@ pub fn fill<'a>(
     list: &mut [u32],
     items: impl Iterator<Item = (u32, &'a SeqRows)>,
     window: u32,
-    least: u32,
+    limits: (u32, u32),
     found: &mut Vec<(u32, Splits)>,
 ) -> usize {
     found.clear();
-    found.extend(items.map(|(index, seq)| (index, splits(seq.context_len, window, least))));
+    found.extend(items.map(|(index, seq)| (index, splits(seq.context_len, window, limits))));
     // Sorted without allocating; equal lengths stay in the order of the numbers.
     found.sort_unstable_by_key(|(index, splits)| (Reverse(splits.len), *index));
     let parts = found.iter().flat_map(|&(index, splits)| {
@@ -144,23 +156,33 @@ mod tests {
             let first_visible =
                 (0..context).find(|position| window == 0 || context - position <= window).unwrap();
             let first = (0..=first_visible).rev().find(|position| position % 16 == 0).unwrap();
-            for least in [64, 128, 256] {
-                let Splits { len, count } = splits(context, window, least);
-                assert!(len >= least && len % 16 == 0 && (1..=SPLITS_MAX).contains(&count));
+            for (most, least) in [(64, 64), (64, 128), (64, 256), (128, 64)] {
+                let Splits { len, count } = splits(context, window, (most, least));
+                assert!(len >= least && len % 16 == 0 && (1..=most).contains(&count));
                 // The parts end with the last token, and one part less would not reach it.
                 assert!(first + (count - 1) * len < context && first + count * len >= context);
-                assert!(len == least || (len - 16) * SPLITS_MAX < context - first);
+                assert!(len == least || (len - 16) * most < context - first);
             }
         }
-        assert_eq!(splits(64, 0, 64), Splits { len: 64, count: 1 });
-        assert_eq!(splits(65, 0, 64), Splits { len: 64, count: 2 });
-        assert_eq!(splits(4096, 0, 64), Splits { len: 64, count: 64 });
-        assert_eq!(splits(4097, 0, 64), Splits { len: 80, count: 52 });
-        assert_eq!(splits(4097, 0, 128), Splits { len: 128, count: 33 });
+        assert_eq!(splits(64, 0, (64, 64)), Splits { len: 64, count: 1 });
+        assert_eq!(splits(65, 0, (64, 64)), Splits { len: 64, count: 2 });
+        assert_eq!(splits(4096, 0, (64, 64)), Splits { len: 64, count: 64 });
+        assert_eq!(splits(4097, 0, (64, 64)), Splits { len: 80, count: 52 });
+        assert_eq!(splits(4097, 0, (64, 128)), Splits { len: 128, count: 33 });
         // 1 to 16 invisible tokens before the window.
-        assert_eq!(splits(81, 64, 64), Splits { len: 64, count: 2 });
-        assert_eq!(splits(80, 64, 64), Splits { len: 64, count: 1 });
-        assert!(splits(u32::MAX - 4096, 0, 64).count <= SPLITS_MAX);
+        assert_eq!(splits(81, 64, (64, 64)), Splits { len: 64, count: 2 });
+        assert_eq!(splits(80, 64, (64, 64)), Splits { len: 64, count: 1 });
+        assert!(splits(u32::MAX - 4096, 0, (64, 64)).count <= 64);
+        assert_eq!(splits(8192, 0, (128, 64)), Splits { len: 64, count: 128 });
+        assert_eq!(splits(8193, 0, (128, 64)), Splits { len: 80, count: 103 });
+    }
+
+    #[test]
+    fn one_long_sequence_has_a_block_for_nearly_every_multiprocessor() {
+        for blocks in 1..=16 {
+            let parts = splits(32_768, 0, (most_splits(blocks), least_split(1))).count as usize;
+            assert!(parts * blocks >= 100, "{parts} parts of {blocks} blocks");
+        }
     }
 
     #[test]
@@ -178,10 +200,10 @@ mod tests {
     #[test]
     fn the_list_has_every_part_once_and_long_ones_first() {
         let seqs = [seq(130), seq(8192), seq(1), seq(20_000), seq(64)];
-        let number = count(seqs.iter(), 0, 64);
+        let number = count(seqs.iter(), 0, (64, 64));
         assert_eq!(number, 3 + 64 + 1 + 63 + 1);
         let mut list = vec![u32::MAX; number + 2];
-        fill(&mut list, (3..).zip(&seqs), 0, 64, &mut Vec::new());
+        fill(&mut list, (3..).zip(&seqs), 0, (64, 64), &mut Vec::new());
         assert_eq!(list[number..], [u32::MAX; 2]);
         let named: Vec<(u32, u32)> =
             list[..number].iter().map(|part| (part >> PART_SHIFT, part & 255)).collect();

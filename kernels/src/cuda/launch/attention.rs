@@ -4,7 +4,7 @@ use super::{
     Entry, PREFILL, PREFILL_FP8, QKV_FINISH, QKV_FINISH_FP8, call, prefill_shared, words,
 };
 use crate::backend::{AttentionShape, KvStorage};
-use crate::cuda::parts::{SPLITS_MAX, least_split};
+use crate::cuda::parts::{least_split, most_splits};
 
 /// Head dimensions that have attention kernels of their own.
 pub const HEAD_DIMS: [usize; 6] = [16, 32, 64, 96, 128, 256];
@@ -158,12 +158,25 @@ pub fn prefill_attention(
     Some(call)
 }
 
+/// Blocks that a part takes: each has up to 16 query heads of a KV head.
+fn blocks_of_part(shape: &AttentionShape) -> usize {
+    let kv_heads = shape.num_kv_heads.max(1);
+    kv_heads * (shape.num_heads / kv_heads).div_ceil(16)
+}
+
+/// Maximum number of parts of a sequence. Those of latents have four times the partial results of
+/// ordinary heads, so they are fewer.
+#[must_use]
+pub fn splits_of(shape: &AttentionShape) -> u32 {
+    most_splits(if shape.latent.is_some() { usize::MAX } else { blocks_of_part(shape) })
+}
+
 /// Partial results of decode attention.
 #[derive(Clone, Copy, Debug)]
 pub struct Partials {
-    /// f32 [n, num_heads, SPLITS_MAX, head_dim]
+    /// f32 [n, num_heads, [`splits_of`], head_dim]
     pub out: DevicePtr,
-    /// f32 [n, num_heads, SPLITS_MAX, 2]
+    /// f32 [n, num_heads, [`splits_of`], 2]
     pub ml: DevicePtr,
 }
 
@@ -171,7 +184,7 @@ impl Partials {
     /// Number of elements of `out` and of `ml` for `n` sequences.
     #[must_use]
     pub fn elements(shape: &AttentionShape, n: usize) -> (usize, usize) {
-        let splits = n * shape.num_heads * SPLITS_MAX as usize;
+        let splits = n * shape.num_heads * splits_of(shape) as usize;
         (splits * shape.value_dim(), splits * 2)
     }
 }
@@ -222,14 +235,13 @@ pub fn decode_attention(
     let args = words(args, [shape.num_heads, shape.num_kv_heads])
         .u32(io.cache.block_shift)
         .u32(window(shape))
-        .u32(SPLITS_MAX)
+        .u32(splits_of(shape))
         .u32(least)
         .f32(scale(shape))
         .f32(shape.softcap.unwrap_or(0.0))
         .maybe(io.sinks)
         .ptr(work.live_parts);
-    let group = shape.num_heads / shape.num_kv_heads;
-    let blocks = shape.num_kv_heads * group.div_ceil(16);
+    let blocks = blocks_of_part(shape);
     let at_once = multiprocessors as usize * resident;
     let across = (at_once / blocks).clamp(1, work.parts_most.max(1));
     let attention = call(entry, (across, blocks, 1), 128, args);
@@ -246,7 +258,7 @@ pub(super) fn decode_reduce(
 ) -> Call {
     let args = Args::new().ptr(partials.out).ptr(partials.ml).ptr(io.seqs).ptr(work.items);
     let args = words(args.ptr(io.out), [shape.num_heads, shape.value_dim()]);
-    let args = args.u32(window(shape)).u32(SPLITS_MAX).u32(least).ptr(work.live_items);
+    let args = args.u32(window(shape)).u32(splits_of(shape)).u32(least).ptr(work.live_items);
     call(DECODE_REDUCE, (shape.num_heads, work.items_most, 1), 128, args)
 }
 

@@ -5,7 +5,7 @@ use super::{
     Args, AttentionIo, Call, DecodeWork, DevicePtr, LayerCache, Partials, Rows, call, words,
 };
 use crate::backend::AttentionShape;
-use crate::cuda::parts::{SPLITS_MAX, least_split};
+use crate::cuda::parts::least_split;
 
 /// Largest latent, and largest width of what a token has in the cache.
 pub const LATENT_MOST: (usize, usize) = (512, 576);
@@ -138,7 +138,7 @@ pub fn latent_decode(
     let args = words(args, [shape.num_heads, latent, shape.head_dim.saturating_sub(latent)])
         .u32(io.cache.block_shift)
         .u32(super::attention::window(shape))
-        .u32(SPLITS_MAX)
+        .u32(super::attention::splits_of(shape))
         .u32(least)
         .f32(super::attention::scale(shape))
         .ptr(work.live_parts);

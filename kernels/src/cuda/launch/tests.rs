@@ -403,6 +403,11 @@ fn grids_cover_all_rows_features_and_heads() {
     // Independent of the number and length of the sequences.
     assert_eq!([across(1, 132), across(64, 132), across(4096, 132)], [49, 49, 49]);
     assert_eq!([across(1, 0), across(1, 1), across(1, 10_000)], [1, 1, 64]);
+    // A single KV head: with 128 parts of one sequence, nearly every multiprocessor has a block.
+    let alone = [shape(128, 8, 1), shape(128, 8, 2), shape(128, 20, 1)].map(|shape| {
+        (splits_of(&shape), Partials::elements(&shape, 3).1 / (2 * 3 * shape.num_heads))
+    });
+    assert_eq!(alone, [(128, 128), (64, 64), (64, 64)]);
     assert!(decode_attention(&io, &shape(80, 8, 2), &work(5), partials, 132).is_none());
     assert!(prefill_attention(&io, &shape(80, 8, 2), ptr, 5, ptr).is_none());
 }

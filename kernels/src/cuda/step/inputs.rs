@@ -7,6 +7,7 @@ use crate::backend::{AttentionShape, Batch};
 use crate::check::ensure;
 use crate::cuda::batch::{AttentionTiling, Capacity, Layout, largest, live, sizes};
 use crate::cuda::context::Context;
+use crate::cuda::launch::splits_of;
 use crate::cuda::memory::{DeviceMemory, DevicePtr, Pinned};
 use crate::cuda::parts::Windows;
 use crate::cuda::stream::{Event, Stream};
@@ -25,7 +26,7 @@ impl Step {
     /// How attention's queries are cut into tiles.
     pub(in crate::cuda) fn cut(&self, shape: &AttentionShape, windows: Windows) -> AttentionTiling {
         let group = shape.num_heads / shape.num_kv_heads.max(1);
-        AttentionTiling { group, all_tiles: self.all_tiles, windows }
+        AttentionTiling { group, all_tiles: self.all_tiles, splits: splits_of(shape), windows }
     }
 
     /// Lays out and uploads the inputs of a step, or of a call outside of one.
