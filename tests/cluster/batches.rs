@@ -117,7 +117,7 @@ impl Batch {
 async fn a_batch_is_answered_as_its_requests_are_and_goes_on_after_it_was_killed() {
     let cluster = up(&["--max-num-seqs", "4", "--api-key", "the-key"]).await;
     let batch = Batch::new(60);
-    batch.add("bad", "/v1/completions", &json!({"prompt": STORY, "temperature": 9}));
+    batch.add("bad", "/v1/completions", &json!({"prompt": STORY, "temperature": 900}));
     batch.add(
         "chat",
         "/v1/chat/completions",
