@@ -183,6 +183,12 @@ async fn a_tool_of_a_group_can_be_chosen_and_groups_are_checked() {
         (tools(json!([group(json!([5]))])), "`tools[0].tools[0]` must be an object"),
         (tools(json!([{"type": "custom", "name": "a", "format": 5}])), "`tools[0].format`"),
         (tools(json!([plain("a__b"), group(json!([plain("b")]))])), "that of another tool"),
+        (tools(json!([group(json!(vec![plain("b"); 1025]))])), "1025 tools, the limit is 1024"),
+        (
+            chosen(json!({"type": "allowed_tools", "mode": "auto",
+                "tools": vec![plain("shell"); 1025]})),
+            "`tool_choice` lists 1025 tools",
+        ),
         (chosen(json!({"type": "custom", "name": "shell"})), "`tool_choice` must be"),
         (chosen(json!({"type": "custom", "name": "other"})), "not in `tools`"),
         (chosen(json!({"type": "web_search"})), "`tool_choice`"),

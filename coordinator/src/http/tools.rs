@@ -44,7 +44,7 @@ impl Tools {
     /// 400 naming the field.
     pub fn read(fields: &Fields, limits: &Limits) -> Result<Self, ApiError> {
         let mut list = told(fields, limits)?;
-        let choice = choice(fields, list.as_mut())?;
+        let choice = choice(fields, limits, list.as_mut())?;
         let single = !fields.boolean("parallel_tool_calls", true)?;
         Ok(Self { list, choice, single })
     }
@@ -323,8 +323,26 @@ fn allowed(value: &Value) -> Option<(ToolChoice, Vec<&str>)> {
     Some((mode, list.iter().map(called).collect::<Option<_>>()?))
 }
 
+/// Rejects a field that lists more tools than there may be.
+///
+/// # Errors
+/// 400 naming the field.
+pub(super) fn check_count(field: &str, count: usize, limits: &Limits) -> Result<(), ApiError> {
+    match count <= limits.tools {
+        true => Ok(()),
+        false => {
+            let message = format!("`{field}` lists {count} tools, the limit is {}", limits.tools);
+            Err(ApiError::field(field, message))
+        }
+    }
+}
+
 /// Which tools are called; those that may not be are taken out of the list.
-fn choice(fields: &Fields, tools: Option<&mut Value>) -> Result<ToolChoice, ApiError> {
+fn choice(
+    fields: &Fields,
+    limits: &Limits,
+    tools: Option<&mut Value>,
+) -> Result<ToolChoice, ApiError> {
     let field = "tool_choice";
     let Some(tools) = tools.and_then(Value::as_array_mut) else {
         return match fields.get(field).map(|choice| choice.as_str().unwrap_or("a function")) {
@@ -351,6 +369,7 @@ fn choice(fields: &Fields, tools: Option<&mut Value>) -> Result<ToolChoice, ApiE
             };
             if kind(value) == Some("allowed_tools") {
                 let (mode, names) = allowed(value).ok_or_else(wrong)?;
+                check_count(field, names.len(), limits)?;
                 names.iter().try_for_each(|wanted| known(tools, wanted))?;
                 tools.retain(|tool| name(tool).is_some_and(|it| names.contains(&it)));
                 return Ok(mode);

@@ -112,7 +112,7 @@ pub(super) fn read(state: &AppState, fields: &Fields) -> Result<Request, ApiErro
         }
     }
     refused::check(fields, Endpoint::Responses)?;
-    let tools = Tools::read(fields)?;
+    let tools = Tools::read(fields, limits)?;
     let mut chat = input::read(fields, limits)?.asked(fields, SAME);
     let mut echo = Map::new();
     let max = fields.count("max_output_tokens", 1, u32::MAX)?;

@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::super::error::ApiError;
 use super::super::fields::Fields;
+use super::super::params::Limits;
 use super::super::tools;
 use super::super::turns::wrong;
 
@@ -109,7 +110,7 @@ impl Tools {
     ///
     /// # Errors
     /// 400 naming the field and the tool.
-    pub(super) fn read(fields: &Fields) -> Result<Self, ApiError> {
+    pub(super) fn read(fields: &Fields, limits: &Limits) -> Result<Self, ApiError> {
         let list = match fields.get("tools") {
             None => &[][..],
             Some(Value::Array(list)) => list,
@@ -131,7 +132,9 @@ impl Tools {
                 functions.extend(offered(&at, tool, Some(name), &mut offers)?);
             }
         }
-        let (choice, choice_said) = choice(fields, &offers, &mut functions)?;
+        // Before they are looked through for each that may be called.
+        tools::check_count("tools", functions.len(), limits)?;
+        let (choice, choice_said) = choice(fields, limits, &offers, &mut functions)?;
         let told =
             |function: &Map<String, Value>| json!({"type": "function", "function": function});
         let said = list.iter().map(|tool| {
@@ -235,6 +238,7 @@ fn custom(at: &str, fields: &Map<String, Value>) -> Result<Map<String, Value>, A
 /// Returns chat's `tool_choice` and the answer's; functions that may not be called are removed.
 fn choice(
     fields: &Fields,
+    limits: &Limits,
     offers: &Offers,
     functions: &mut Vec<Map<String, Value>>,
 ) -> Result<(Option<Value>, Value), ApiError> {
@@ -255,6 +259,7 @@ fn choice(
             let mode = value.get("mode").and_then(Value::as_str);
             let mode = mode.filter(|mode| ["auto", "required"].contains(mode)).ok_or_else(wrong)?;
             let allowed = value.get("tools").and_then(Value::as_array).ok_or_else(wrong)?;
+            tools::check_count(field, allowed.len(), limits)?;
             let allowed: Option<Vec<String>> = allowed.iter().map(|it| offers.told(it)).collect();
             let allowed = allowed.ok_or_else(wrong)?;
             let unknown = |name: &&String| !functions.iter().any(|tool| tool["name"] == **name);
