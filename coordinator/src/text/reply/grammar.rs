@@ -120,20 +120,20 @@ impl Function {
 
     pub(super) fn schema(&self) -> Value {
         let mut schema = match &self.parameters {
-            Some(parameters) if !parameters.is_empty() => parameters.clone(),
-            _ => Map::from_iter([("additionalProperties".to_owned(), false.into())]),
+            Some(parameters) if !parameters.is_empty() => Value::Object(parameters.clone()),
+            _ => json!({"additionalProperties": false}),
         };
-        if !self.strict
-            && let Value::Object(loosened) = guide::loosened(&Value::Object(schema.clone()))
-        {
-            schema = loosened;
+        if !self.strict {
+            schema = guide::loosened(&schema);
         }
-        schema.entry("type").or_insert_with(|| "object".into());
+        if schema.get("type").is_none() {
+            schema["type"] = "object".into();
+        }
         // Lenient, since clients do not write the schemas of all tools that they offer.
         let guidance = json!({"whitespace_pattern": WHITESPACE, "lenient": !self.strict,
             "coerce_one_of": true});
-        schema.insert("x-guidance".to_owned(), guidance);
-        guide::closed(&Value::Object(schema))
+        schema["x-guidance"] = guidance;
+        guide::closed(&schema)
     }
 }
 
