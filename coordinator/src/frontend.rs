@@ -7,6 +7,7 @@
 //!
 //! - `dial`: dials until a coordinator answers
 //! - `adapters`: commands about LoRA adapters, which the coordinator carries out
+//! - `incoming`: what the link has received and nobody has handled yet
 //! - `uplink`: the link to the coordinator
 //! - `requests`: PURE: the requests, whichever coordinator has them
 //! - `open_request`: PURE: one request, with what was accepted so far
@@ -14,6 +15,7 @@
 mod adapters;
 mod dial;
 mod held;
+mod incoming;
 mod open_request;
 mod requests;
 mod uplink;

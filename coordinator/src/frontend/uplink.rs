@@ -23,6 +23,7 @@ use tokio::time::{MissedTickBehavior, interval};
 use super::adapters::Adapting;
 use super::dial::{Dialler, JoinedLink};
 use super::held::{HELD_FOR, Outage};
+use super::incoming;
 use super::requests::{LinkNumber, Requests};
 use super::{FrontendError, FrontendOptions};
 use crate::adapters::{AdapterAsk, AdapterChanges, ServedAdapters};
@@ -38,8 +39,6 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 const HELD_FOR_THE_ONE: Duration = Duration::from_secs(15);
 /// Interval at which held requests are checked while there is no link.
 const LOOK: Duration = Duration::from_millis(250);
-/// Most frames of events received from the link and not yet delivered to their requests.
-const INCOMING_MAX: usize = 1024;
 
 /// The front end's side of the link; see the module's documentation.
 #[derive(Debug)]
@@ -176,7 +175,7 @@ impl Uplink {
     ) -> LinkEnd {
         let (name, nvml) = (welcome.frontend.to_string(), self.options.nvml.clone());
         let _host = HostThread::start(&name, nvml, self.process.clone());
-        let (incoming, mut events) = mpsc::channel(INCOMING_MAX);
+        let (incoming, mut events) = incoming::queue();
         let actors = self.options.actors.clone();
         let link = connection.start_with(LivenessConfig::default(), self.clock.clone(), |link| {
             let peer = actors.peer_up("the coordinator", link.clone());
@@ -186,7 +185,7 @@ impl Uplink {
                 LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
                     actors.frame(peer, &frame.body)
                 }
-                event => incoming.try_send(event).is_ok(),
+                event => incoming.put(event),
             }
         });
         let link: PeerAddr<FromFrontend> = PeerAddr::new(link);
@@ -210,7 +209,7 @@ impl Uplink {
             // told of, unless older requests are held here.
             let takes = waiting.is_none() || self.requests.has_held();
             tokio::select! {
-                event = events.recv() => {
+                event = events.next() => {
                     if let Err(reason) = self.take(number, event) {
                         return LinkEnd::Lost(reason);
                     }
@@ -327,8 +326,7 @@ impl Uplink {
             Some(LinkEvent::Frame(frame)) => frame,
             Some(LinkEvent::Suspect | LinkEvent::Alive) => return Ok(()),
             Some(LinkEvent::Closed { reason }) => return Err(reason.to_string()),
-            // The channel was too full even for `Closed`: this side was too slow.
-            None => return Err("events arrived faster than they were processed".to_owned()),
+            None => return Err("it ended without a reason".to_owned()),
         };
         let message = codec::decode_message::<ToFrontend>(&frame.body);
         match message.map_err(|error| error.to_string())? {

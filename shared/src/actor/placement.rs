@@ -142,6 +142,8 @@ struct Actor {
     reason: Option<String>,
     /// Where it failed last.
     avoid: Option<Home>,
+    /// How often in a row a process could not take it.
+    refusals: u32,
     /// Whoever asked for its creation.
     creator: Option<Asker>,
     /// Whether another living actor of its name and class will do for its creator.
@@ -336,6 +338,7 @@ impl Placement {
             node: String::new(),
             reason: None,
             avoid: None,
+            refusals: 0,
             creator: None,
             or_get: false,
             getters: Vec::new(),
@@ -363,6 +366,12 @@ impl Placement {
         host.offers(hosting);
         host.draining = draining;
         self.rooms += 1;
+        // What no process could take need not wait longer: this one may.
+        for actor in self.actors.values_mut().filter(|actor| actor.refusals > 0) {
+            if let Phase::Pending { not_before } = &mut actor.phase {
+                *not_before = now.max(self.settles).min(*not_before);
+            }
+        }
         self.place(now, effects);
     }
 

@@ -10,6 +10,10 @@ use crate::protocol::actors::creation::{
 };
 use crate::protocol::actors::{ActorLife, REASON_MAX};
 
+/// After this many refusals in a row the wait for the next try, each time twice as long, grows no
+/// more: it is then 32 times [`LOST_GRACE`].
+const REFUSALS_MAX: u32 = 5;
+
 impl Placement {
     /// Takes a process's report. `taken`: a living actor that was not created has the name.
     pub fn placed(
@@ -43,7 +47,7 @@ impl Placement {
     }
 
     /// A process could not take an actor that it was told to start: the actor waits for a place
-    /// again, rather in another process. False: it has ended instead.
+    /// again, rather in another process, for longer each time. False: it has ended instead.
     fn not_taken(
         &mut self,
         now: Duration,
@@ -57,7 +61,9 @@ impl Placement {
         if actor.instance() != instance || actor.phase != Phase::Starting(home) {
             return false;
         }
-        actor.phase = Phase::Pending { not_before: now + LOST_GRACE };
+        let wait = LOST_GRACE * (1 << actor.refusals.min(REFUSALS_MAX));
+        actor.refusals = actor.refusals.saturating_add(1);
+        actor.phase = Phase::Pending { not_before: now + wait };
         actor.reason = Some(reason.to_owned());
         actor.avoid = Some(home);
         self.keep(name);
@@ -301,7 +307,7 @@ impl Placement {
             if !matches!(actor.phase, Phase::Alive(_)) {
                 actor.supervisor.began(now);
             }
-            (actor.phase, actor.lived) = (Phase::Alive(home), true);
+            (actor.phase, actor.lived, actor.refusals) = (Phase::Alive(home), true, 0);
             self.confirms(name, effects);
         } else if life == ActorLife::Draining {
             actor.phase = Phase::Moving(home);

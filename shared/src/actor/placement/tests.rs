@@ -286,6 +286,33 @@ fn one_that_a_process_does_not_take_is_placed_elsewhere() {
 }
 
 #[test]
+fn one_that_no_process_takes_is_tried_less_and_less_often_until_another_process_joins() {
+    let mut placement = nodes(&[4]);
+    let lived = alive(&mut placement, creation("a"));
+    says(&mut placement, NOW, 1, "a", lived, ActorLife::Dead);
+    let mut now = NOW + ms(400);
+    let mut instance = begun(&tick(&mut placement, now)).remove(0).1.instance;
+    for seconds in [1, 2, 4, 8, 16, 32, 32, 32] {
+        says(&mut placement, now, 1, "a", instance, ActorLife::Pending);
+        let due = now + ms(seconds * 1000);
+        assert!(begun(&tick(&mut placement, due - ms(1))).is_empty(), "before {seconds} s");
+        let again = begun(&tick(&mut placement, due)).remove(0).1;
+        assert_eq!(again.restarted.total, 1, "that is no restart");
+        (instance, now) = (again.instance, due);
+    }
+    says(&mut placement, now, 1, "a", instance, ActorLife::Pending);
+    let (at, begin) = begun(&offer(&mut placement, 2, 4)).remove(0);
+    assert_eq!(at, home(2));
+    // Once it has lived it begins anew.
+    let later = now + ms(100_000);
+    says(&mut placement, later, 2, "a", begin.instance, ActorLife::Alive);
+    says(&mut placement, later, 2, "a", begin.instance, ActorLife::Dead);
+    let instance = begun(&tick(&mut placement, later + ms(400))).remove(0).1.instance;
+    says(&mut placement, later + ms(400), 1, "a", instance, ActorLife::Pending);
+    assert_eq!(begun(&tick(&mut placement, later + ms(1_400))).len(), 1);
+}
+
+#[test]
 fn one_that_cannot_be_made_is_not_tried_again() {
     let mut placement = nodes(&[4]);
     let effects = create(&mut placement, wanted(1, creation("a")));
