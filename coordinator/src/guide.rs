@@ -9,6 +9,7 @@
 //! - `bounds`: PURE: bounds on what makes compiling a schema expensive
 //! - `cache`: PURE: the recently compiled specifications
 //! - `closed`: PURE: schemas whose objects allow no unnamed properties
+//! - `ebnf`: PURE: grammars in EBNF, in Lark's notation
 //! - `grammar`: a compiled specification, and one sequence's place in it
 //! - `compiler`: how many grammars are compiled at a time, on which threads
 //! - `masks`: threads that compute masks
@@ -19,6 +20,7 @@ mod bounds;
 mod cache;
 mod closed;
 mod compiler;
+mod ebnf;
 mod grammar;
 mod masks;
 mod thinking;
@@ -29,7 +31,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 pub use bad_words::BadWordsGuide;
-pub(crate) use closed::{closed, loosened, without_unique_items};
+pub(crate) use closed::{closed, loosened, without_truisms, without_unique_items};
 pub use compiler::{GrammarCompiler, GrammarError};
 pub use grammar::{Grammar, Guide};
 pub(crate) use grammar::{json_schema, without_anchors};

@@ -92,6 +92,74 @@ async fn templates_are_given_tools_documents_and_variables() {
 }
 
 #[tokio::test]
+async fn what_has_a_field_of_its_own_may_be_among_the_variables_too() {
+    let rig = Rig::with_template(SHOWS);
+    let documents = json!([{"text": "d"}]);
+    let among = json!({"documents": documents, "add_generation_prompt": false, "style": "brief"});
+    let mut request = json!({"messages": [{"role": "user", "content": "x"}],
+        "chat_template_kwargs": among});
+    let given = prompt(&rig, &request).await.to_lowercase();
+    assert!(given.ends_with("|[{\"text\": \"d\"}]|false|brief|none"), "{given}");
+    // The fields themselves go before.
+    request["documents"] = json!([{"text": "e"}]);
+    request["add_generation_prompt"] = json!(true);
+    let given = prompt(&rig, &request).await.to_lowercase();
+    assert!(given.ends_with("|[{\"text\": \"e\"}]|true|brief|none"), "{given}");
+    for (variables, says) in [
+        (json!({"documents": "d"}), "`chat_template_kwargs.documents` must be a list"),
+        (json!({"add_generation_prompt": 2}), "`chat_template_kwargs.add_generation_prompt` must"),
+        (json!({"continue_final_message": true}), "needs `add_generation_prompt`: false"),
+        (json!({"tokenize": false}), "`chat_template_kwargs.tokenize` cannot be given here"),
+    ] {
+        let request = json!({"messages": [{"role": "user", "content": "x"}],
+            "chat_template_kwargs": variables});
+        let reply = rig.client.post(CHAT, &request).await.unwrap();
+        assert_eq!(reply.status, 400, "{}", reply.body);
+        let message = reply.body["error"]["message"].as_str().unwrap();
+        assert!(message.contains(says), "{message}");
+    }
+}
+
+#[tokio::test]
+async fn reasoning_may_be_a_part_of_the_content() {
+    let rig = Rig::with_template(
+        "{% for it in messages %}{{ it.role }}[{{ it.content }}]({{ it.reasoning_content }}){% endfor %}",
+    );
+    let thought = |text: &str| json!({"type": "thinking", "thinking": text});
+    let listed = json!({"type": "thinking", "thinking": [{"type": "text", "text": "b"}]});
+    let text = json!({"type": "text", "text": "said"});
+    let request = json!({"messages": [
+        {"role": "system", "content": [text, listed]},
+        {"role": "assistant", "content": [thought("a"), text]},
+        {"role": "assistant", "reasoning_content": "own", "content": [thought("a"), text]}]});
+    let given = prompt(&rig, &request).await;
+    assert_eq!(given, "system[said\nb]()assistant[said](a)assistant[said](own)");
+    let request = json!({"messages": [{"role": "user", "content": [{"type": "thinking"}]}]});
+    let reply = rig.client.post(CHAT, &request).await.unwrap();
+    assert_eq!(reply.status, 400, "{}", reply.body);
+}
+
+#[tokio::test]
+async fn roles_that_the_template_writes_are_taken_and_others_refused() {
+    let document = json!({"role": "document 1", "content": " about x"});
+    let request = json!({"messages": [document, {"role": "user", "content": "x?"}]});
+    let rig =
+        Rig::with_template("{% for it in messages %}{{ it.role }}:{{ it.content }};{% endfor %}");
+    assert_eq!(prompt(&rig, &request).await, "document 1: about x;user:x?;");
+    let rig = Rig::with_template(
+        "{% for it in messages if it.role == 'user' %}{{ it.content }};{% endfor %}",
+    );
+    let reply = rig.client.post(CHAT, &request).await.unwrap();
+    let error = &reply.body["error"];
+    assert_eq!((reply.status, &error["param"]), (400, &json!("messages")), "{}", reply.body);
+    assert!(error["message"].as_str().unwrap().contains("the role \"document 1\""), "{error}");
+    for role in [json!(""), json!("x".repeat(65)), json!(5)] {
+        let request = json!({"messages": [{"role": role, "content": "x"}]});
+        assert_eq!(rig.client.post(CHAT, &request).await.unwrap().status, 400);
+    }
+}
+
+#[tokio::test]
 async fn a_final_message_can_be_gone_on_with() {
     let rig = Rig::saying("x");
     let request = json!({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well, "}],
@@ -205,6 +273,9 @@ async fn without_effort_a_model_that_can_does_not_reason() {
     assert_eq!(prompt(CHAT, json!({"reasoning_effort": "low"})).await, "yes");
     let none = json!({"reasoning": {"effort": "none"}});
     assert_eq!(prompt("/v1/responses", none).await, "no");
+    let off = json!({"reasoning_effort": "high",
+        "chat_template_kwargs": {"enable_thinking": false}});
+    assert_eq!(prompt(CHAT, off).await, "no");
     let both = json!({"reasoning_effort": "none",
         "chat_template_kwargs": {"enable_thinking": true}});
     assert_eq!(prompt(CHAT, both).await, "yes", "what a client says itself goes before");

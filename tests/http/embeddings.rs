@@ -163,9 +163,10 @@ async fn what_is_not_understood_is_refused_by_its_name() {
     let max = rig.text.vocab_size;
     for (body, param, says) in [
         (json!({}), "input", "required"),
-        (json!({"input": ""}), "input", "none may be empty"),
+        (json!({"input": ""}), "input", "`input[0]` has no tokens"),
+        (json!({"input": [[1], []]}), "input", "no list may be empty"),
         (json!({"input": []}), "input", "1 to 2048"),
-        (json!({"input": ["a", ""]}), "input", "none may be empty"),
+        (json!({"input": ["a", ""]}), "input", "`input[1]` has no tokens"),
         (json!({"input": ["a", 5]}), "input", "token ids"),
         (json!({"input": [max]}), "input", "token ids"),
         (json!({"input": vec!["a"; 2049]}), "input", "2048"),

@@ -22,7 +22,6 @@ fn body(path: &str) -> Value {
 fn refused() -> Vec<(&'static str, Value, Value)> {
     vec![
         ("ec_transfer_params", json!({}), json!(null)),
-        ("guided_decoding_backend", json!("outlines"), json!(null)),
         ("kv_transfer_params", json!({}), json!(null)),
         ("length_penalty", json!(1.5), json!(1)),
         ("logprob_token_ids", json!([1]), json!(null)),

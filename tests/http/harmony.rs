@@ -322,7 +322,8 @@ async fn what_the_output_must_be_is_of_its_last_message() {
         let choice = ask(&rig, &more).await;
         assert_eq!(
             choice["message"],
-            json!({"role": "assistant", "content": "no", "refusal": null})
+            json!({"role": "assistant", "content": "no", "refusal": null,
+                "reasoning": null, "reasoning_content": null})
         );
         assert!(prompt(&rig).ends_with("<|start|>assistant<|channel|>final<|message|>"));
         assert!(!matches!(guide(&rig), Some(GuideSpec::Made(_))));

@@ -153,7 +153,8 @@ async fn a_chat_completion_has_openais_shape() {
     assert_eq!(answer["object"], "chat.completion");
     assert_eq!(answer["choices"].as_array().unwrap().len(), 2);
     for choice in answer["choices"].as_array().unwrap() {
-        let message = json!({"role": "assistant", "content": TEXT, "refusal": null});
+        let message = json!({"role": "assistant", "content": TEXT, "refusal": null,
+            "reasoning": null, "reasoning_content": null});
         assert_eq!(choice["message"], message);
         let bytes: Vec<u8> = choice["logprobs"]["content"]
             .as_array()

@@ -185,7 +185,7 @@ async fn what_cannot_be_is_refused_with_the_field_and_the_reason() {
         (json!({"guided_regex": long}), "guided_regex", "the limit is 16384"),
         (json!({"guided_choice": "a"}), "guided_choice", "a list of strings"),
         (json!({"guided_choice": []}), "guided_choice", "0 entries"),
-        (json!({"guided_grammar": "root ::= \"a\""}), "guided_grammar", "Lark"),
+        (json!({"guided_grammar": "root ::= other"}), "guided_grammar", "no rule `other`"),
         (json!({"guided_grammar": long}), "guided_grammar", "the limit is 65536"),
         (json!({"guided_json": "{"}), "guided_json", "is not JSON"),
         (json!({"guided_json": 5}), "guided_json", "a JSON schema"),

@@ -293,7 +293,8 @@ async fn reasoning_is_told_from_the_answer_where_an_operator_says_so() {
     let hidden = ask(&rig, &json!({"tools": null, "include_reasoning": false})).await;
     assert_eq!(
         hidden["message"],
-        json!({"role": "assistant", "content": "Blue.", "refusal": null})
+        json!({"role": "assistant", "content": "Blue.", "refusal": null,
+            "reasoning": null, "reasoning_content": null})
     );
     // A constraint on the output applies to what follows the reasoning.
     let format = json!({"tools": null, "response_format": {"type": "json_object"}});
@@ -380,7 +381,11 @@ async fn a_clients_own_grammar_is_of_the_whole_output() {
     let rig = rig("no<|end|>", None, true);
     let request = json!({"tools": null, "guided_grammar": "start: \"no\""});
     let choice = ask(&rig, &request).await;
-    assert_eq!(choice["message"], json!({"role": "assistant", "content": "no", "refusal": null}));
+    assert_eq!(
+        choice["message"],
+        json!({"role": "assistant", "content": "no", "refusal": null,
+        "reasoning": null, "reasoning_content": null})
+    );
 }
 
 /// A tool's schema has the same bounds as any other.

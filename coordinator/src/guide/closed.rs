@@ -69,16 +69,18 @@ const UNENFORCED: [&str; 14] = [
     "uniqueItems",
 ];
 
-/// Returns the schema without `uniqueItems`, which clients' libraries write for sets.
+/// Returns the schema without what demands nothing: that names are strings, which zod writes for
+/// every map.
+#[must_use]
+pub(crate) fn without_truisms(schema: &Value) -> Value {
+    without(schema, is_truism)
+}
+
+/// Returns the schema without what demands nothing, and without `uniqueItems`, which clients'
+/// libraries write for sets.
 #[must_use]
 pub(crate) fn without_unique_items(schema: &Value) -> Value {
-    let seen = SchemaObjects::of(schema).seen;
-    let change = |map: &Map<String, Value>, copied: &mut Map<String, Value>| {
-        if seen.contains(&std::ptr::from_ref(map)) {
-            copied.remove("uniqueItems");
-        }
-    };
-    copy(schema, &change)
+    without(schema, |key, value| key == "uniqueItems" || is_truism(key, value))
 }
 
 /// Returns the schema without what grammars cannot enforce, for clients that did not ask for
@@ -86,15 +88,23 @@ pub(crate) fn without_unique_items(schema: &Value) -> Value {
 /// with look-around for decimals and addresses.
 #[must_use]
 pub(crate) fn loosened(schema: &Value) -> Value {
-    let seen = SchemaObjects::of(schema).seen;
     let looks = |pattern: &str| ["(?=", "(?!", "(?<"].iter().any(|it| pattern.contains(it));
+    without(schema, |key, value| {
+        UNENFORCED.contains(&key) || key == "pattern" && value.as_str().is_some_and(looks)
+    })
+}
+
+/// Whether a keyword holds for every value.
+fn is_truism(key: &str, value: &Value) -> bool {
+    key == "propertyNames" && *value == serde_json::json!({"type": "string"})
+}
+
+/// Returns the schema without the keywords, with their values, of which `goes` says so.
+fn without(schema: &Value, goes: impl Fn(&str, &Value) -> bool) -> Value {
+    let seen = SchemaObjects::of(schema).seen;
     let change = |map: &Map<String, Value>, copied: &mut Map<String, Value>| {
-        if !seen.contains(&std::ptr::from_ref(map)) {
-            return;
-        }
-        copied.retain(|key, _| !UNENFORCED.contains(&key.as_str()));
-        if map.get("pattern").and_then(Value::as_str).is_some_and(looks) {
-            copied.remove("pattern");
+        if seen.contains(&std::ptr::from_ref(map)) {
+            copied.retain(|key, _| map.get(key).is_none_or(|value| !goes(key, value)));
         }
     };
     copy(schema, &change)
@@ -280,6 +290,14 @@ mod tests {
         let unique = json!({"items": {"uniqueItems": true}, "not": {"uniqueItems": true}});
         let kept = json!({"items": {}, "not": {"uniqueItems": true}});
         assert_eq!(without_unique_items(&unique), kept);
+        // As zod writes a map from strings to numbers.
+        let names = json!({"type": "string"});
+        let map = json!({"type": "object", "propertyNames": names, "not": {"propertyNames": {}},
+            "additionalProperties": {"type": "number"}, "properties": {"propertyNames": names}});
+        let kept = json!({"type": "object", "not": {"propertyNames": {}},
+            "additionalProperties": {"type": "number"}, "properties": {"propertyNames": names}});
+        assert_eq!(without_truisms(&map), kept);
+        assert_eq!(without_unique_items(&map), kept);
         // Names are not keywords; references may form cycles.
         let named = json!({"properties": {"properties": {"const": base}, "allOf": {"$ref": "#"}}});
         let mut expected = named.clone();

@@ -13,6 +13,7 @@ use shared::protocol::{GuideSpec, TokenMask, Whitespace};
 
 use super::bounds;
 use super::closed::closed;
+use super::ebnf;
 use super::masks::Masks;
 use crate::engine::{GuideEnd, Guided, TokenGuide};
 use crate::text::reply::grammar;
@@ -120,8 +121,8 @@ fn top_level(spec: &GuideSpec) -> Result<TopLevelGrammar, String> {
         GuideSpec::Regex(regex) => TopLevelGrammar::from_regex(without_anchors(regex)),
         GuideSpec::Choice(strings) => TopLevelGrammar::from_lark(grammar::choice("start", strings)),
         GuideSpec::Made(grammar) => lark(grammar)?,
-        GuideSpec::Lark(grammar) if grammar.contains("::=") => {
-            return Err("must be in Lark's notation (`start: ...`), not in EBNF (`::=`)".into());
+        GuideSpec::Lark(grammar) if ebnf::is_ebnf(grammar) => {
+            TopLevelGrammar::from_lark(ebnf::to_lark(grammar)?)
         }
         GuideSpec::Lark(grammar) => lark(grammar)?,
         GuideSpec::Tokens(_) => return Err("is not a grammar".to_owned()),

@@ -17,8 +17,16 @@ pub(super) const EFFORT: &str = "reasoning_effort";
 /// Its values in harmony: the words that gpt-oss was trained with.
 pub(super) const EFFORTS: [&str; 3] = ["low", "medium", "high"];
 /// Its value for no reasoning at all: as in vLLM, that turns it off also where a template has a
-/// switch for it and reads no effort.
+/// switch for it and reads no effort, and any other value turns it on.
 const NO_EFFORT: &str = "none";
+/// The roles that every template knows, or refuses.
+const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
+/// Longest name of a role.
+pub(super) const ROLE_BYTES: usize = 64;
+/// The field of variables for the template.
+const VARIABLES: &str = "chat_template_kwargs";
+/// Those that have a field of their own, and may be written among the variables as well.
+const FIELDS_TOO: [&str; 3] = ["documents", "add_generation_prompt", "continue_final_message"];
 /// What a template that lets its model reason or not calls that: Qwen3, SmolLM3, Granite.
 const SWITCHES: [&str; 2] = ["enable_thinking", "thinking"];
 
@@ -32,8 +40,11 @@ pub fn read(
     template: &ChatTemplate,
     tools: Option<&Value>,
 ) -> Result<Conversation, ApiError> {
-    let continue_final_message = fields.boolean("continue_final_message", false)?;
-    let add_generation_prompt = fields.boolean("add_generation_prompt", true)?;
+    let mut variables = variables(fields)?;
+    let continue_final_message =
+        flag(fields, &mut variables, "continue_final_message")?.unwrap_or(false);
+    let add_generation_prompt =
+        flag(fields, &mut variables, "add_generation_prompt")?.unwrap_or(true);
     if continue_final_message && add_generation_prompt {
         return Err(ApiError::field(
             "continue_final_message",
@@ -41,7 +52,6 @@ pub fn read(
         ));
     }
     let is_harmony = template.calls() == Some(CallFormat::Harmony);
-    let mut variables = variables(fields)?;
     let effort = fields.string(EFFORT, EFFORT_BYTES)?;
     if let Some(value) = effort
         && template.knows(EFFORT, tools.is_some())
@@ -53,13 +63,20 @@ pub fn read(
         }
         variables.insert(EFFORT.to_owned(), value.into());
     }
-    if effort == Some(NO_EFFORT)
+    if let Some(effort) = effort
         && let Some(switch) = switch(template, tools.is_some())
     {
-        // What the client says itself goes before.
-        variables.entry(switch).or_insert(false.into());
+        // What the client says itself goes before, what the server's options say does not.
+        variables.entry(switch).or_insert((effort != NO_EFFORT).into());
     }
-    let documents = objects(fields, "documents", limits.messages)?;
+    let given = variables.remove("documents");
+    let documents = match (objects(fields, "documents", limits.messages)?, given) {
+        (None, Some(given)) => {
+            let name = format!("{VARIABLES}.documents");
+            list_of_objects(&name, &given, limits.messages)?
+        }
+        (documents, _) => documents,
+    };
     if documents.is_some() && !template.knows("documents", tools.is_some()) {
         let message = "`documents` is not supported: the model's chat template does not read it";
         return Err(ApiError::field("documents", message));
@@ -125,6 +142,7 @@ pub fn encode(
             ApiError::internal(format!("The model's chat template failed: {message}"))
         }
     })?;
+    check_roles(&conversation.messages, &rendered)?;
     let mut opening = (reasoning == Reasoning::Harmony).then(|| Opening::after(&rendered));
     if let Some(opening) = &mut opening
         && answers_at_once
@@ -174,14 +192,35 @@ pub fn no_template() -> ApiError {
     )
 }
 
+/// Takes a switch from its own field, or else from the template's variables, where vLLM's clients
+/// write it, too.
+fn flag(
+    fields: &Fields,
+    variables: &mut Map<String, Value>,
+    name: &str,
+) -> Result<Option<bool>, ApiError> {
+    let given = variables.remove(name).unwrap_or_default();
+    let given = match given {
+        Value::Null => None,
+        Value::Bool(value) => Some(value),
+        other => return Err(Fields::wrong(&format!("{VARIABLES}.{name}"), &other, "a boolean")),
+    };
+    Ok(match fields.get(name) {
+        None => given,
+        Some(_) => Some(fields.boolean(name, false)?),
+    })
+}
+
 fn variables(fields: &Fields) -> Result<Map<String, Value>, ApiError> {
-    let name = "chat_template_kwargs";
+    let name = VARIABLES;
     let map = match fields.get(name) {
         None => return Ok(Map::new()),
         Some(Value::Object(map)) => map,
         Some(other) => return Err(Fields::wrong(name, other, "an object")),
     };
-    match map.keys().find(|key| RESERVED.contains(&key.as_str())) {
+    let is_reserved =
+        |key: &&String| RESERVED.contains(&key.as_str()) && !FIELDS_TOO.contains(&key.as_str());
+    match map.keys().find(is_reserved) {
         Some(key) => {
             let message = format!("`{name}.{key}` cannot be given here");
             Err(ApiError::field(name, message))
@@ -194,13 +233,18 @@ fn variables(fields: &Fields) -> Result<Map<String, Value>, ApiError> {
 pub(super) fn objects(fields: &Fields, name: &str, max: usize) -> Result<Option<Value>, ApiError> {
     match fields.get(name) {
         None => Ok(None),
-        Some(Value::Array(list)) if list.is_empty() => Ok(None),
-        Some(value @ Value::Array(list))
-            if list.len() <= max && list.iter().all(Value::is_object) =>
-        {
+        Some(value) => list_of_objects(name, value, max),
+    }
+}
+
+fn list_of_objects(name: &str, value: &Value, max: usize) -> Result<Option<Value>, ApiError> {
+    match value {
+        Value::Null => Ok(None),
+        Value::Array(list) if list.is_empty() => Ok(None),
+        Value::Array(list) if list.len() <= max && list.iter().all(Value::is_object) => {
             Ok(Some(value.clone()))
         }
-        Some(other) => Err(Fields::wrong(name, other, &format!("a list of at most {max} objects"))),
+        other => Err(Fields::wrong(name, other, &format!("a list of at most {max} objects"))),
     }
 }
 
@@ -226,17 +270,30 @@ fn message(index: usize, value: &Value, values: &mut usize) -> Result<Value, Api
     };
     let fields = value.as_object().ok_or_else(|| wrong("", "an object"))?;
     let role = fields.get("role").and_then(Value::as_str).unwrap_or_default();
-    if !["system", "developer", "user", "assistant", "tool"].contains(&role) {
-        return Err(wrong(".role", "one of system, developer, user, assistant and tool"));
+    if !(1..=ROLE_BYTES).contains(&role.len()) {
+        let roles = ROLES.join(", ");
+        return Err(wrong(
+            ".role",
+            &format!(
+                "a string of 1 to {ROLE_BYTES} bytes: {roles}, or one that the template knows"
+            ),
+        ));
     }
+    let mut thoughts = Vec::new();
     let content = match fields.get("content") {
         Some(Value::String(text)) => text.clone(),
         Some(Value::Array(parts)) => {
-            let texts = parts.iter().enumerate().map(|(at, part)| match part {
-                Value::String(text) => Ok(text.as_str()),
-                part => part_text(&format!("messages[{index}].content[{at}]"), part),
-            });
-            texts.collect::<Result<Vec<_>, _>>()?.join("\n")
+            let mut texts = Vec::with_capacity(parts.len());
+            for (at, part) in parts.iter().enumerate() {
+                let place = || format!("messages[{index}].content[{at}]");
+                match (part, thought(part)) {
+                    (Value::String(text), _) => texts.push(text.as_str()),
+                    (_, Some(thought)) if role == "assistant" => thoughts.extend(thought),
+                    (_, Some(thought)) => texts.extend(thought),
+                    _ => texts.push(part_text(&place(), part)?),
+                }
+            }
+            texts.join("\n")
         }
         None | Some(Value::Null) if role == "assistant" || role == "tool" => String::new(),
         _ => return Err(wrong(".content", "a string or a list of text parts")),
@@ -254,7 +311,8 @@ fn message(index: usize, value: &Value, values: &mut usize) -> Result<Value, Api
     message.insert("content".to_owned(), content.into());
     // It has several names, of which each template knows one; transformers uses this one.
     let names = ["reasoning_content", "thinking", "reasoning"];
-    if let Some(said) = names.iter().find_map(|name| message.get(*name)).cloned() {
+    let in_parts = (!thoughts.is_empty()).then(|| thoughts.join("\n").into());
+    if let Some(said) = names.iter().find_map(|name| message.get(*name)).cloned().or(in_parts) {
         message.entry("thinking").or_insert_with(|| said.clone());
         message.insert("reasoning_content".to_owned(), said);
     }
@@ -273,6 +331,39 @@ fn message(index: usize, value: &Value, values: &mut usize) -> Result<Value, Api
         }
     }
     Ok(Value::Object(message))
+}
+
+/// The texts of a part of the type `thinking`: some clients return the model's reasoning so, as a
+/// string or as parts of text.
+fn thought(part: &Value) -> Option<Vec<&str>> {
+    if part.get("type").and_then(Value::as_str) != Some("thinking") {
+        return None;
+    }
+    match part.get("thinking")? {
+        Value::String(text) => Some(vec![text]),
+        Value::Array(parts) => {
+            parts.iter().map(|part| part.get("text").and_then(Value::as_str)).collect()
+        }
+        _ => None,
+    }
+}
+
+/// Checks that a template has written the messages of roles that only some know: others leave them
+/// out, or write nothing of them.
+fn check_roles(messages: &[Value], rendered: &str) -> Result<(), ApiError> {
+    for message in messages {
+        let said = |name| message.get(name).and_then(Value::as_str).unwrap_or_default();
+        let (role, content) = (said("role"), said("content").trim());
+        if !ROLES.contains(&role) && !rendered.contains(content) {
+            let message = format!(
+                "`messages` has one of the role {role:?}, which the model's chat template does not \
+                 write; it must be one of {}",
+                ROLES.join(", ")
+            );
+            return Err(ApiError::field("messages", message));
+        }
+    }
+    Ok(())
 }
 
 /// Parses a call's arguments, JSON in a string, into the object that templates expect. Text of a

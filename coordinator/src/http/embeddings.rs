@@ -90,12 +90,12 @@ pub(super) fn inputs(
     let wrong = || {
         let message = format!(
             "`{name}` must be a string, a list of 1 to {max} strings, a list of token ids from 0 \
-             to {ids}, or a list of 1 to {max} such lists; none may be empty"
+             to {ids}, or a list of 1 to {max} such lists; no list may be empty"
         );
         ApiError::field(name, message)
     };
     let one = |value: &Value| match value {
-        Value::String(text) if !text.is_empty() => Ok(Input::Text(text.as_str().into())),
+        Value::String(text) => Ok(Input::Text(text.as_str().into())),
         Value::Array(list) if !list.is_empty() => {
             let ids: Option<Vec<u32>> = list.iter().map(|id| token_id(id, text)).collect();
             ids.map(Input::Tokens).ok_or_else(wrong)

@@ -88,11 +88,11 @@ impl Message {
         message.insert("role".to_owned(), "assistant".into());
         message.insert("content".to_owned(), json!(content));
         message.insert("refusal".to_owned(), Value::Null);
-        if !self.reasoning.is_empty() {
-            // vLLM's name and DeepSeek's: clients know one or the other.
-            message.insert("reasoning".to_owned(), self.reasoning.as_str().into());
-            message.insert("reasoning_content".to_owned(), self.reasoning.as_str().into());
-        }
+        // vLLM's name and DeepSeek's: clients know one or the other. Null without any, since some read
+        // them unasked, and a missing field is an error in theirs.
+        let reasoning = Some(&self.reasoning).filter(|text| !text.is_empty());
+        message.insert("reasoning".to_owned(), json!(reasoning));
+        message.insert("reasoning_content".to_owned(), json!(reasoning));
         if !self.calls.is_empty() {
             let calls = (0..).zip(&self.calls).map(|(index, call)| {
                 json!({

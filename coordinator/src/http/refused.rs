@@ -38,7 +38,6 @@ const COMMON: &[(&str, Neutral)] = &[
     ("detokenize", True),
     ("early_stopping", False),
     ("ec_transfer_params", Null),
-    ("guided_decoding_backend", Null),
     ("kv_transfer_params", Null),
     ("length_penalty", One),
     ("logprob_token_ids", Null),

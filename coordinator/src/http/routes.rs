@@ -1,7 +1,11 @@
 //! Every path and what answers it.
+use std::sync::Once;
+
+use actix_web::http::Method;
+use actix_web::http::header::{ACCESS_CONTROL_REQUEST_METHOD, ORIGIN};
 use actix_web::middleware::Compress;
 use actix_web::web::{self, Data, Payload, ServiceConfig};
-use actix_web::{HttpRequest, HttpResponse, Resource, Route, guard, http};
+use actix_web::{HttpRequest, HttpResponse, Resource, Route, guard};
 use serde_json::json;
 use shared::protocol::PROTOCOL_VERSION;
 
@@ -67,9 +71,7 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             "/invocations" => post(invocations::respond),
             "/tokenize" => post_text(tokenize::tokenize),
             "/detokenize" => post_text(tokenize::detokenize),
-            "/ping" => {
-                any([http::Method::GET, http::Method::HEAD, http::Method::POST]).to(get_health)
-            }
+            "/ping" => any([Method::GET, Method::HEAD, Method::POST]).to(get_health),
             "/load" => get().to(get_load),
             "/v1/models" => get().to(get_models),
             "/v1/models/{id}" => get().to(get_model),
@@ -98,10 +100,26 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
 pub(super) fn resource(path: &str, allow: &'static str, route: Route) -> Resource {
     web::resource(path).route(route).default_service(web::to(
         move |request: HttpRequest| async move {
+            tell_of_origins(&request);
             let error = ApiError::method(request.method().as_str(), allow);
             Err::<HttpResponse, _>(access::told(error, &request))
         },
     ))
+}
+
+/// A browser asks whether a web page may use the API, and it may not: its user sees no more than a
+/// failed request, so the operator is told why, once.
+fn tell_of_origins(request: &HttpRequest) {
+    static TOLD: Once = Once::new();
+    let asks = request.headers().contains_key(ACCESS_CONTROL_REQUEST_METHOD);
+    if asks && request.method() == Method::OPTIONS {
+        TOLD.call_once(|| {
+            tracing::warn!(
+                origin = ?request.headers().get(ORIGIN),
+                "a web page may not use the API: --allowed-origins names those that may"
+            );
+        });
+    }
 }
 
 /// Answers with what the engine makes of a body.
@@ -123,13 +141,13 @@ fn post_text(
 }
 
 /// Accepts any of these methods.
-fn any<const N: usize>(methods: [http::Method; N]) -> Route {
+fn any<const N: usize>(methods: [Method; N]) -> Route {
     web::route().guard(guard::fn_guard(move |it| methods.contains(&it.head().method)))
 }
 
 /// Accepts GET, and HEAD, which gateways use for probes.
 pub(crate) fn get() -> Route {
-    any([http::Method::GET, http::Method::HEAD])
+    any([Method::GET, Method::HEAD])
 }
 
 /// Returns the pattern of a path: a model's name may contain slashes (`organisation/model`).

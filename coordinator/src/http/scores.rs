@@ -175,15 +175,13 @@ fn texts(
     let max = state.limits.inputs;
     let wrong = || {
         let message = format!(
-            "`{name}` must be a string, or a list of 1 to {max} strings or objects with a `text`; \
-             none may be empty"
+            "`{name}` must be a string, or a list of 1 to {max} strings or objects with a `text`"
         );
         ApiError::field(name, message)
     };
     let one = |value: &Value| -> Result<Input, ApiError> {
         let text = value.as_str().or_else(|| value.get("text")?.as_str());
-        let text = text.filter(|text| !text.is_empty()).ok_or_else(wrong)?;
-        Ok(Input::Text(text.into()))
+        Ok(Input::Text(text.ok_or_else(wrong)?.into()))
     };
     let inputs = match fields.get(name) {
         None => return Err(ApiError::field(name, format!("`{name}` is required"))),

@@ -10,8 +10,8 @@ use super::limits::PATTERN_BYTES;
 use crate::guide;
 use crate::text::reply::grammar;
 
-/// Maximum length of a schema's name, in characters.
-const NAME_MAX: usize = 64;
+/// Maximum length of a schema's name, in bytes.
+pub(super) const NAME_MAX: usize = 256;
 /// The schema of a JSON object for which none is given.
 const ANY_OBJECT: &str = r#"{"type":"object"}"#;
 
@@ -180,12 +180,10 @@ fn json(schema: String, whitespace: Whitespace) -> GuideSpec {
 /// Reads the schema of OpenAI's `json_schema`.
 fn named_schema(named: &Map<String, Value>) -> Result<String, ApiError> {
     let field = "response_format";
-    let plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
-    let is_name = |name: &str| (1..=NAME_MAX).contains(&name.len()) && name.chars().all(plain);
+    // Clients' libraries take the name of a type, such as `Result[Item]`.
+    let is_name = |name: &str| (1..=NAME_MAX).contains(&name.len());
     if !named.get("name").and_then(Value::as_str).is_some_and(is_name) {
-        let message = format!(
-            "needs `json_schema.name`, a string of 1 to {NAME_MAX} letters, digits, - and _"
-        );
+        let message = format!("needs `json_schema.name`, a string of 1 to {NAME_MAX} bytes");
         return Err(wrong(field, &message));
     }
     let absent = |key: &str| named.get(key).is_none_or(Value::is_null);
@@ -197,7 +195,7 @@ fn named_schema(named: &Map<String, Value>) -> Result<String, ApiError> {
     }
     let strict = named.get("strict").and_then(Value::as_bool).unwrap_or(false);
     match named.get("schema") {
-        Some(schema @ Value::Object(_)) if strict => Ok(schema.to_string()),
+        Some(schema @ Value::Object(_)) if strict => Ok(written(schema, guide::without_truisms)),
         Some(schema @ Value::Object(_)) => Ok(written(schema, guide::loosened)),
         _ => Err(wrong(field, "needs `json_schema.schema`, an object")),
     }

@@ -320,8 +320,12 @@ pub(crate) const ROWS: &[Row] = &[
         Other("a request's head is bounded ([Limits](api.md#limits))"),
     ),
     row(
-        &["disable-fastapi-docs", "enable-offline-docs", "enable-tokenizer-info-endpoint"],
+        &["disable-fastapi-docs", "enable-offline-docs"],
         Other("`/openapi.json` describes the API; there are no pages ([OpenAPI](api.md#openapi))"),
+    ),
+    row(
+        &["enable-tokenizer-info-endpoint"],
+        Other("`/tokenizer_info` is not served: give clients the model's own tokenizer"),
     ),
     // What it tells.
     row(&["enable-log-requests"], Flag("`--access-log`")),

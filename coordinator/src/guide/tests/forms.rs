@@ -42,6 +42,65 @@ fn grammars_in_larks_notation_are_followed() {
 }
 
 #[test]
+fn grammars_in_ebnf_are_followed() {
+    let model = model("models/demo");
+    // The oracle is a regular expression where the grammar is one, else a parser of its own.
+    let sum = "root ::= number (\"+\" number){1,3}\nnumber ::= [1-9] [0-9]{0,2}";
+    let oracle = Regex::new(r"^[1-9]\d{0,2}(\+[1-9]\d{0,2}){1,3}$").unwrap();
+    let all = texts(&model, &GuideSpec::Lark(sum.to_owned()), 60);
+    assert!(all.len() > 20 && all.iter().all(|text| oracle.is_match(text)), "{all:?}");
+
+    let nested = "root ::= \"[\" ws (item (\",\" ws item)*)? \"]\"\nws ::= [ \\n]{0,2}\n\
+                  item ::= (root | word | \"-\"? [0-9]{1,3}) ws | # nothing\n\
+                  word ::= \"\\\"\" [^\"\\\\\\x00-\\x1F]{0,5} \"\\\"\"";
+    let all = texts(&model, &GuideSpec::Lark(nested.to_owned()), 120);
+    assert!(all.len() > 10, "{all:?}");
+    assert!(all.iter().any(|text| text.matches('[').count() > 1), "{all:?}");
+    for text in &all {
+        assert_eq!(list(text), Some(""), "{text:?}");
+    }
+}
+
+/// Reads a list of the grammar `nested` above; returns what is behind it.
+fn list(text: &str) -> Option<&str> {
+    let space = |text: &mut &str| {
+        for _ in 0..2 {
+            *text = text.strip_prefix([' ', '\n']).unwrap_or(text);
+        }
+    };
+    let mut rest = text.strip_prefix('[')?;
+    space(&mut rest);
+    loop {
+        if rest.starts_with('[') {
+            rest = list(rest)?;
+            space(&mut rest);
+        } else if let Some(word) = rest.strip_prefix('"') {
+            let (word, behind) = word.split_once('"')?;
+            if word.chars().count() > 5 || word.contains(|c: char| c == '\\' || c < ' ') {
+                return None;
+            }
+            rest = behind;
+            space(&mut rest);
+        } else if rest.starts_with(|c: char| c == '-' || c.is_ascii_digit()) {
+            let digits = rest.strip_prefix('-').unwrap_or(rest);
+            let count = digits.bytes().take_while(u8::is_ascii_digit).count();
+            if !(1..=3).contains(&count) {
+                return None;
+            }
+            rest = &digits[count..];
+            space(&mut rest);
+        }
+        match rest.strip_prefix(',') {
+            Some(behind) => {
+                rest = behind;
+                space(&mut rest);
+            }
+            None => return rest.strip_prefix(']'),
+        }
+    }
+}
+
+#[test]
 fn json_is_what_its_schema_says_and_nothing_comes_behind_it() {
     let schema = json!({
         "type": "object",
@@ -129,7 +188,7 @@ fn what_cannot_be_a_grammar_is_refused_in_one_line() {
         (json_spec(&json!({"type": "integer", "minimum": 3, "maximum": 2})), "minimum"),
         (GuideSpec::Regex("(".to_owned()), "unclosed"),
         (GuideSpec::Regex("a\\b".to_owned()), ""),
-        (GuideSpec::Lark("root ::= \"a\"".to_owned()), "EBNF"),
+        (GuideSpec::Lark("root ::= other".to_owned()), "there is no rule `other`"),
         (GuideSpec::Lark("start: other".to_owned()), "other"),
         (GuideSpec::Tokens(vec![model.vocab_size]), "vocabulary"),
         (GuideSpec::Choice(vec![]), "0 entries"),

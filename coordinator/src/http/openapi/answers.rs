@@ -179,10 +179,11 @@ fn chat() -> Value {
     let call =
         answer(json!({"id": string(), "type": only("function"), "function": function}), json!({}));
     let message = answer(
-        json!({"role": only("assistant"), "content": or_null(string()), "refusal": nothing()}),
         json!({
-            "reasoning": string(), "reasoning_content": string(), "tool_calls": any_list(call),
+            "role": only("assistant"), "content": or_null(string()), "refusal": nothing(),
+            "reasoning": or_null(string()), "reasoning_content": or_null(string()),
         }),
+        json!({"tool_calls": any_list(call)}),
     );
     envelope("chat.completion", chat_choice("message", message), false, of_prompt(false))
 }

@@ -2,14 +2,14 @@
 use serde_json::{Value, json};
 
 use super::schema::{
-    Properties, any_list, any_object, any_of, boolean, given, only, or_null, properties, string,
-    told, words,
+    Properties, any_list, any_object, any_of, boolean, bytes, given, only, or_null, properties,
+    string, told, words,
 };
+use crate::http::conversation::ROLE_BYTES;
+use crate::http::structured::NAME_MAX;
 
 /// The roles of chat's messages that may say nothing.
 const MAY_BE_EMPTY: &[&str] = &["assistant", "tool"];
-/// Those of the others, which must say something.
-const SAY_SOMETHING: &[&str] = &["system", "developer", "user"];
 
 /// A function that the model may call.
 pub(super) fn function(schema: &str) -> Properties {
@@ -24,7 +24,7 @@ pub(super) fn function(schema: &str) -> Properties {
 /// A schema with a name, as OpenAI's `json_schema`.
 pub(super) fn named_schema() -> Properties {
     properties(json!({
-        "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+        "name": bytes(1, NAME_MAX),
         "description": string(),
         "strict": boolean(),
         "schema": any_object(),
@@ -68,22 +68,31 @@ fn text_part(kinds: &[&str]) -> Value {
 /// A message of chat.
 pub(super) fn message() -> Value {
     let part = text_part(&["text", "input_text", "output_text"]);
-    let content = any_of([string(), any_list(any_of([string(), part]))]);
+    let parts = any_list(given(&["text"], properties(json!({"text": string()}))));
+    let thought = given(
+        &["type", "thinking"],
+        properties(json!({"type": only("thinking"), "thinking": any_of([string(), parts])})),
+    );
+    let content = any_of([string(), any_list(any_of([string(), part, thought]))]);
     let function = given(
         &["name"],
         properties(json!({"name": string(), "arguments": any_of([string(), any_object()])})),
     );
     let call = given(&["function"], properties(json!({"function": function})));
     let calls = any_list(call);
-    let of = |required: &[&str], roles: &[&str]| {
+    let of = |required: &[&str], role: Value| {
         let own = json!({
-            "role": words(roles), "content": content, "name": string(), "tool_call_id": string(),
+            "role": role, "content": content, "name": string(), "tool_call_id": string(),
             "reasoning_content": string(), "reasoning": string(), "thinking": string(),
             "tool_calls": calls,
         });
         given(required, properties(own))
     };
-    any_of([of(&["role"], MAY_BE_EMPTY), of(&["role", "content"], SAY_SOMETHING)])
+    let other = told(
+        bytes(1, ROLE_BYTES),
+        "`system`, `developer`, `user`, or another that the model's chat template writes.",
+    );
+    any_of([of(&["role"], words(MAY_BE_EMPTY)), of(&["role", "content"], other)])
 }
 
 /// How tools are called.

@@ -56,7 +56,9 @@ fn take(turns: &mut Turns, at: &str, item: &Value) -> Result<(), ApiError> {
         Some("function_call_output" | "custom_tool_call_output") => take_output(turns, at, fields),
         Some("reasoning") => take_reasoning(turns, at, fields),
         Some("item_reference") => {
-            Err(wrong(at, "refers to an item that is not stored here: send the item itself"))
+            let why = "refers to an item that is not stored here: send the item itself (with \
+                       Vercel's AI SDK: `openai.chat(..)`, or `store: false` in its options)";
+            Err(wrong(at, why))
         }
         Some(other) => {
             let message = format!(

@@ -123,9 +123,10 @@ impl Function {
             Some(parameters) if !parameters.is_empty() => Value::Object(parameters.clone()),
             _ => json!({"additionalProperties": false}),
         };
-        if !self.strict {
-            schema = guide::loosened(&schema);
-        }
+        schema = match self.strict {
+            true => guide::without_truisms(&schema),
+            false => guide::loosened(&schema),
+        };
         if schema.get("type").is_none() {
             schema["type"] = "object".into();
         }
