@@ -16,13 +16,15 @@
 //! - `quarantine`: devices that fail again and again
 //! - [`roster`], `slots`: identities of workers; [`absence`]: workers expected back; [`records`]:
 //!   logs and ends of worker processes
-//! - [`affinity`]: which replica a request goes to; [`migration`]: requests between replicas
+//! - [`dispatch`]: which replica gets which request; [`affinity`]: where a prompt's beginning was
+//!   computed; [`migration`]: requests between replicas
 //! - [`view`], [`status`]: what others and operators see
 pub mod absence;
 pub mod actor;
 mod adapters;
 pub mod affinity;
 pub mod config;
+pub mod dispatch;
 pub mod effect;
 mod failing_ranks;
 mod formation;

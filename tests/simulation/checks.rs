@@ -1,7 +1,9 @@
 //! Invariants over the whole cluster.
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use coordinator::cluster::ReplicaPhase;
+use coordinator::replica::core::ReplicaLoad;
 use shared::ids::{Epoch, ReplicaId, WorkerId};
 use shared::membership::View;
 use shared::metrics::catalogue::{
@@ -353,13 +355,11 @@ impl World {
     /// Checks what must hold at the end of a run without open faults.
     pub(crate) fn check_end(&mut self) {
         let now = self.time();
-        for (id, running) in &self.coordinator.replicas {
-            let last = running.load.last_step_ms.load(std::sync::atomic::Ordering::Relaxed);
-            let fresh = now.as_millis() as u64 - last <= 5000;
-            if running.serving.is_some() && !fresh {
-                let id = *id;
-                return self.fail(format!("{id} serves and is not ready"));
-            }
+        let quiet = |load: &ReplicaLoad| now.saturating_sub(load.last_step().unwrap_or_default());
+        let longest = self.coordinator.dispatch.serving().map(|load| quiet(load)).max();
+        if let Some(longest) = longest.filter(|it| *it > Duration::from_secs(5)) {
+            let ms = longest.as_millis();
+            self.fail(format!("a replica serves and has finished no step for {ms} ms"));
         }
     }
 }

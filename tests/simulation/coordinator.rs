@@ -6,11 +6,9 @@ use std::ops::{Deref, DerefMut};
 use std::time::Duration;
 
 use coordinator::adapters::{Leaving, ServedAdapters};
-use coordinator::cluster::affinity::Affinity;
-use coordinator::cluster::migration::{Migrations, with_room};
+use coordinator::cluster::dispatch::Dispatch;
 use coordinator::cluster::roster::{LinkNumber, Roster};
 use coordinator::cluster::{Cluster, ClusterConfig, PlacementRules};
-use coordinator::engine::GenerateRequest;
 use coordinator::metrics::Hub;
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
 use shared::membership::View;
@@ -50,7 +48,6 @@ pub(crate) struct Coordinator {
     pub(crate) seat: usize,
     /// Whether it has taken over what the last leader left.
     restored: bool,
-    max_num_seqs: u32,
     pub(crate) core: Cluster,
     pub(crate) hub: Hub,
     pub(crate) roster: Roster,
@@ -58,8 +55,7 @@ pub(crate) struct Coordinator {
     pub(crate) replicas: BTreeMap<ReplicaId, RunningReplica>,
     /// Given up, but with mail still to read.
     pub(crate) retiring: BTreeMap<ReplicaId, RunningReplica>,
-    pub(crate) migrations: Migrations,
-    pub(crate) affinity: Affinity,
+    pub(crate) dispatch: Dispatch,
     /// The adapters that requests may name, and those that some may still use.
     pub(crate) served: ServedAdapters,
     pub(crate) leaving: Vec<Leaving>,
@@ -113,15 +109,13 @@ impl Coordinator {
             life,
             seat,
             restored: false,
-            max_num_seqs: scenario.engine.max_num_seqs,
             core: Cluster::new(config),
             hub: Hub::new(Incarnation(run), Limits::default()),
             roster: Roster::default(),
             connected: BTreeMap::new(),
             replicas: BTreeMap::new(),
             retiring: BTreeMap::new(),
-            migrations: Migrations::default(),
-            affinity: Affinity::new(scenario.engine.max_num_seqs),
+            dispatch: Dispatch::new(scenario.engine.max_num_seqs),
             served: ServedAdapters::default(),
             leaving: Vec::new(),
             shares_at: Duration::ZERO,
@@ -139,21 +133,6 @@ impl Coordinator {
 
     pub(crate) fn num_connected(&self) -> usize {
         self.connected.len()
-    }
-
-    /// Does what `ClusterActor::route` does.
-    pub(crate) fn route(&mut self, request: &GenerateRequest) -> Option<ReplicaId> {
-        let places = self.max_num_seqs;
-        let candidates = self.replicas.iter().map(|(id, running)| running.candidate(*id, places));
-        let candidates = with_room(candidates, request.tokens_needed());
-        self.affinity.route(&request.prompt, request.affinity_salt(), &candidates)
-    }
-
-    pub(crate) fn replica_of(&self, worker: WorkerId) -> Option<ReplicaId> {
-        let holds = |running: &RunningReplica| {
-            running.serving.as_ref().is_some_and(|(_, ranks)| ranks.contains(&worker))
-        };
-        self.replicas.iter().find(|(_, running)| holds(running)).map(|(id, _)| *id)
     }
 }
 

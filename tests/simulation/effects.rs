@@ -1,4 +1,4 @@
-//! Carries out what the cluster's core wants done, and takes requests to a replica, as
+//! Carries out what the cluster's core wants done, and what its dispatch tells the replicas, as
 //! `cluster::actor` does.
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coordinator::cluster::Effect;
+use coordinator::cluster::dispatch::{Messages, ToReplica};
 use coordinator::engine::{EngineError, EngineEvent};
 use coordinator::metrics::observe::ReplicaConfig;
 use coordinator::replica::core::{ReplicaCore, ReplicaLoad};
@@ -63,25 +64,18 @@ impl World {
                 Effect::ReplicaBroken { replica, epoch, end, reason } => {
                     self.report.relieved += u64::from(reason.contains("is slow"));
                     self.say(|| format!("{replica} broke, {epoch}: {reason}"));
-                    let coordinator = &mut *self.coordinator;
-                    if let Some(running) = coordinator.replicas.get_mut(&replica) {
-                        running.serving = None;
-                        coordinator.affinity.forget(replica);
-                        running.load.last_step_ms.store(0, std::sync::atomic::Ordering::Relaxed);
-                        if !self.switches.lost_is_not_told {
-                            self.mail_replica(replica, ReplicaMail::EpochEnded(epoch, end));
-                            self.coordinator.migrations.expect(replica);
-                        }
+                    let mut messages = Vec::new();
+                    self.coordinator.dispatch.broke(replica, epoch, end, &mut messages);
+                    if !self.switches.lost_is_not_told {
+                        self.tell_replicas(messages);
                     }
                 }
                 Effect::ReplicaRemoved { replica } => {
                     self.say(|| format!("{replica} is given up"));
                     self.coordinator.hub.observer().record().replica_removed(replica);
-                    if let Some(running) = self.coordinator.replicas.remove(&replica) {
-                        self.coordinator.retiring.insert(replica, running);
-                        self.mail_replica(replica, ReplicaMail::Retire);
-                        self.coordinator.migrations.expect(replica);
-                    }
+                    let mut messages = Vec::new();
+                    self.coordinator.dispatch.removed(replica, &mut messages);
+                    self.tell_replicas(messages);
                 }
                 Effect::StoreDesired(desired) => {
                     let who = self.member_of(self.coordinator.seat);
@@ -128,17 +122,9 @@ impl World {
         let formed =
             ReplicaMail::EpochFormed { epoch, num_blocks, host_blocks, step_tokens, ranks };
         self.mail_replica(id, formed);
-        self.coordinator.migrations.expect(id);
-        if let Some(running) = self.coordinator.replicas.get_mut(&id) {
-            running.serving = Some((epoch, workers));
-            running.room = Some(num_blocks * self.scenario.engine.block_size);
-        }
-        let waits = |(_, running): &(&ReplicaId, &RunningReplica)| running.serving.is_none();
-        let waiting = self.coordinator.replicas.iter().filter(waits).map(|(id, _)| *id);
-        for id in waiting.collect::<Vec<_>>() {
-            self.mail_replica(id, ReplicaMail::GiveUpRequests);
-            self.coordinator.migrations.expect(id);
-        }
+        let (room, mut messages) = (num_blocks * self.scenario.engine.block_size, Vec::new());
+        self.coordinator.dispatch.ready(id, epoch, workers, room, &mut messages);
+        self.tell_replicas(messages);
     }
 
     /// Does what `ClusterActor::start_replica` does.
@@ -159,11 +145,9 @@ impl World {
             };
             let driver = ReplicaDriver::new(now, id, scheduler, observer, limits);
             let load = Arc::new(ReplicaLoad::default());
+            coordinator.dispatch.started(id, load.clone());
             let running = RunningReplica {
-                core: ReplicaCore::new(driver, load.clone()),
-                load,
-                serving: None,
-                room: None,
+                core: ReplicaCore::new(driver, load),
                 links: Vec::new(),
                 mail: VecDeque::new(),
                 mail_due: due,
@@ -173,7 +157,34 @@ impl World {
         }
     }
 
-    /// A request arrives from the front end; does what `ClusterActor::submit` does.
+    /// Delivers messages to replicas, as `ClusterActor::tell_replicas` does.
+    pub(crate) fn tell_replicas(&mut self, messages: Messages) {
+        for (id, message) in messages {
+            match &message {
+                ToReplica::Submit { request, .. } => {
+                    let running = self.coordinator.replicas.get(&id);
+                    let down_since = running.and_then(|it| it.down_since);
+                    self.clients.routed(request.id.0 as usize, id, down_since);
+                }
+                ToReplica::Adopt { from, requests } => {
+                    let indices = requests.iter().map(|request| request.id().0 as usize);
+                    let (life, indices) = (self.coordinator.life, indices.collect());
+                    self.clients.moved(life, *from, id, indices);
+                    self.report.moved += requests.len() as u64 * u64::from(*from != id);
+                    self.start_replica(id);
+                }
+                ToReplica::Retire => {
+                    let coordinator = &mut *self.coordinator;
+                    let running = coordinator.replicas.remove(&id);
+                    coordinator.retiring.extend(running.map(|running| (id, running)));
+                }
+                _ => {}
+            }
+            self.mail_replica(id, ReplicaMail::Told(message));
+        }
+    }
+
+    /// A request arrives from the front end.
     pub(crate) fn submit(&mut self, index: usize) {
         let Some(adapter) = self.adapter_for(index) else {
             return self.clients.refused(index);
@@ -182,26 +193,26 @@ impl World {
         if let Some((after, _)) = self.scenario.clients[index].leaves {
             self.schedule(after, Event::Leave(index));
         }
-        let Some(replica) = self.coordinator.route(&request) else {
+        let mut messages = Vec::new();
+        let dispatch = &mut self.coordinator.dispatch;
+        if let Err(events) = dispatch.submit(Box::new(request), events, &mut messages) {
             let error = EngineError::Unavailable { message: "nothing serves".to_owned() };
             self.coordinator.hub.observer().refused(&events, &error);
             let _ = events.send(EngineEvent::Failed(error));
             drop(events);
             return self.hear_refused(index);
-        };
-        let down_since = self.coordinator.replicas.get(&replica).and_then(|it| it.down_since);
-        self.clients.routed(index, replica, down_since);
-        let request = Box::new(request);
-        self.mail_replica(replica, ReplicaMail::Submit { index, request, events });
+        }
+        self.tell_replicas(messages);
     }
 
     pub(crate) fn cancel(&mut self, id: RequestId) {
-        if !self.switches.cancelled_is_forgotten {
-            self.coordinator.migrations.cancelled(id);
+        let mut messages = Vec::new();
+        if self.switches.cancelled_is_forgotten {
+            let replicas = self.coordinator.replicas.keys();
+            messages.extend(replicas.map(|replica| (*replica, ToReplica::Cancel(id))));
+        } else {
+            self.coordinator.dispatch.cancel(id, &mut messages);
         }
-        let replicas: Vec<ReplicaId> = self.coordinator.replicas.keys().copied().collect();
-        for replica in replicas {
-            self.mail_replica(replica, ReplicaMail::Cancel(id));
-        }
+        self.tell_replicas(messages);
     }
 }

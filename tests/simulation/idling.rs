@@ -44,12 +44,10 @@ impl World {
     /// the idle one has room: wherever they came from, and whether or not they ran elsewhere.
     pub(crate) fn check_idling(&mut self) {
         let life = self.coordinator.life;
-        let serving: Vec<(ReplicaId, Epoch, u32)> = self
-            .coordinator
-            .replicas
-            .iter()
-            .filter_map(|(id, it)| Some((*id, it.serving.as_ref()?.0, it.room?)))
-            .collect();
+        let dispatch = &self.coordinator.dispatch;
+        let ids = self.coordinator.replicas.keys();
+        let serving: Vec<(ReplicaId, Epoch, u32)> =
+            ids.filter_map(|id| Some((*id, dispatch.epoch(*id)?, dispatch.room(*id)?))).collect();
         let number = |id: &ReplicaId| self.clients.number_at(life, *id);
         // Of several, the one that has room for most.
         let idle = serving.iter().filter(|(id, ..)| number(id) == 0).max_by_key(|it| it.2);

@@ -128,12 +128,9 @@ impl World {
             return;
         }
         let timeout = self.scenario.limits.step_timeout.as_micros() as Time;
-        let serving: Vec<(ReplicaId, Epoch)> = self
-            .coordinator
-            .replicas
-            .iter()
-            .filter_map(|(id, running)| Some((*id, running.serving.as_ref()?.0)))
-            .collect();
+        let (dispatch, ids) = (&self.coordinator.dispatch, self.coordinator.replicas.keys());
+        let serving: Vec<(ReplicaId, Epoch)> =
+            ids.filter_map(|id| Some((*id, dispatch.epoch(*id)?))).collect();
         let lives = |epoch: &Epoch| serving.iter().any(|(_, it)| it == epoch);
         self.coordinator.paces.steps.retain(|epoch, _| lives(epoch));
         for (replica, epoch) in serving {

@@ -2,16 +2,13 @@
 //! `replica::actor` does around the real `ReplicaCore`.
 use std::collections::VecDeque;
 use std::rc::Rc;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use coordinator::cluster::migration::{Candidate, QueueShare, queue_share};
-use coordinator::engine::{EngineError, EventSender, GenerateRequest};
-use coordinator::replica::core::{Outbound, ReplicaCore, ReplicaLoad};
+use coordinator::cluster::dispatch::{NotPlaced, ToReplica};
+use coordinator::engine::EngineError;
+use coordinator::replica::core::{Outbound, ReplicaCore};
 use coordinator::replica::driver::MovedRequest;
-use coordinator::scheduler::EpochEnd;
-use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
+use shared::ids::{Epoch, ReplicaId, WorkerId};
 use shared::protocol::{StepResult, ToWorker};
 
 use crate::coordinator::Coordinator;
@@ -25,12 +22,7 @@ pub(crate) const SHARE: Duration = Duration::from_millis(500);
 
 /// A message to a replica.
 pub(crate) enum ReplicaMail {
-    Submit {
-        index: usize,
-        request: Box<GenerateRequest>,
-        events: EventSender,
-    },
-    Cancel(RequestId),
+    Told(ToReplica),
     EpochFormed {
         epoch: Epoch,
         num_blocks: u32,
@@ -38,43 +30,20 @@ pub(crate) enum ReplicaMail {
         step_tokens: u32,
         ranks: Vec<(WorkerId, LinkId)>,
     },
-    EpochEnded(Epoch, EpochEnd),
     StepDone {
         worker: WorkerId,
         result: Box<StepResult>,
     },
-    GiveUpRequests,
-    ShareQueue(QueueShare),
-    Retire,
-    AdoptRequests(Vec<MovedRequest>),
 }
 
 pub(crate) struct RunningReplica {
     pub(crate) core: ReplicaCore,
-    pub(crate) load: Arc<ReplicaLoad>,
-    pub(crate) serving: Option<(Epoch, Vec<WorkerId>)>,
-    pub(crate) room: Option<u32>,
     /// The links that the replica's actor holds.
     pub(crate) links: Vec<(WorkerId, LinkId)>,
     pub(crate) mail: VecDeque<ReplicaMail>,
     pub(crate) mail_due: Time,
     /// Since when it has had no epoch.
     pub(crate) down_since: Option<Time>,
-}
-
-impl RunningReplica {
-    /// Same as in `ClusterActor`.
-    pub(crate) fn candidate(&self, replica: ReplicaId, max_num_seqs: u32) -> Candidate {
-        let sequences = self.load.sequences.load(Ordering::Relaxed);
-        Candidate {
-            serving: self.serving.is_some(),
-            load: self.load.in_flight.load(Ordering::Relaxed),
-            shareable: self.load.shareable.load(Ordering::Relaxed),
-            free_seqs: max_num_seqs.saturating_sub(sequences),
-            room: self.room.unwrap_or(u32::MAX),
-            ..Candidate::unknown(replica)
-        }
-    }
 }
 
 /// What a replica sends, collected until it has returned.
@@ -140,11 +109,11 @@ impl World {
         let at = self.now;
         let mut submitted = None;
         match mail {
-            ReplicaMail::Submit { index, request, events } => {
-                submitted = Some(index);
+            ReplicaMail::Told(ToReplica::Submit { request, events }) => {
+                submitted = Some(request.id.0 as usize);
                 self.operate(id, |core, now, out| core.submit(now, *request, events, out));
             }
-            ReplicaMail::Cancel(request) => {
+            ReplicaMail::Told(ToReplica::Cancel(request)) => {
                 self.operate(id, |core, now, out| core.cancel(now, request, out));
             }
             ReplicaMail::EpochFormed { epoch, num_blocks, host_blocks, step_tokens, ranks } => {
@@ -161,7 +130,7 @@ impl World {
                 self.mail_cluster(ClusterMail::MigrateRequests { from: id, requests });
                 old.into_iter().for_each(|(_, link)| self.drop_handle(link));
             }
-            ReplicaMail::EpochEnded(epoch, end) => {
+            ReplicaMail::Told(ToReplica::EpochEnded { epoch, end }) => {
                 if running.core.epoch_ended(Duration::from_micros(at), epoch, end) {
                     running.down_since = Some(at);
                     let old = std::mem::take(&mut running.links);
@@ -170,14 +139,14 @@ impl World {
                 }
                 self.give_up(id);
             }
-            ReplicaMail::GiveUpRequests => self.give_up(id),
-            ReplicaMail::ShareQueue(queue_share) => {
+            ReplicaMail::Told(ToReplica::GiveUp) => self.give_up(id),
+            ReplicaMail::Told(ToReplica::Share(queue_share)) => {
                 let mut requests = Vec::new();
                 self.operate(id, |core, now, out| requests = core.share(now, queue_share, out));
                 self.report.shared += requests.len() as u64;
                 self.mail_migrating(id, requests);
             }
-            ReplicaMail::Retire => {
+            ReplicaMail::Told(ToReplica::Retire) => {
                 if running.core.epoch().is_some() {
                     self.clients.interrupted(life, id, at);
                 }
@@ -189,7 +158,7 @@ impl World {
                 self.coordinator.retiring.remove(&id);
                 return;
             }
-            ReplicaMail::AdoptRequests(requests) => {
+            ReplicaMail::Told(ToReplica::Adopt { requests, .. }) => {
                 self.operate(id, |core, now, out| core.adopt(now, requests, out));
             }
             ReplicaMail::StepDone { worker, result } => {
@@ -298,52 +267,30 @@ impl World {
         }
     }
 
-    /// Does what `ClusterActor::place_requests` does.
     fn place_requests(&mut self, from: ReplicaId, requests: Vec<MovedRequest>) {
-        let coordinator = &mut *self.coordinator;
-        let life = coordinator.life;
-        let places = self.scenario.engine.max_num_seqs;
-        let candidates = coordinator.core.replicas().map(|replica| {
-            let unknown = Candidate::unknown(replica.id);
-            let running = coordinator.replicas.get(&replica.id);
-            running.map_or(unknown, |it| it.candidate(replica.id, places))
-        });
-        let placed = coordinator.migrations.place(from, requests, candidates);
-        for request in placed.cancelled {
+        let (coordinator, mut messages) = (&mut *self.coordinator, Vec::new());
+        let known = coordinator.core.replicas().map(|replica| replica.id);
+        let NotPlaced { cancelled, unplaced, outgrown } =
+            coordinator.dispatch.place(from, requests, known, &mut messages);
+        for request in cancelled {
             request.end(coordinator.hub.observer(), None);
         }
-        for request in placed.unplaced {
+        for request in unplaced {
             let error = EngineError::Unavailable { message: "nothing serves".to_owned() };
             request.end(coordinator.hub.observer(), Some(error));
         }
-        for (request, _) in placed.outgrown {
+        for (request, _) in outgrown {
             let error = EngineError::Unavailable { message: "no room".to_owned() };
             request.end(coordinator.hub.observer(), Some(error));
         }
-        for (id, requests) in placed.by_replica {
-            let indices = requests.iter().map(|request| request.id().0 as usize);
-            self.clients.moved(life, from, id, indices.collect());
-            self.report.moved += requests.len() as u64 * u64::from(from != id);
-            self.start_replica(id);
-            self.mail_replica(id, ReplicaMail::AdoptRequests(requests));
-        }
+        self.tell_replicas(messages);
         self.hear_clients(from, None);
     }
 
-    /// Does what `ClusterActor::share_queues` does.
     fn share_queues(&mut self) {
-        if self.switches.queues_are_not_shared {
-            return;
-        }
-        let coordinator = &mut *self.coordinator;
-        let places = self.scenario.engine.max_num_seqs;
-        let candidates = coordinator.replicas.iter();
-        let candidates = candidates.map(|(id, running)| running.candidate(*id, places));
-        let candidates: Vec<Candidate> = candidates.collect();
-        if let Some((from, queue_share)) = queue_share(&candidates) {
-            coordinator.migrations.expect(from);
-            self.mail_replica(from, ReplicaMail::ShareQueue(queue_share));
-        }
+        let mut messages = Vec::new();
+        self.coordinator.dispatch.share_queues(&mut messages);
+        self.tell_replicas(messages);
     }
 
     /// Time passes for the cluster and its replicas.
@@ -357,7 +304,9 @@ impl World {
         self.free_adapters();
         if now >= self.coordinator.shares_at {
             self.coordinator.shares_at = now + SHARE;
-            self.share_queues();
+            if !self.switches.queues_are_not_shared {
+                self.share_queues();
+            }
         }
         let ids: Vec<ReplicaId> = self.coordinator.replicas.keys().copied().collect();
         for id in ids {

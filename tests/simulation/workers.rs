@@ -187,11 +187,11 @@ impl World {
             }
             FromWorker::StepFailed(failed) => {
                 core.executor_heard(now, worker);
-                if let Some(replica) = self.coordinator.replica_of(worker)
+                if let Some(replica) = self.coordinator.dispatch.replica_of(worker, None)
                     && !self.switches.step_failures_ignored
                 {
-                    let running = self.coordinator.replicas.get(&replica);
-                    let last_step = running.and_then(|running| running.load.last_step());
+                    let load = self.coordinator.dispatch.load(replica);
+                    let last_step = load.and_then(|load| load.last_step());
                     let (epoch, why) = (failed.epoch, &failed.message);
                     let (core, in_vain) = (&mut self.coordinator.core, failed.waited_in_vain());
                     core.step_failed(now, replica, epoch, last_step, in_vain, why, &mut effects);
@@ -212,7 +212,7 @@ impl World {
 
     fn step_done(&mut self, worker: WorkerId, mut result: StepResult) {
         self.report(worker, std::mem::take(&mut result.stats));
-        let Some(replica) = self.coordinator.replica_of(worker) else {
+        let Some(replica) = self.coordinator.dispatch.replica_of(worker, None) else {
             return self.coordinator.hub.observer().record().fenced_frames(1);
         };
         if self.switches.ranks_may_disagree {

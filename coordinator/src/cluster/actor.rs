@@ -16,7 +16,6 @@ mod workers;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use actix::{Actor, Addr, AsyncContext as _, Context, Handler, Message};
@@ -36,8 +35,7 @@ pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, ResetPrefixCac
 pub use self::requests::Command;
 pub use self::workers::{Admit, JoinRefusal, Joined, NotJoined};
 use super::absence::{Absences, EXPECTED_FOR};
-use super::affinity::Affinity;
-use super::migration::{Candidate, Migrations};
+use super::dispatch::Dispatch;
 use super::records::Records;
 use super::roster::{LinkNumber, Roster};
 use super::view::{ClusterView, UnresponsiveNodes};
@@ -70,35 +68,6 @@ struct Connected {
     replica: Option<ReplicaId>,
 }
 
-struct RunningReplica {
-    addr: Addr<ReplicaActor>,
-    load: Arc<ReplicaLoad>,
-    serving: Option<(Epoch, Vec<WorkerId>)>,
-    /// Tokens its KV cache has room for, or had when it last served.
-    room: Option<u32>,
-}
-
-impl RunningReplica {
-    fn candidate(&self, replica: ReplicaId, max_num_seqs: u32, doubtful: bool) -> Candidate {
-        let sequences = self.load.sequences.load(Ordering::Relaxed);
-        Candidate {
-            replica,
-            serving: self.serving.is_some(),
-            load: self.load.in_flight.load(Ordering::Relaxed),
-            shareable: self.load.shareable.load(Ordering::Relaxed),
-            free_seqs: max_num_seqs.saturating_sub(sequences),
-            room: self.room.unwrap_or(u32::MAX),
-            doubtful,
-        }
-    }
-
-    /// Whether one of its ranks is in `suspects`.
-    fn is_doubtful(&self, suspects: &BTreeSet<WorkerId>) -> bool {
-        let ranks = self.serving.as_ref().map_or(&[][..], |(_, ranks)| ranks);
-        !suspects.is_empty() && ranks.iter().any(|worker| suspects.contains(worker))
-    }
-}
-
 /// Makes the actor of a replica that the core created.
 pub type ReplicaFactory = Box<
     dyn Fn(ReplicaId, Addr<ClusterActor>, Arc<ReplicaLoad>) -> Result<ReplicaActor, ConfigError>,
@@ -110,7 +79,10 @@ pub struct ClusterActor {
     clock: Arc<dyn Clock>,
     roster: Roster,
     connected: BTreeMap<WorkerId, Connected>,
-    replicas: BTreeMap<ReplicaId, RunningReplica>,
+    /// The replicas that run.
+    replicas: BTreeMap<ReplicaId, Addr<ReplicaActor>>,
+    /// Which of them gets which request.
+    dispatch: Dispatch,
     make_replica: ReplicaFactory,
     hub: Arc<Hub>,
     engine: EngineConfig,
@@ -124,7 +96,6 @@ pub struct ClusterActor {
     /// What workers must have before they join.
     to_fetch: ToFetch,
     stopping: bool,
-    migrations: Migrations,
     /// Log lines and ends of worker processes.
     records: Records,
     /// Workers that are gone and may be back.
@@ -137,9 +108,6 @@ pub struct ClusterActor {
     restarts: BTreeMap<WorkerId, u32>,
     /// How often each replica broke while it served, planned pauses excluded.
     broken: BTreeMap<ReplicaId, u32>,
-    affinity: Affinity,
-    /// Workers not heard from for a while whose links are not given up yet.
-    suspects: BTreeSet<WorkerId>,
     /// Whether the view has unpublished changes that are not urgent.
     unpublished: bool,
     /// Where operators' commands are left for the next leader, if there can be one.
@@ -166,7 +134,7 @@ impl ClusterActor {
         actors: ActorRuntime,
     ) -> Self {
         let (tensor_parallel, engine) = (config.tensor_parallel, config.engine.clone());
-        let max_num_seqs = config.engine.max_num_seqs;
+        let dispatch = Dispatch::new(config.engine.max_num_seqs);
         let (worker_stats, to_fetch) =
             (config.worker_stats, config.to_fetch(&config.lora.adapters));
         Self {
@@ -175,6 +143,7 @@ impl ClusterActor {
             roster: Roster::default(),
             connected: BTreeMap::new(),
             replicas: BTreeMap::new(),
+            dispatch,
             make_replica,
             hub,
             engine,
@@ -185,15 +154,12 @@ impl ClusterActor {
             worker_stats,
             to_fetch,
             stopping: false,
-            migrations: Migrations::default(),
             records: Records::default(),
             absences: Absences::default(),
             actors,
             supervised: BTreeMap::new(),
             restarts: BTreeMap::new(),
             broken: BTreeMap::new(),
-            affinity: Affinity::new(max_num_seqs),
-            suspects: BTreeSet::new(),
             unpublished: false,
             desires: None,
             adapters: Adapting::default(),
@@ -252,12 +218,7 @@ impl ClusterActor {
         let view = ClusterView {
             workers,
             replicas: self.core.replicas().collect(),
-            serving: self
-                .replicas
-                .values()
-                .filter(|running| running.serving.is_some())
-                .map(|running| running.load.clone())
-                .collect(),
+            serving: self.dispatch.serving().cloned().collect(),
             load: self.core.load_progress(),
             broken: self.broken_config.clone(),
             frozen: self.frozen.clone(),
@@ -308,7 +269,7 @@ impl Actor for ClusterActor {
             actor.report_actors();
             actor.count_set_aside();
         });
-        ctx.run_interval(SHARE, |actor, _| actor.share_queues());
+        ctx.run_interval(SHARE, |actor, ctx| actor.share_queues(ctx));
         self.publish();
     }
 }
@@ -361,8 +322,8 @@ impl Handler<Stop> for ClusterActor {
 
     fn handle(&mut self, stop: Stop, _ctx: &mut Self::Context) {
         self.stopping = true;
-        for running in self.replicas.values() {
-            running.addr.do_send(FailAll(EngineError::ShuttingDown));
+        for replica in self.replicas.values() {
+            replica.do_send(FailAll(EngineError::ShuttingDown));
         }
         if stop.workers_too {
             let message = ToWorker::Shutdown { reason: stop.reason, again: false };

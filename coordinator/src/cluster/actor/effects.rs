@@ -1,7 +1,6 @@
 //! Carries out what the core wants done: messages to workers, the life of replicas, what the log
 //! says of them.
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use actix::{Actor as _, AsyncContext as _, Context};
@@ -9,11 +8,11 @@ use shared::ids::{Epoch, ReplicaId, WorkerId};
 use shared::protocol::{EngineConfig, ToWorker};
 
 use super::super::{Effect, Failing};
+use super::ClusterActor;
 use super::names::AffectedActors;
-use super::{ClusterActor, RunningReplica};
 use crate::links::WorkerLink;
 use crate::metrics::observe::ReplicaConfig;
-use crate::replica::actor::{EpochEnded, EpochFormed, GiveUpRequests, ReplicaLoad, Retire};
+use crate::replica::actor::{EpochFormed, ReplicaLoad};
 use crate::scheduler::EpochEnd;
 
 impl ClusterActor {
@@ -48,24 +47,18 @@ impl ClusterActor {
                     } else {
                         tracing::warn!(%replica, %epoch, %reason, "the replica broke");
                     }
-                    if let Some(running) = self.replicas.get_mut(&replica) {
-                        running.serving = None;
-                        self.affinity.forget(replica);
-                        running.load.last_step_ms.store(0, Ordering::Relaxed);
-                        running.addr.do_send(EpochEnded { epoch, end });
-                        self.migrations.expect(replica);
-                    }
+                    let mut messages = Vec::new();
+                    self.dispatch.broke(replica, epoch, end, &mut messages);
+                    self.tell_replicas(ctx, messages);
                 }
                 Effect::ReplicaRemoved { replica } => {
                     tracing::info!(%replica, "the replica is given up");
                     self.hub.observer().record().replica_removed(replica);
                     self.replica_died(replica);
                     self.broken.remove(&replica);
-                    if let Some(running) = self.replicas.remove(&replica) {
-                        // Its requests arrive by themselves; the actor ends with its last address.
-                        running.addr.do_send(Retire);
-                        self.migrations.expect(replica);
-                    }
+                    let mut messages = Vec::new();
+                    self.dispatch.removed(replica, &mut messages);
+                    self.tell_replicas(ctx, messages);
                 }
                 Effect::WorkerPace { worker, slow } => {
                     self.hub.observer().record().rank_slow(worker, slow);
@@ -175,8 +168,8 @@ impl ClusterActor {
         let config = ReplicaConfig { engine, num_blocks, host_blocks, tensor_parallel };
         self.hub.observer().record().replica_ready(id, &config);
         self.start_replica(ctx, id);
-        let Some(running) = self.replicas.get_mut(&id) else { return };
-        running.addr.do_send(EpochFormed {
+        let Some(replica) = self.replicas.get(&id) else { return };
+        replica.do_send(EpochFormed {
             epoch,
             num_blocks,
             host_blocks,
@@ -184,17 +177,9 @@ impl ClusterActor {
             ranks: links,
             workers: ranks.clone(),
         });
-        self.migrations.expect(id);
-        running.serving = Some((epoch, ranks));
-        running.load.doubtful.store(running.is_doubtful(&self.suspects), Ordering::Relaxed);
-        running.room = Some(u32::try_from(tokens).unwrap_or(u32::MAX));
-        // Requests waiting at replicas that cannot continue can continue here.
-        for (id, running) in &self.replicas {
-            if running.serving.is_none() {
-                running.addr.do_send(GiveUpRequests);
-                self.migrations.expect(*id);
-            }
-        }
+        let (room, mut messages) = (u32::try_from(tokens).unwrap_or(u32::MAX), Vec::new());
+        self.dispatch.ready(id, epoch, ranks, room, &mut messages);
+        self.tell_replicas(ctx, messages);
     }
 
     /// Starts a replica's actor, unless it is running.
@@ -205,8 +190,8 @@ impl ClusterActor {
         let load = Arc::new(ReplicaLoad::default());
         match (self.make_replica)(id, ctx.address(), load.clone()) {
             Ok(actor) => {
-                let addr = actor.start();
-                self.replicas.insert(id, RunningReplica { addr, load, serving: None, room: None });
+                self.replicas.insert(id, actor.start());
+                self.dispatch.started(id, load);
                 self.broken_config = None;
             }
             Err(error) => self.broken_config = Some(error.to_string()),
@@ -219,15 +204,13 @@ impl ClusterActor {
         let gone: Vec<ReplicaId> = self
             .replicas
             .iter()
-            .filter(|(_, running)| !running.addr.connected())
+            .filter(|(_, replica)| !replica.connected())
             .map(|(id, _)| *id)
             .collect();
         for id in gone {
             tracing::error!(replica = %id, "the replica's actor ended; restarting it");
-            self.affinity.forget(id);
-            self.migrations.gone(id);
-            let serving = self.replicas.remove(&id).and_then(|running| running.serving);
-            if let Some((epoch, _)) = serving {
+            self.replicas.remove(&id);
+            if let Some(epoch) = self.dispatch.crashed(id) {
                 self.core.epoch_failed(now, id, epoch, "its actor has ended", effects);
             }
         }

@@ -216,7 +216,7 @@ impl ClusterActor {
             created.map(|actor| (actor.name, actor.needs)).collect();
         let replicas: Vec<ReplicaStatus> = self.core.replicas().collect();
         let load = |id: ReplicaId| {
-            self.replicas.get(&id).map(|running| running.load.in_flight.load(Ordering::Relaxed))
+            self.dispatch.load(id).map(|load| load.in_flight.load(Ordering::Relaxed))
         };
         let mut with = |known: shared::actor::registry::Known| {
             let report = known.report;

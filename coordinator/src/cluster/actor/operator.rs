@@ -36,9 +36,9 @@ impl Handler<ResetPrefixCache> for ClusterActor {
     type Result = ();
 
     fn handle(&mut self, _: ResetPrefixCache, _ctx: &mut Self::Context) {
-        self.affinity.forget_all();
-        for running in self.replicas.values() {
-            running.addr.do_send(ForgetPrefixes);
+        self.dispatch.forget_prefixes();
+        for replica in self.replicas.values() {
+            replica.do_send(ForgetPrefixes);
         }
     }
 }
@@ -79,7 +79,7 @@ impl Handler<GetStatus> for ClusterActor {
             }
         });
         let load = |id: ReplicaId| {
-            self.replicas.get(&id).map_or(0, |r| r.load.in_flight.load(Ordering::Relaxed))
+            self.dispatch.load(id).map_or(0, |load| load.in_flight.load(Ordering::Relaxed))
         };
         actix::MessageResult(status::Status {
             version: env!("CARGO_PKG_VERSION").to_owned(),

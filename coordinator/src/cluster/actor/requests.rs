@@ -1,12 +1,14 @@
-//! Requests on their way to replicas, and away from those that cannot continue them.
+//! Takes requests to replicas, and away from those that cannot continue them, as `dispatch` says.
 use actix::{Context, Handler, Message};
 use shared::ids::ReplicaId;
 
-use super::super::migration::{Candidate, heard, queue_share, with_room};
+use super::super::dispatch::{Messages, NotPlaced, ToReplica};
 use super::super::view;
-use super::{ClusterActor, RunningReplica};
-use crate::engine::{EngineCommand, EngineError, EngineEvent, GenerateRequest};
-use crate::replica::actor::{AdoptRequests, Cancel, MigrateRequests, ShareQueue, Submit};
+use super::ClusterActor;
+use crate::engine::{EngineCommand, EngineError, EngineEvent, EventSender, GenerateRequest};
+use crate::replica::actor::{
+    AdoptRequests, Cancel, EpochEnded, GiveUpRequests, MigrateRequests, Retire, ShareQueue, Submit,
+};
 use crate::replica::driver::MovedRequest;
 
 /// The error of a request that was accepted when there was room for it.
@@ -24,6 +26,41 @@ fn no_room(needed: u32, room: u32) -> EngineError {
 pub struct Command(pub EngineCommand);
 
 impl ClusterActor {
+    /// Delivers messages to replicas.
+    pub(super) fn tell_replicas(&mut self, ctx: &mut Context<Self>, messages: Messages) {
+        for (id, message) in messages {
+            self.tell_replica(ctx, id, message);
+        }
+    }
+
+    fn tell_replica(&mut self, ctx: &mut Context<Self>, id: ReplicaId, message: ToReplica) {
+        if let ToReplica::Adopt { from, requests } = &message {
+            if id != *from {
+                tracing::info!(from = %from, to = %id, requests = requests.len(), "go on elsewhere");
+            }
+            self.start_replica(ctx, id);
+        }
+        let Some(replica) = self.replicas.get(&id) else {
+            if let ToReplica::Adopt { requests, .. } = message {
+                self.refuse_all(requests);
+            }
+            return;
+        };
+        match message {
+            ToReplica::Submit { request, events } => replica.do_send(Submit { request, events }),
+            ToReplica::Cancel(request) => replica.do_send(Cancel(request)),
+            ToReplica::Adopt { requests, .. } => replica.do_send(AdoptRequests(requests)),
+            ToReplica::GiveUp => replica.do_send(GiveUpRequests),
+            ToReplica::Share(queue_share) => replica.do_send(ShareQueue(queue_share)),
+            ToReplica::EpochEnded { epoch, end } => replica.do_send(EpochEnded { epoch, end }),
+            ToReplica::Retire => {
+                // Its requests arrive by themselves; the actor ends with its last address.
+                replica.do_send(Retire);
+                self.replicas.remove(&id);
+            }
+        }
+    }
+
     /// Moves requests of a replica that cannot continue them to those that can, or to one that may
     /// soon, even if it has never served.
     fn place_requests(
@@ -31,45 +68,29 @@ impl ClusterActor {
         ctx: &mut Context<Self>,
         MigrateRequests { from, requests }: MigrateRequests,
     ) {
-        let candidates = self.core.replicas().filter(|_| !self.stopping).map(|replica| {
-            let unknown = Candidate::unknown(replica.id);
-            self.replicas.get(&replica.id).map_or(unknown, |it| self.candidate(replica.id, it))
-        });
-        let candidates: Vec<Candidate> = candidates.collect();
-        let placed = self.migrations.place(from, requests, candidates.into_iter());
-        for request in placed.cancelled {
+        let known = self.core.replicas().filter(|_| !self.stopping).map(|replica| replica.id);
+        let mut messages = Vec::new();
+        let NotPlaced { cancelled, unplaced, outgrown } =
+            self.dispatch.place(from, requests, known, &mut messages);
+        for request in cancelled {
             request.end(self.hub.observer(), None);
         }
-        self.refuse_all(placed.unplaced);
-        for (request, room) in placed.outgrown {
+        self.refuse_all(unplaced);
+        for (request, room) in outgrown {
             let error = no_room(request.tokens_needed(), room);
             request.end(self.hub.observer(), Some(error));
         }
-        for (id, requests) in placed.by_replica {
-            if id != from {
-                tracing::info!(from = %from, to = %id, requests = requests.len(), "go on elsewhere");
-            }
-            self.start_replica(ctx, id);
-            match self.replicas.get(&id) {
-                Some(running) => running.addr.do_send(AdoptRequests(requests)),
-                None => self.refuse_all(requests),
-            }
-        }
+        self.tell_replicas(ctx, messages);
     }
 
-    /// Balances queues: requests are bound to a replica on arrival, and all of a broken one go
-    /// where one serves. So a replica is asked for some that wait, if another has fewer.
-    pub(super) fn share_queues(&mut self) {
+    /// Asks replicas for requests that wait there and could run elsewhere.
+    pub(super) fn share_queues(&mut self, ctx: &mut Context<Self>) {
         if self.stopping {
             return;
         }
-        let candidates = heard(self.candidates().collect());
-        if let Some((from, queue_share)) = queue_share(&candidates)
-            && let Some(running) = self.replicas.get(&from)
-        {
-            running.addr.do_send(ShareQueue(queue_share));
-            self.migrations.expect(from);
-        }
+        let mut messages = Vec::new();
+        self.dispatch.share_queues(&mut messages);
+        self.tell_replicas(ctx, messages);
     }
 
     fn refuse_all(&self, requests: Vec<MovedRequest>) {
@@ -82,41 +103,25 @@ impl ClusterActor {
         }
     }
 
-    fn candidate(&self, id: ReplicaId, running: &RunningReplica) -> Candidate {
-        let doubtful = running.is_doubtful(&self.suspects);
-        running.candidate(id, self.engine.max_num_seqs, doubtful)
-    }
-
-    fn candidates(&self) -> impl Iterator<Item = Candidate> {
-        self.replicas.iter().map(|(id, running)| self.candidate(*id, running))
-    }
-
-    fn route(&mut self, request: &GenerateRequest) -> Option<&RunningReplica> {
-        let candidates = heard(with_room(self.candidates(), request.tokens_needed()));
-        let id = self.affinity.route(&request.prompt, request.affinity_salt(), &candidates)?;
-        self.replicas.get(&id)
-    }
-
-    fn submit(&mut self, command: EngineCommand) {
-        match command {
-            EngineCommand::Submit { request, events } => {
-                let error = if self.stopping {
-                    EngineError::ShuttingDown
-                } else if let Some(running) = self.route(&request) {
-                    return running.addr.do_send(Submit { request, events });
-                } else {
-                    EngineError::Unavailable { message: self.not_ready() }
-                };
-                self.hub.observer().refused(&events, &error);
-                let _ = events.send(EngineEvent::Failed(error));
-            }
-            EngineCommand::Cancel { id } => {
-                self.migrations.cancelled(id);
-                for running in self.replicas.values() {
-                    running.addr.do_send(Cancel(id));
-                }
-            }
+    fn submit(
+        &mut self,
+        ctx: &mut Context<Self>,
+        request: Box<GenerateRequest>,
+        events: EventSender,
+    ) {
+        let mut messages = Vec::new();
+        let refused = match self.stopping {
+            true => Err((events, EngineError::ShuttingDown)),
+            false => self
+                .dispatch
+                .submit(request, events, &mut messages)
+                .map_err(|events| (events, EngineError::Unavailable { message: self.not_ready() })),
+        };
+        if let Err((events, error)) = refused {
+            self.hub.observer().refused(&events, &error);
+            let _ = events.send(EngineEvent::Failed(error));
         }
+        self.tell_replicas(ctx, messages);
     }
 
     fn not_ready(&self) -> String {
@@ -127,8 +132,15 @@ impl ClusterActor {
 impl Handler<Command> for ClusterActor {
     type Result = ();
 
-    fn handle(&mut self, Command(command): Command, _ctx: &mut Self::Context) {
-        self.submit(command);
+    fn handle(&mut self, Command(command): Command, ctx: &mut Self::Context) {
+        match command {
+            EngineCommand::Submit { request, events } => self.submit(ctx, request, events),
+            EngineCommand::Cancel { id } => {
+                let mut messages = Vec::new();
+                self.dispatch.cancel(id, &mut messages);
+                self.tell_replicas(ctx, messages);
+            }
+        }
     }
 }
 

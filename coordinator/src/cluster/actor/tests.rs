@@ -199,9 +199,8 @@ fn a_replica_whose_actor_is_gone_forms_anew_under_another() {
         let addr = within(&cluster, move |actor, ctx| {
             let (worker, epoch) = serve(actor);
             actor.start_replica(ctx, id);
-            let running = actor.replicas.get_mut(&id).unwrap();
-            running.serving = Some((epoch, vec![worker]));
-            running.addr.clone()
+            actor.dispatch.ready(id, epoch, vec![worker], 144, &mut Vec::new());
+            actor.replicas[&id].clone()
         })
         .await;
         let phase = |actor: &mut ClusterActor| {

@@ -16,7 +16,7 @@ use shared::wire::frame::{Frame, FrameKind};
 
 use super::super::Member;
 use super::super::roster::{Admission, JoinOutcome, LinkNumber};
-use super::{ClusterActor, Connected, RunningReplica};
+use super::{ClusterActor, Connected};
 use crate::links::link_end;
 use crate::replica::actor::StepDone;
 
@@ -172,8 +172,7 @@ impl ClusterActor {
                 if let Some(replica) = self.replica_of(worker) {
                     let reason =
                         format!("{}, {}: {}", self.node_of(worker), failed.step, failed.message);
-                    let load = self.replicas.get(&replica).map(|running| &running.load);
-                    let last_step = load.and_then(|load| load.last_step());
+                    let last_step = self.dispatch.load(replica).and_then(|load| load.last_step());
                     let (epoch, in_vain) = (failed.epoch, failed.waited_in_vain());
                     let (core, to) = (&mut self.core, &mut effects);
                     core.step_failed(now, replica, epoch, last_step, in_vain, &reason, to);
@@ -212,16 +211,8 @@ impl ClusterActor {
     }
 
     fn replica_of(&mut self, worker: WorkerId) -> Option<ReplicaId> {
-        let holds = |running: &RunningReplica| {
-            running.serving.as_ref().is_some_and(|(_, ranks)| ranks.contains(&worker))
-        };
         let connected = self.connected.get_mut(&worker)?;
-        let last = connected.replica;
-        if last.and_then(|id| self.replicas.get(&id)).is_some_and(holds) {
-            return last;
-        }
-        connected.replica =
-            self.replicas.iter().find(|(_, running)| holds(running)).map(|(id, _)| *id);
+        connected.replica = self.dispatch.replica_of(worker, connected.replica);
         connected.replica
     }
 
@@ -229,16 +220,8 @@ impl ClusterActor {
         self.report(worker, &result.stats);
         let replica = self.replica_of(worker).and_then(|id| self.replicas.get(&id));
         match replica {
-            Some(running) => running.addr.do_send(StepDone { worker, result }),
+            Some(replica) => replica.do_send(StepDone { worker, result }),
             None => self.hub.observer().record().fenced_frames(1),
-        }
-    }
-
-    /// Marks the replicas that have a silent rank, for readiness checks.
-    pub(super) fn update_doubts(&self) {
-        for running in self.replicas.values() {
-            let doubtful = running.is_doubtful(&self.suspects);
-            running.load.doubtful.store(doubtful, Ordering::Relaxed);
         }
     }
 
@@ -253,8 +236,7 @@ impl ClusterActor {
             return;
         }
         self.roster.left(worker);
-        self.suspects.remove(&worker);
-        self.update_doubts();
+        self.dispatch.not_silent(worker);
         let Some(connected) = self.connected.remove(&worker) else { return };
         let incarnation = connected.incarnation;
         let leaves = |member: &Member| member.worker == worker && member.draining;
@@ -439,14 +421,12 @@ impl Handler<FromLink> for ClusterActor {
                     slot = worker.0,
                     "the worker is silent"
                 );
-                self.suspects.insert(worker);
-                self.update_doubts();
+                self.dispatch.silent(worker);
             }
             LinkEvent::Alive => {
                 let node = self.node_of(worker);
                 tracing::info!(worker = node, slot = worker.0, "the worker answers again");
-                self.suspects.remove(&worker);
-                self.update_doubts();
+                self.dispatch.not_silent(worker);
             }
             LinkEvent::Closed { reason } => {
                 self.hub.observer().record().link_ended(link_end(&reason));
