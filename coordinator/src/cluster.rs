@@ -17,12 +17,14 @@
 //! - [`roster`], `slots`: identities of workers; [`absence`]: workers expected back; [`records`]:
 //!   logs and ends of worker processes
 //! - [`dispatch`]: which replica gets which request; [`affinity`]: where a prompt's beginning was
-//!   computed; [`migration`]: requests between replicas
+//!   computed; [`candidates`]: which replica is the best; [`migration`], [`sharing`]: requests
+//!   between replicas
 //! - [`view`], [`status`]: what others and operators see
 pub mod absence;
 pub mod actor;
 mod adapters;
 pub mod affinity;
+pub mod candidates;
 pub mod config;
 pub mod dispatch;
 pub mod effect;
@@ -37,6 +39,7 @@ pub mod records;
 mod replica;
 mod replicas;
 pub mod roster;
+pub mod sharing;
 mod slots;
 pub mod status;
 pub mod view;

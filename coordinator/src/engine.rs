@@ -234,6 +234,26 @@ impl GenerateRequest {
         self.cache_salt ^ u64::from(self.adapter.number()).rotate_right(16)
     }
 
+    /// Tokens of its longest choice so far.
+    fn tokens_so_far(&self) -> u32 {
+        let prompt = u32::try_from(self.prompt.len()).unwrap_or(u32::MAX);
+        prompt.saturating_add(self.accepted_before())
+    }
+
+    /// Tokens that must be free in a replica's KV cache for its first step there.
+    #[must_use]
+    pub fn tokens_to_begin(&self) -> u32 {
+        self.tokens_so_far().saturating_add(1)
+    }
+
+    /// Tokens that a replica's KV cache should have room for, see [`room_wanted`].
+    #[must_use]
+    pub fn tokens_wanted(&self) -> u32 {
+        let prompt = u32::try_from(self.prompt.len()).unwrap_or(u32::MAX);
+        let all = prompt.saturating_add(self.max_tokens);
+        if self.open_ended { room_wanted(self.tokens_so_far(), all) } else { all }
+    }
+
     /// Tokens that a replica's KV cache must have room for: the most that one sequence needs.
     #[must_use]
     pub fn tokens_needed(&self) -> u32 {
@@ -244,6 +264,18 @@ impl GenerateRequest {
             self.max_tokens
         })
     }
+}
+
+/// An open-ended request should find room for so many more tokens, at least.
+const OUTPUT_WANTED: u32 = 4096;
+
+/// Returns how many tokens a KV cache should have room for, so that an open-ended sequence of
+/// `tokens` tokens, which may have up to `all`, does not soon end for want of room: as many again,
+/// or [`OUTPUT_WANTED`] more. Not `all`, which usually is whatever the model can do: then smaller
+/// caches would get no such requests.
+#[must_use]
+pub fn room_wanted(tokens: u32, all: u32) -> u32 {
+    tokens.saturating_add(tokens.max(OUTPUT_WANTED)).min(all)
 }
 
 /// Where a request's events go.

@@ -2,7 +2,8 @@
 //! that there is none, but never that they asked for too much.
 use std::time::Duration;
 
-use coordinator::cluster::migration::{Candidate, Migrations, QueueShare};
+use coordinator::cluster::candidates::Candidate;
+use coordinator::cluster::migration::{Migrations, QueueShare};
 use coordinator::engine::{EngineError, EngineEvent, EventSender, GenerateRequest};
 use coordinator::metrics::Hub;
 use coordinator::replica::core::ReplicaCore;

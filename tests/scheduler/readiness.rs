@@ -3,14 +3,46 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use coordinator::engine::EventSender;
+use coordinator::engine::{EventSender, GenerateRequest};
 use coordinator::metrics::Hub;
-use coordinator::replica::core::ReplicaLoad;
+use coordinator::replica::core::{ReplicaCore, ReplicaLoad};
 use coordinator::scheduler::EpochEnd;
-use shared::ids::{Epoch, Incarnation};
+use shared::ids::{Epoch, Incarnation, RequestId};
 use tokio::sync::mpsc;
 
 use crate::agreement::{SentMessages, WORKERS, core_of, limits, request, result};
+
+/// What others see of a replica: what a step has left waiting, and what is free.
+#[test]
+fn a_replica_publishes_what_waits_and_what_is_free() {
+    let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
+    let load = Arc::new(ReplicaLoad::default());
+    let mut core = core_of(hub.observer(), limits(), load.clone());
+    let mut sent = SentMessages::default();
+    let (at, events) = (Duration::from_millis(1), mpsc::channel(64).0);
+    core.epoch_formed(at, Epoch(1), 4, 0, WORKERS.to_vec(), &mut sent);
+    let seen = || {
+        let all = [&load.taken, &load.shareable, &load.queued, &load.free_blocks];
+        all.map(|it| it.load(Ordering::Relaxed))
+    };
+    assert_eq!(seen(), [0, 0, 0, 4]);
+    let submit = |core: &mut ReplicaCore, id, sent: &mut SentMessages| {
+        let long = GenerateRequest { id: RequestId(id), prompt: vec![id as u32; 30], ..request() };
+        core.submit(at, long, EventSender::Local(events.clone()), sent);
+    };
+    // The canary is under way, and one more step may be.
+    submit(&mut core, 1, &mut sent);
+    assert_eq!(seen(), [1, 0, 0, 2]);
+    submit(&mut core, 2, &mut sent);
+    assert_eq!(seen(), [2, 1, 0, 2], "no step has left it waiting");
+    submit(&mut core, 3, &mut sent);
+    for plan in 0..2 {
+        for worker in WORKERS {
+            core.step_done(at, worker, result(&sent.plans[plan].clone(), 0), &mut sent);
+        }
+    }
+    assert_eq!(seen(), [3, 1, 1, 0], "there is room for one of them");
+}
 
 /// Times in ms: the canary is answered at 1,100, a prompt begins at 1,200; a step may take 9 s.
 #[test]

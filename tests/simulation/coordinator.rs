@@ -115,7 +115,7 @@ impl Coordinator {
             connected: BTreeMap::new(),
             replicas: BTreeMap::new(),
             retiring: BTreeMap::new(),
-            dispatch: Dispatch::new(scenario.engine.max_num_seqs),
+            dispatch: Dispatch::new(scenario.engine.max_num_seqs, scenario.engine.block_size),
             served: ServedAdapters::default(),
             leaving: Vec::new(),
             shares_at: Duration::ZERO,

@@ -134,7 +134,7 @@ impl ClusterActor {
         actors: ActorRuntime,
     ) -> Self {
         let (tensor_parallel, engine) = (config.tensor_parallel, config.engine.clone());
-        let dispatch = Dispatch::new(config.engine.max_num_seqs);
+        let dispatch = Dispatch::new(config.engine.max_num_seqs, config.engine.block_size);
         let (worker_stats, to_fetch) =
             (config.worker_stats, config.to_fetch(&config.lora.adapters));
         Self {

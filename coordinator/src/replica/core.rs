@@ -30,8 +30,14 @@ pub struct ReplicaLoad {
     pub in_flight: AtomicU32,
     /// Those of them that have not been in a step of this epoch.
     pub shareable: AtomicU32,
+    /// Those of them that a step of this epoch has left waiting.
+    pub queued: AtomicU32,
     /// Their sequences that have not ended.
     pub sequences: AtomicU32,
+    /// Number of blocks of its KV cache that no sequence holds.
+    pub free_blocks: AtomicU32,
+    /// How many requests have reached it so far, from wherever; wraps around.
+    pub taken: AtomicU32,
     /// When all ranks last finished a step of this epoch, in milliseconds of the process's clock; 0
     /// means never.
     pub last_step_ms: AtomicU64,
@@ -162,6 +168,7 @@ impl ReplicaCore {
     ) {
         self.driver.submit(now, request, events);
         self.drive(now, outbound);
+        self.load.taken.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Frees what a request holds, if it is here.
@@ -251,8 +258,10 @@ impl ReplicaCore {
         requests: Vec<MovedRequest>,
         outbound: &mut impl Outbound,
     ) {
+        let number = u32::try_from(requests.len()).unwrap_or(u32::MAX);
         self.driver.adopt(now, requests);
         self.drive(now, outbound);
+        self.load.taken.fetch_add(number, Ordering::Relaxed);
     }
 
     /// A rank finished a step.
@@ -330,14 +339,21 @@ impl ReplicaCore {
     /// two are in flight.
     fn drive(&mut self, now: Duration, outbound: &mut impl Outbound) {
         self.send_masks(now, outbound);
+        let mut is_planned = false;
         while self.epoch.is_some() && self.driver.next_plan(now, &mut self.plan) {
             self.send_plan(now, outbound);
+            is_planned = true;
         }
         // Masks of what was just planned, and of what preemption changed.
         self.send_masks(now, outbound);
         let in_flight = u32::try_from(self.driver.num_requests()).unwrap_or(u32::MAX);
         self.load.in_flight.store(in_flight, Ordering::Relaxed);
-        self.load.shareable.store(self.driver.num_shareable(), Ordering::Relaxed);
+        let shareable = self.driver.num_shareable();
+        self.load.shareable.store(shareable, Ordering::Relaxed);
+        // What has come since the last step may be in the next one.
+        let left = if is_planned { u32::MAX } else { self.load.queued.load(Ordering::Relaxed) };
+        self.load.queued.store(shareable.min(left), Ordering::Relaxed);
+        self.load.free_blocks.store(self.driver.num_free_blocks(), Ordering::Relaxed);
         self.load.sequences.store(self.driver.num_sequences(), Ordering::Relaxed);
         let until = self.driver.steps_until().map_or(0, in_ms);
         self.load.steps_until_ms.store(until, Ordering::Relaxed);

@@ -167,6 +167,13 @@ impl ReplicaDriver {
         self.scheduler.num_sequences()
     }
 
+    /// Number of blocks of its KV cache that no sequence holds.
+    #[must_use]
+    pub fn num_free_blocks(&self) -> u32 {
+        let gauges = self.scheduler.gauges();
+        gauges.blocks_total.saturating_sub(gauges.blocks_used)
+    }
+
     /// Whether a step is sent and not answered.
     #[must_use]
     pub fn is_stepping(&self) -> bool {

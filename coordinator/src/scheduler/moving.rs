@@ -40,6 +40,19 @@ impl HandedOver {
         self.sequences.iter().map(Sequence::tokens_needed).max().unwrap_or(0)
     }
 
+    /// Most tokens that a KV cache should have room for, over all its sequences.
+    #[must_use]
+    pub fn tokens_wanted(&self) -> u32 {
+        self.sequences.iter().map(Sequence::tokens_wanted).max().unwrap_or(0)
+    }
+
+    /// Tokens that must be free in a KV cache for its first step there.
+    #[must_use]
+    pub fn tokens_to_begin(&self) -> u32 {
+        let longest = self.sequences.iter().map(|sequence| sequence.tokens.len()).max();
+        u32::try_from(longest.unwrap_or(0)).unwrap_or(u32::MAX).saturating_add(1)
+    }
+
     /// How many places in a batch it takes.
     #[must_use]
     pub fn num_sequences(&self) -> u32 {
@@ -82,7 +95,7 @@ impl Scheduler {
         for slot in &self.waiting {
             let Some(sequence) = &self.sequences[*slot] else { continue };
             let id = sequence.request;
-            let fits = sequence.tokens_needed() <= room;
+            let fits = sequence.tokens_wanted() <= room;
             if fits && fresh.last() != Some(&id) && !has_run(id) {
                 fresh.push(id);
             }

@@ -13,7 +13,7 @@ use super::queue::QueueLoad;
 use super::speculate::NgramDrafter;
 use super::swap::SwappedBlocks;
 use super::tokens::Tokens;
-use crate::engine::{GenerateRequest, TokenGuide};
+use crate::engine::{GenerateRequest, TokenGuide, room_wanted};
 
 /// The order of admitted sequences: priority, then admission.
 pub(super) type Urgency = (i32, Option<u64>);
@@ -149,6 +149,13 @@ impl Sequence {
         let all = self.num_prompt.saturating_add(self.max_tokens);
         let accepted = u32::try_from(self.tokens.len()).unwrap_or(u32::MAX);
         if self.open_ended { all.min(accepted.saturating_add(1)) } else { all }
+    }
+
+    /// Tokens that a KV cache should have room for, see [`room_wanted`].
+    pub(super) fn tokens_wanted(&self) -> u32 {
+        let all = self.num_prompt.saturating_add(self.max_tokens);
+        let accepted = u32::try_from(self.tokens.len()).unwrap_or(u32::MAX);
+        if self.open_ended { room_wanted(accepted, all) } else { all }
     }
 
     /// Lowers `max_tokens` to what a cache of `tokens` tokens has room for, if the client set none.

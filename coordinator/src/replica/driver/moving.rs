@@ -32,10 +32,28 @@ impl MovedRequest {
         self.handed.tokens_needed()
     }
 
+    /// Tokens that a replica's KV cache should have room for.
+    #[must_use]
+    pub fn tokens_wanted(&self) -> u32 {
+        self.handed.tokens_wanted()
+    }
+
+    /// Tokens that must be free in a replica's KV cache for its first step there.
+    #[must_use]
+    pub fn tokens_to_begin(&self) -> u32 {
+        self.handed.tokens_to_begin()
+    }
+
     /// How many places in a batch it takes.
     #[must_use]
     pub fn num_sequences(&self) -> u32 {
         self.handed.num_sequences()
+    }
+
+    /// Whether it comes from the queue of a replica that keeps running.
+    #[must_use]
+    pub fn is_shared(&self) -> bool {
+        self.handed.is_shared()
     }
 
     /// Ends it if no replica will continue it; without an error its client is gone.

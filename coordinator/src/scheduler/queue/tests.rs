@@ -126,6 +126,25 @@ fn what_has_not_run_is_shared_evenly_along_the_queue() {
     );
 }
 
+#[test]
+fn an_open_ended_request_is_not_shared_with_who_has_hardly_room() {
+    let mut here = scheduler(20);
+    let open_ended = |id, prompt| GenerateRequest {
+        open_ended: true,
+        max_tokens: 100_000,
+        ..request(id, prompt, 1)
+    };
+    here.submit(open_ended(0, 5000)).unwrap();
+    here.submit(open_ended(1, 300)).unwrap();
+    let mut ids = |room| {
+        let shared = here.share(9, room);
+        shared.iter().map(|it| it.id().0).collect::<Vec<_>>()
+    };
+    assert_eq!(ids(4395), [0; 0]);
+    assert_eq!(ids(9999), [1], "for the other one, as many tokens again are too few");
+    assert_eq!(ids(10_000), [0]);
+}
+
 /// A replica takes over what ran at another one, and later gives that one its part again.
 #[test]
 fn what_ran_elsewhere_is_shared_until_it_runs_here() {
