@@ -121,6 +121,16 @@ impl Notes {
     }
 }
 
+/// A request that a replica has.
+pub(crate) struct Held {
+    pub(crate) seed: u64,
+    pub(crate) n: u32,
+    /// Tokens that a KV cache must have room for, for each choice.
+    pub(crate) needed: u32,
+    /// Whether its client has left.
+    pub(crate) left: bool,
+}
+
 pub(crate) struct Clients {
     open: Vec<Open>,
     /// Requests that have not ended, by where they were routed.
@@ -255,19 +265,15 @@ impl Clients {
         Some(format!("req-{index} at {:?} ({:?})", open.replica, open.state))
     }
 
-    /// The seeds and the room that a KV cache must have, of the requests that a replica has and
-    /// whose clients wait.
-    pub(crate) fn waiting_at(&self, life: Life, replica: ReplicaId) -> Vec<(u64, u32)> {
+    /// The requests that a replica has, or is about to get.
+    pub(crate) fn held_at(&self, life: Life, replica: ReplicaId) -> Vec<Held> {
         let at = self.at.get(&(life, replica)).into_iter().flatten();
-        let open = at.map(|index| &self.open[*index]);
-        let open = open.filter(|open| open.left.is_none());
-        let needs = |it: &Client| it.prompt.len() as u32 + it.ends.max_tokens;
-        open.map(|open| (open.client.seed, needs(&open.client))).collect()
-    }
-
-    /// How many requests a replica has, or is about to get.
-    pub(crate) fn number_at(&self, life: Life, replica: ReplicaId) -> usize {
-        self.at.get(&(life, replica)).map_or(0, Vec::len)
+        at.map(|index| {
+            let Open { client, left, .. } = &self.open[*index];
+            let needed = client.prompt.len() as u32 + client.ends.max_tokens;
+            Held { seed: client.seed, n: client.n, needed, left: left.is_some() }
+        })
+        .collect()
     }
 
     /// Whether its client will cancel but has not done so yet.

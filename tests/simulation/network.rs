@@ -192,7 +192,10 @@ impl World {
         self.note_packet(link, to, &packet);
         let now = Duration::from_micros(self.now);
         if let Some(liveness) = &mut self.links[link].liveness[to as usize] {
-            liveness.heard(now);
+            let answers_again = liveness.heard(now);
+            if answers_again && to == Side::Coordinator {
+                self.worker_is_silent(link, false);
+            }
         }
         self.links[link].established = true;
         if to == Side::Coordinator {
@@ -227,7 +230,12 @@ impl World {
                     return self.close(link, side);
                 }
             }
-            LivenessAction::Wait | LivenessAction::Suspect => {}
+            LivenessAction::Suspect => {
+                if side == Side::Coordinator {
+                    self.worker_is_silent(link, true);
+                }
+            }
+            LivenessAction::Wait => {}
         }
         self.schedule(self.poll_interval(), Event::Poll { link, side });
     }

@@ -119,6 +119,16 @@ impl World {
         connected.link == link && self.coordinator.roster.is_present(worker, connected.number)
     }
 
+    /// A worker has been silent for a while, or is heard again.
+    pub(crate) fn worker_is_silent(&mut self, link: LinkId, silent: bool) {
+        let Some(worker) = self.links[link].joined else { return };
+        if self.is_current(worker, link) {
+            self.say(|| format!("{worker} is {}", if silent { "silent" } else { "heard again" }));
+            let dispatch = &mut self.coordinator.dispatch;
+            if silent { dispatch.silent(worker) } else { dispatch.not_silent(worker) }
+        }
+    }
+
     pub(crate) fn coordinator_link_closed(&mut self, link: LinkId) {
         if let Some(worker) = self.links[link].joined
             && self.is_current(worker, link)
@@ -137,6 +147,7 @@ impl World {
         }
         self.say(|| format!("{worker} is gone: {reason}"));
         self.coordinator.roster.left(worker);
+        self.coordinator.dispatch.not_silent(worker);
         let Some(connected) = self.coordinator.connected.remove(&worker) else { return };
         let incarnation = Incarnation(connected.incarnation);
         self.coordinator.hub.lost(Source::Worker(worker), incarnation);
