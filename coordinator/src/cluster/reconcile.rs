@@ -3,7 +3,7 @@
 //! One pass, in this order: formations that went silent are given up; surplus replicas are removed;
 //! vacant ranks are filled with spares, a returning worker into its own rank first; a replica whose
 //! ranks stay away is dissolved into others or continues at a smaller degree, and one whose ranks
-//! operators drained is dissolved if there are others; slow ranks are
+//! operators drained, or left on purpose long ago, is dissolved if there are others; slow ranks are
 //! replaced by spares; a replica at a smaller degree grows again when spares allow; spares become
 //! new replicas; replicas that are complete and due are formed.
 use std::collections::BTreeSet;
@@ -12,6 +12,7 @@ use std::time::Duration;
 use shared::ids::{ReplicaId, WorkerId};
 use shared::protocol::ToWorker;
 
+use super::absence::EXPECTED_FOR;
 use super::placement::joins;
 use super::replica::Replica;
 use super::{Cluster, Effect, Member, PlacementRules, place};
@@ -121,8 +122,10 @@ impl Cluster {
             self.replicas.change(id, |replica| {
                 if drained {
                     replica.drain(now, worker);
-                } else {
+                } else if again {
                     replica.vacate(now, worker);
+                } else {
+                    replica.leave(now, worker);
                 }
                 replica.form_at_once();
                 replica.do_not_wait();
@@ -144,6 +147,7 @@ impl Cluster {
         self.fill_vacancies();
         self.shrink(now, effects);
         self.remove_drained(now, effects);
+        self.remove_abandoned(now, effects);
         self.replace_slow_ranks(now, effects);
         self.grow(now, effects);
         self.add_replicas(now);
@@ -384,6 +388,22 @@ impl Cluster {
             let youngest = lacking.max_by_key(|(_, replica)| replica.creation_order());
             let Some((id, _)) = youngest else { return };
             self.remove(now, id, "its workers were drained", effects);
+            self.fill_vacancies();
+        }
+    }
+
+    /// Removes replicas that lack nobody but ranks which left on purpose and were not back for as
+    /// long as any worker is expected: an autoscaler that takes workers away says no more than
+    /// that. Another one is made when enough workers are there again. The last one stays, as the
+    /// one that is missing.
+    fn remove_abandoned(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        let long = |since: Duration| now.saturating_sub(since) >= EXPECTED_FOR;
+        while self.replicas.len() > 1 {
+            let is_over = |replica: &Replica| replica.abandoned_since().is_some_and(long);
+            let lacking = self.replicas.iter().filter(|(_, replica)| is_over(replica));
+            let youngest = lacking.max_by_key(|(_, replica)| replica.creation_order());
+            let Some((id, _)) = youngest else { return };
+            self.remove(now, id, "its workers left and did not come back", effects);
             self.fill_vacancies();
         }
     }

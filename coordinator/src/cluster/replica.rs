@@ -6,6 +6,7 @@ use shared::ids::{Epoch, ReplicaId, WorkerId};
 use shared::model_identity::ModelIdentity;
 use shared::protocol::Formed;
 
+use super::absence::EXPECTED_FOR;
 use super::placement::joins;
 use super::{Member, PlacementRules};
 
@@ -72,6 +73,8 @@ struct Slot {
     worker: Option<WorkerId>,
     /// Nobody holds it, because an operator drained who held it last.
     drained: bool,
+    /// When who held it last left on purpose; counts while nobody holds it.
+    left: Option<Duration>,
     /// The last holder: preferred when it is back, since it may still hold the weights.
     last: Option<WorkerId>,
     /// KV blocks it has room for, in the KV cache and in host memory.
@@ -239,8 +242,9 @@ impl Replica {
         Some(if self.left_on_purpose { Duration::MAX } else { now.saturating_sub(since) })
     }
 
-    /// Returns when it may be formed, when ranks have been missing for `grace`, and when its
-    /// formation has not advanced for `patience`; each only if it waits for that.
+    /// Returns when it may be formed, when ranks have been missing for `grace`, when those that
+    /// left on purpose are not expected back, and when its formation has not advanced for
+    /// `patience`; each only if it waits for that.
     pub(super) fn waits(
         &self,
         grace: Duration,
@@ -251,7 +255,8 @@ impl Replica {
         let absence =
             self.incomplete_since.filter(|_| idle).map(|since| since.saturating_add(grace));
         let formation = self.forming_since().map(|since| since.saturating_add(patience));
-        backoff.into_iter().chain(absence).chain(formation)
+        let abandoned = self.abandoned_since().map(|since| since.saturating_add(EXPECTED_FOR));
+        backoff.into_iter().chain(absence).chain(formation).chain(abandoned)
     }
 
     /// Changes to another degree. Present ranks stay, in order; if there are too many, the last
@@ -329,6 +334,23 @@ impl Replica {
         self.vacate(now, worker);
     }
 
+    /// Like [`Replica::vacate`], for a worker that ends on purpose.
+    pub(super) fn leave(&mut self, now: Duration, worker: WorkerId) {
+        for slot in self.slots.iter_mut().filter(|slot| slot.worker == Some(worker)) {
+            slot.left = Some(now);
+        }
+        self.vacate(now, worker);
+    }
+
+    /// Since when all missing ranks have been gone, if each of them left on purpose.
+    pub(super) fn abandoned_since(&self) -> Option<Duration> {
+        let vacant = || self.slots.iter().filter(|slot| slot.worker.is_none());
+        if self.is_live() || vacant().any(|slot| slot.left.is_none()) {
+            return None;
+        }
+        vacant().filter_map(|slot| slot.left).max()
+    }
+
     /// Whether ranks that operators drained are missing. A smaller degree does without them.
     pub(super) fn lacks_drained(&self) -> bool {
         !self.is_live() && self.slots.iter().any(|slot| slot.drained)
@@ -354,6 +376,7 @@ impl Replica {
                 let member = free.remove(index);
                 slot.worker = Some(member.worker);
                 slot.drained = false;
+                slot.left = None;
                 slot.last = Some(member.worker);
                 present.push(member.clone());
             }

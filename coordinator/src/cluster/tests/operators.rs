@@ -141,6 +141,49 @@ fn what_a_drain_leaves_of_a_replica_is_spare_and_completes_others() {
     assert_eq!(shape(&cluster), [(0, Serving, vec![Some(0), Some(1)]), missing]);
 }
 
+/// An autoscaler takes workers away, and nobody says that they will not be back.
+#[test]
+fn a_replica_whose_workers_left_on_purpose_is_not_wanted_for_ever() {
+    use ReplicaPhase::{Forming, Serving, Waiting};
+    let leave = |cluster: &mut Cluster, effects: &mut Vec<Effect>, at: u64, worker: u32| {
+        cluster.worker_leaves(secs(at), WorkerId(worker), "SIGTERM", effects);
+        cluster.worker_left(secs(at), WorkerId(worker), Incarnation(1), "goodbye", effects);
+    };
+    let whole = || (0, Serving, vec![Some(0), Some(1)]);
+    let (mut cluster, mut effects) = two_of_two();
+    leave(&mut cluster, &mut effects, 2, 3);
+    leave(&mut cluster, &mut effects, 50, 2);
+    effects.clear();
+    cluster.tick(secs(649), &mut effects);
+    assert_eq!(shape(&cluster), [whole(), (1, Waiting, vec![None, None])], "as in a roll-out");
+    cluster.tick(secs(650), &mut effects);
+    assert_eq!(shape(&cluster), [whole()]);
+    assert!(effects.contains(&Effect::ReplicaRemoved { replica: ReplicaId(1) }), "{effects:?}");
+    for worker in [2, 3] {
+        cluster.worker_joined(secs(700), member(worker, 2, "a"), &mut effects);
+    }
+    assert_eq!(shape(&cluster), [whole(), (1, Forming, vec![Some(2), Some(3)])]);
+    // What is left of one is a spare.
+    let (mut cluster, mut effects) = two_of_two();
+    leave(&mut cluster, &mut effects, 2, 3);
+    cluster.tick(secs(602), &mut effects);
+    assert_eq!(shape(&cluster), [whole()]);
+    // A worker that crashed is missed, whoever left beside it.
+    let (mut cluster, mut effects) = two_of_two();
+    cluster.worker_left(secs(2), WorkerId(2), Incarnation(1), "killed", &mut effects);
+    leave(&mut cluster, &mut effects, 2, 3);
+    cluster.tick(secs(9999), &mut effects);
+    assert_eq!(shape(&cluster), [whole(), (1, Waiting, vec![None, None])]);
+    // And so is the last replica.
+    let (mut cluster, mut effects) = cluster_of(config(2), 2);
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    for worker in [0, 1] {
+        leave(&mut cluster, &mut effects, 2, worker);
+    }
+    cluster.tick(secs(9999), &mut effects);
+    assert_eq!(shape(&cluster), [(0, Waiting, vec![None, None])]);
+}
+
 #[test]
 fn at_a_smaller_degree_a_replica_goes_on_without_who_was_drained() {
     use ReplicaPhase::Forming;
