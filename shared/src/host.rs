@@ -16,7 +16,7 @@ use self::gpu::Gpus;
 use crate::log::queue::lines_dropped;
 use crate::metrics::catalogue::{
     HOST_CPU_USAGE, HOST_CPUS, HOST_MEMORY, HOST_MEMORY_USED, LOG_LINES_DROPPED, PROCESS_CPU,
-    PROCESS_MEMORY, PROCESS_MEMORY_LIMIT,
+    PROCESS_MEMORY, PROCESS_MEMORY_LIMIT, PROCESS_MEMORY_LIMIT_USED,
 };
 use crate::metrics::labels::MAX_LABEL_VALUE_BYTES;
 use crate::metrics::{Counter, Gauge, LocalStats, SharedStats};
@@ -51,6 +51,7 @@ struct Handles {
     cpu: Counter,
     memory: Gauge,
     memory_limit: Gauge,
+    memory_limit_used: Gauge,
     lines_dropped: Counter,
     host_cpu: Gauge,
     host_cpus: Gauge,
@@ -104,6 +105,7 @@ impl HostSampler {
                 cpu: stats.counter(PROCESS_CPU, process),
                 memory: stats.gauge(PROCESS_MEMORY, process),
                 memory_limit: stats.gauge(PROCESS_MEMORY_LIMIT, process),
+                memory_limit_used: stats.gauge(PROCESS_MEMORY_LIMIT_USED, process),
                 lines_dropped: stats.counter(LOG_LINES_DROPPED, process),
                 host_cpu: stats.gauge(HOST_CPU_USAGE, host),
                 host_cpus: stats.gauge(HOST_CPUS, host),
@@ -115,9 +117,14 @@ impl HostSampler {
         let dropped = lines_dropped().saturating_sub(self.counted_lines);
         self.counted_lines += dropped;
         stats.add(handles.lines_dropped, dropped);
-        match memory::memory_limit(Path::new("/")) {
-            Some(limit) => stats.set(handles.memory_limit, limit as f64),
-            None => stats.clear(handles.memory_limit),
+        let bounded = memory::memory_limit(Path::new("/"));
+        let limit = bounded.map(|bounded| bounded.limit);
+        let used = bounded.and_then(|bounded| bounded.used);
+        for (gauge, bytes) in [(handles.memory_limit, limit), (handles.memory_limit_used, used)] {
+            match bytes {
+                Some(bytes) => stats.set(gauge, bytes as f64),
+                None => stats.clear(gauge),
+            }
         }
         let Some(system) = &mut self.system else { return };
         system.refresh_cpu_usage();

@@ -123,7 +123,7 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
     (
         "TuttiContainerMemoryNearlyFull",
         &[
-            ("tutti_process_resident_memory_bytes{process=\"worker-0\"}", "95+0"),
+            ("tutti_process_memory_limit_used_bytes{process=\"worker-0\"}", "95+0"),
             ("tutti_process_memory_limit_bytes{process=\"worker-0\"}", "100+0"),
         ],
     ),

@@ -1,41 +1,84 @@
 //! Memory that a process may use: the host's, or its control group's (cgroup) if that is less.
 //!
-//! Only cgroup v2 is supported. `root` is `/` except in tests.
+//! `root` is `/` except in tests.
 use std::fs;
 use std::path::{Path, PathBuf};
+
+/// A limit from here on is none: version 1 has no word for that.
+const NO_LIMIT: u64 = 1 << 62;
+
+/// Names in one version of control groups.
+#[derive(Debug)]
+struct Names {
+    limit: &'static str,
+    used: &'static str,
+    /// Lines of `memory.stat` about what the kernel can take back: file pages, whether used once or
+    /// often, and slab caches, of a group and of those in it.
+    reclaimable: &'static [&'static str],
+}
+
+const V2: Names = Names {
+    limit: "memory.max",
+    used: "memory.current",
+    reclaimable: &["inactive_file", "active_file", "slab_reclaimable"],
+};
+const V1: Names = Names {
+    limit: "memory.limit_in_bytes",
+    used: "memory.usage_in_bytes",
+    reclaimable: &["total_inactive_file", "total_active_file"],
+};
+
+/// What a control group may use, and what it does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Bounded {
+    /// Its limit, in bytes.
+    pub(super) limit: u64,
+    /// What it uses and the kernel cannot take back, in bytes, if the system reports it.
+    pub(super) used: Option<u64>,
+}
 
 /// Memory available without swapping, in bytes; `None` if the system does not report it.
 #[must_use]
 pub fn available_memory(root: &Path) -> Option<u64> {
     let host = of_host(&fs::read_to_string(root.join("proc/meminfo")).ok()?)?;
-    let left = |group: &PathBuf| {
-        let used = number(&group.join("memory.current"))?;
-        // The kernel reclaims the group's page cache when memory runs short.
-        let stat = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
-        Some(limit(group)?.saturating_sub(used.saturating_sub(cached(&stat))))
-    };
-    let groups = groups(root);
-    Some(groups.iter().filter_map(left).fold(host, u64::min))
+    let left = |group: Bounded| Some(group.limit.saturating_sub(group.used?));
+    Some(bounded(root).filter_map(left).fold(host, u64::min))
 }
 
-/// Returns the memory that this process's control group may use, in bytes: the least of its own
-/// limit and those of the groups around it; `None` if there is no limit.
-pub(super) fn memory_limit(root: &Path) -> Option<u64> {
-    groups(root).iter().filter_map(|group| limit(group)).min()
+/// Returns the control group that bounds this process: the one with the least limit of its own and
+/// those around it; `None` if there is no limit.
+pub(super) fn memory_limit(root: &Path) -> Option<Bounded> {
+    bounded(root).min_by_key(|group| group.limit)
 }
 
-/// The folders of this process's control group and of those around it. In a container that does not
-/// see its own path, the group's files are at the top of the hierarchy.
-fn groups(root: &Path) -> Vec<PathBuf> {
+/// This process's control group and those around it, as far as they have limits; the innermost
+/// first. In a container that does not see its own path, the group's files are at the top of the
+/// hierarchy.
+fn bounded(root: &Path) -> impl Iterator<Item = Bounded> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
-    let group = groups.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
-    let top = root.join("sys/fs/cgroup");
-    Path::new(group).ancestors().map(|group| top.join(group)).collect()
+    let unified = groups.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
+    // NUMBER:CONTROLLER,CONTROLLER:/PATH
+    let of_memory = |line: &str| {
+        let (controllers, path) = line.split_once(':')?.1.split_once(":/")?;
+        controllers.split(',').any(|it| it == "memory").then(|| path.to_owned())
+    };
+    let folders = |top: &str, group: &str| -> Vec<PathBuf> {
+        Path::new(group).ancestors().map(|group| root.join(top).join(group)).collect()
+    };
+    let v2 = folders("sys/fs/cgroup", unified);
+    let v1 = groups.lines().find_map(of_memory);
+    let v1 = v1.map(|group| folders("sys/fs/cgroup/memory", &group)).unwrap_or_default();
+    let v2 = v2.into_iter().filter_map(|folder| read(&folder, &V2));
+    v2.chain(v1.into_iter().filter_map(|folder| read(&folder, &V1)))
 }
 
-fn limit(group: &Path) -> Option<u64> {
+fn read(folder: &Path, names: &Names) -> Option<Bounded> {
     // `max` is not a number: there is no limit.
-    number(&group.join("memory.max"))
+    let limit = number(&folder.join(names.limit)).filter(|limit| *limit < NO_LIMIT)?;
+    let stat = fs::read_to_string(folder.join("memory.stat")).unwrap_or_default();
+    let used = number(&folder.join(names.used));
+    let used = used.map(|used| used.saturating_sub(reclaimable(&stat, names)));
+    Some(Bounded { limit, used })
 }
 
 fn number(file: &Path) -> Option<u64> {
@@ -48,12 +91,11 @@ fn of_host(meminfo: &str) -> Option<u64> {
     Some(kib.saturating_mul(1024))
 }
 
-/// Bytes that the kernel can reclaim: file pages, whether used once or often, and slab caches.
-fn cached(stat: &str) -> u64 {
-    const RECLAIMABLE: [&str; 3] = ["inactive_file", "active_file", "slab_reclaimable"];
+/// Bytes that the kernel can take back when memory runs short.
+fn reclaimable(stat: &str, names: &Names) -> u64 {
     let bytes = |line: &str| {
         let (name, bytes) = line.split_once(' ')?;
-        RECLAIMABLE.contains(&name).then(|| bytes.trim().parse::<u64>().ok())?
+        names.reclaimable.contains(&name).then(|| bytes.trim().parse::<u64>().ok())?
     };
     stat.lines().filter_map(bytes).fold(0, u64::saturating_add)
 }
@@ -82,7 +124,7 @@ mod tests {
             let root = host(files);
             let found = memory_limit(&root);
             let _ = fs::remove_dir_all(root);
-            found
+            found.map(|bounded| bounded.limit)
         };
         let own = ("proc/self/cgroup", "1:name=x:/y\n0::/system.slice/tutti.service\n");
         let top = "sys/fs/cgroup/memory.max";
@@ -132,5 +174,38 @@ mod tests {
         assert_eq!(found(&[&[meminfo, own][..], &service].concat()), Some(1000));
         assert_eq!(found(&[&[meminfo, own][..], &service, &slice].concat()), Some(500));
         assert_eq!(found(&[]), None);
+    }
+    #[test]
+    fn what_a_group_uses_is_that_of_the_one_with_the_limit() {
+        let found = |files: &[(&str, &str)]| {
+            let root = host(files);
+            let found = memory_limit(&root).map(|bounded| (bounded.limit, bounded.used));
+            let _ = fs::remove_dir_all(root);
+            found
+        };
+        let pod = "sys/fs/cgroup/pod.slice";
+        let files = |folder: &str, limit: &str, used: &str, stat: &str| -> Vec<(String, String)> {
+            [("memory.max", limit), ("memory.current", used), ("memory.stat", stat)]
+                .map(|(name, text)| (format!("{folder}/{name}"), text.to_owned()))
+                .to_vec()
+        };
+        let own = ("proc/self/cgroup".to_owned(), "0::/pod.slice/c1\n".to_owned());
+        let inner = files(&format!("{pod}/c1"), "4000\n", "3900\n", "anon 1\ninactive_file 900\n");
+        let outer = files(pod, "5000\n", "4900\n", "active_file 100\n");
+        let all = [&[own][..], &inner, &outer].concat();
+        let all: Vec<(&str, &str)> = all.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
+        assert_eq!(found(&all), Some((4000, Some(3000))));
+        assert_eq!(found(&[("sys/fs/cgroup/memory.max", "7\n")]), Some((7, None)));
+        // Version 1: its own path is not seen in a container, and no limit is a large number.
+        let own = ("proc/self/cgroup", "9:cpu,cpuacct:/x\n5:memory:/docker/c1\n0::/x\n");
+        let v1 = |name: &'static str, text| (name, text);
+        let used = v1("sys/fs/cgroup/memory/memory.usage_in_bytes", "3000\n");
+        let stat = "inactive_file 1\ntotal_inactive_file 500\ntotal_active_file 300\n";
+        let stat = v1("sys/fs/cgroup/memory/memory.stat", stat);
+        let limit = |text| v1("sys/fs/cgroup/memory/memory.limit_in_bytes", text);
+        assert_eq!(found(&[own, limit("4000\n"), used, stat]), Some((4000, Some(2200))));
+        assert_eq!(found(&[own, limit("9223372036854771712\n"), used, stat]), None);
+        let inner = v1("sys/fs/cgroup/memory/docker/c1/memory.limit_in_bytes", "2000\n");
+        assert_eq!(found(&[own, limit("4000\n"), used, stat, inner]), Some((2000, None)));
     }
 }

@@ -457,6 +457,11 @@ catalogue! {
         "Memory limit of a process's control group, such as its container, for all processes in it \
          together.",
         when "a control group bounds memory";
+    gauge(Max) PROCESS_MEMORY_LIMIT_USED: "tutti_process_memory_limit_used_bytes", Bytes, [PROCESS],
+        Process,
+        "Memory in use of tutti_process_memory_limit_bytes, by all processes of the control group \
+         together, without what the kernel can take back: file pages and slab caches.",
+        when "a control group bounds memory";
     counter LOG_LINES_DROPPED: "tutti_log_lines_dropped_total", Events, [PROCESS], Process,
         "Lines of a process's log that were not written to its stderr because its reader was too \
          slow.";
