@@ -9,6 +9,7 @@
 //! - `adapters`: commands about LoRA adapters, which the coordinator carries out
 //! - `incoming`: what the link has received and nobody has handled yet
 //! - `uplink`: the link to the coordinator
+//! - `usage`: resource use of this process
 //! - `requests`: PURE: the requests, whichever coordinator has them
 //! - `open_request`: PURE: one request, with what was accepted so far
 //! - `held`: PURE: requests that wait for a coordinator that can take them
@@ -19,6 +20,7 @@ mod incoming;
 mod open_request;
 mod requests;
 mod uplink;
+mod usage;
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;

@@ -9,9 +9,8 @@ use shared::actor::link::{LinkEvent, SendError};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::peer::{Encoded, PeerAddr};
 use shared::clock::Clock;
-use shared::host::HostThread;
 use shared::membership::{CoordinatorAddress, Destination};
-use shared::metrics::{SharedStats, encode_snapshot};
+use shared::metrics::encode_snapshot;
 use shared::protocol::{
     EngineError, FromFrontend, FrontendHello, Serving, ToFrontend, WorkerStats,
 };
@@ -25,6 +24,7 @@ use super::dial::{Dialler, JoinedLink};
 use super::held::{HELD_FOR, Outage};
 use super::incoming;
 use super::requests::{LinkNumber, Requests};
+use super::usage::ProcessUsage;
 use super::{FrontendError, FrontendOptions};
 use crate::adapters::{AdapterAsk, AdapterChanges, ServedAdapters};
 use crate::engine::EngineCommand;
@@ -50,7 +50,7 @@ pub(super) struct Uplink {
     stats: FrontendStats,
     commands: mpsc::Receiver<EngineCommand>,
     readiness: Arc<Mutex<Readiness>>,
-    process: SharedStats,
+    process: ProcessUsage,
     gate: Gate,
     requests: Requests,
     adapting: Adapting,
@@ -83,6 +83,7 @@ impl Uplink {
         let readiness =
             Readiness { ready: false, message: "the coordinator has not said yet".to_owned() };
         let dialler = Dialler::new(&options, clock.clone());
+        let nvml = options.nvml.clone();
         Self {
             options,
             hello,
@@ -92,7 +93,7 @@ impl Uplink {
             stats,
             commands,
             readiness: Arc::new(Mutex::new(readiness)),
-            process: SharedStats::default(),
+            process: ProcessUsage::new(nvml),
             gate: Gate::default(),
             adapting: Adapting::new(ServedAdapters::default(), AdapterChanges::channel().1),
             report_is_due: false,
@@ -173,8 +174,9 @@ impl Uplink {
         number: LinkNumber,
         stop: &mut oneshot::Receiver<()>,
     ) -> LinkEnd {
-        let (name, nvml) = (welcome.frontend.to_string(), self.options.nvml.clone());
-        let _host = HostThread::start(&name, nvml, self.process.clone());
+        self.process.sample_as(welcome.frontend);
+        // First of all: a coordinator without the last one's totals counts from this report on.
+        self.report_is_due = true;
         let (incoming, mut events) = incoming::queue();
         let actors = self.options.actors.clone();
         let link = connection.start_with(LivenessConfig::default(), self.clock.clone(), |link| {
