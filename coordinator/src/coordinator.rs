@@ -212,6 +212,7 @@ impl Coordinator {
             actors.clone(),
             frontends_gate.clone(),
         ));
+        actix::spawn(Frontends::watch_absences(Arc::downgrade(&frontends)));
         let refused = RefusedProcesses::default();
         let accepting = actix::spawn(links::accept(
             listener,

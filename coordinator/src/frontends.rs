@@ -19,7 +19,7 @@ mod resume;
 mod slots;
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use shared::actor::ActorRuntime;
@@ -39,7 +39,7 @@ use tokio::sync::mpsc;
 pub use self::events::RemoteEvents;
 use self::events::{LinkRequests, LinkState};
 use self::link::Receiver;
-use self::slots::{AdmittedFrontend, Replaced, Slots};
+use self::slots::{Absence, AdmittedFrontend, Replaced, Slots};
 use crate::adapters::{AdapterChanges, ServedAdapters};
 use crate::cluster::actor::JoinRefusal;
 use crate::engine::{
@@ -57,6 +57,8 @@ const EVENTS_MAX: usize = 1 << 17;
 const STATS_INTERVAL: Duration = Duration::from_millis(500);
 /// Interval at which [`Frontends::flush`] checks the queues.
 const FLUSH_POLL: Duration = Duration::from_millis(5);
+/// Interval at which absent front ends are looked for.
+const ABSENCE_POLL: Duration = Duration::from_secs(10);
 
 /// Accepts front ends. Lives as long as the coordinator.
 pub struct Frontends {
@@ -157,6 +159,10 @@ impl Frontends {
     /// # Errors
     /// Why this front end is rejected, as a sentence for its log.
     pub fn admit(&self, hello: &FrontendHello) -> Result<FrontendWelcome, JoinRefusal> {
+        // Perhaps an earlier coordinator closed its totals.
+        if self.hub.is_retired_frontend(hello.incarnation) {
+            return Err(slots::closed());
+        }
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let admitted = slots.admit(self.clock.now(), &hello.node, hello.incarnation, hello.slot);
         drop(slots);
@@ -221,6 +227,10 @@ impl Frontends {
         let requests = LinkRequests::new(queue.clone(), open.clone());
         let receiver = Receiver::new(self.clone(), hello, id, link_number, requests, peer);
         let sink = move |event| receiver.take(event);
+        // Before the first report can come.
+        if hello.slot.is_some() {
+            self.hub.has_history(Source::Frontend(id), incarnation);
+        }
         // The link's end is reported under this lock, so not before the link has its slot.
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
@@ -240,6 +250,7 @@ impl Frontends {
             // Since its admission, another process has joined in its place.
             Err(late) => {
                 late.handle.close();
+                self.hub.lost(Source::Frontend(id), incarnation);
                 return;
             }
         }
@@ -286,12 +297,42 @@ impl Frontends {
         // A process's old link may end after its next one has started.
         let ended = slots.left(self.clock.now(), id, |link| link.number == link_number);
         drop(slots);
-        if !ended {
-            return false;
+        match ended {
+            None => return false,
+            Some(Absence::Lost) => self.hub.lost(Source::Frontend(id), incarnation),
+            Some(Absence::Over) => self.hub.retire(Source::Frontend(id), incarnation),
         }
-        self.hub.lost(Source::Frontend(id), incarnation);
         self.hub.observer().record().frontend_down(id, self.clock.now());
         true
+    }
+
+    /// A front end said goodbye over this link: its last report came before.
+    fn leaves(&self, id: FrontendId, link_number: u64) {
+        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        slots.leaves(id, |link| link.number == link_number);
+        drop(slots);
+        self.hub.observer().record().frontend_leaves(id);
+    }
+
+    /// Closes the totals of front ends that are not expected back, and frees their slots.
+    fn give_up_absent(&self) {
+        let lost = self.hub.lost_frontends();
+        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        let over = slots.give_up(self.clock.now(), &lost);
+        drop(slots);
+        for (id, run) in over {
+            tracing::info!(frontend = %id, "the front end is not expected back: its totals stay");
+            self.hub.retire(Source::Frontend(id), run);
+        }
+    }
+
+    /// Does so from time to time, as long as anybody else has these front ends.
+    pub async fn watch_absences(frontends: Weak<Self>) {
+        loop {
+            tokio::time::sleep(ABSENCE_POLL).await;
+            let Some(frontends) = frontends.upgrade() else { return };
+            frontends.give_up_absent();
+        }
     }
 
     fn report(&self, id: FrontendId, incarnation: Incarnation, stats: &WorkerStats) {

@@ -374,4 +374,13 @@ async fn a_front_end_outlives_its_link_and_its_coordinator() {
     assert_eq!(scrape.sum("tutti_requests_accepted_total", &[]), 21.0);
     assert_eq!(scrape.sum("tutti_time_to_first_token_seconds_count", &[]), 20.0, "of the new");
     assert_eq!(scrape.sum("tutti_requests_rejected_total", &[]), 0.0);
+    // What it answered for the last coordinator does not count again at this one.
+    let answered = |s: &Scrape| {
+        let labels = [("route", "/v1/completions"), ("status", "200")];
+        s.sum("tutti_http_requests_total", &labels)
+    };
+    let next = fleet.client().unwrap();
+    next.scrape_until(PATIENCE, |s| answered(s) >= 21.0).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(answered(&next.scrape().await.unwrap()), 21.0);
 }

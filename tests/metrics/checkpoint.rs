@@ -18,7 +18,7 @@ use shared::metrics::catalogue::{
     REQUEST_PARAMS_N, REQUEST_PROMPT_TOKENS, REQUEST_SUCCESS, REQUESTS_ACCEPTED,
     REQUESTS_IN_FLIGHT, TIME_TO_FIRST_TOKEN, TOTALS_CHECKPOINT, TOTALS_CHECKPOINT_INTERVAL,
 };
-use shared::metrics::labels::{FinishedReason, Method, RejectReason};
+use shared::metrics::labels::{FinishedReason, Method, RejectReason, ReportRefusal};
 use shared::metrics::merger::checkpoint::{Checkpoint, CheckpointError};
 use shared::metrics::{
     Limits, LocalStats, Merged, Merger, RankStats, ReportOutcome, Source, Value,
@@ -170,29 +170,59 @@ fn every_process_of_a_large_cluster_continues_under_the_next_leader() {
     assert_eq!(next.merged().counter_sum(PROCESS_CPU), u64::from(3 * PROCESSES));
 }
 
+/// What it counts by slot begins again under another slot, and continues under one that it had.
 #[test]
-fn a_front_end_that_gets_another_slot_is_counted_once() {
+fn a_front_end_that_gets_another_slot_and_its_own_again_is_counted_once() {
     let front_end = |slot: u32, sequence: u64, requests: u64, cpu: u64| {
         let mut stats = LocalStats::new();
         let answers = stats.counter(HTTP_REQUESTS, ["GET", "/", "200"]);
         stats.add(answers, requests);
+        // Series that any process may have, without its name.
+        let messages = stats.counter(ACTOR_MESSAGES, []);
+        stats.add(messages, 2 * requests);
         let cpu_of = stats.counter(PROCESS_CPU, [&format!("frontend-{slot}")]);
         stats.add(cpu_of, cpu);
-        (Source::Frontend(FrontendId(slot)), Incarnation(77), sequence, stats.snapshot())
+        let mut snapshot = stats.snapshot();
+        let metrics = Metrics::new();
+        metrics.counter("app_total", "Help.", &[]).unwrap().add(3 * requests, &[]).unwrap();
+        snapshot.application = metrics.snapshot();
+        (Source::Frontend(FrontendId(slot)), Incarnation(77), sequence, snapshot)
     };
+    let check = |merger: &Merger, requests: u64, cpu: [Option<u64>; 2]| {
+        let merged = merger.merged();
+        let of = |id| merged.counter(id, []);
+        assert_eq!(merged.counter(HTTP_REQUESTS, ["GET", "/", "200"]), Some(requests));
+        assert_eq!(of(ACTOR_MESSAGES), Some(2 * requests));
+        let [family] = merged.application() else { panic!("one family") };
+        assert_eq!(family.series.values().collect::<Vec<_>>(), [&Value::Counter(3 * requests)]);
+        let found = ["frontend-1", "frontend-2"].map(|name| merged.counter(PROCESS_CPU, [name]));
+        assert_eq!(found, cpu);
+    };
+    let reports = [
+        (1, 5, 100, 9, [Some(9), None]),
+        (2, 6, 120, 4, [Some(9), Some(4)]),
+        (1, 7, 130, 11, [Some(11), Some(4)]),
+    ];
     let mut merger = Merger::default();
-    let (source, incarnation, sequence, snapshot) = front_end(1, 5, 100, 9);
-    merger.apply(source, incarnation, sequence, snapshot).unwrap();
-    let mut next = next(&merger);
-    let answers = |merger: &Merger| merger.merged().counter(HTTP_REQUESTS, ["GET", "/", "200"]);
-    assert_eq!(answers(&next), Some(100), "before it reports");
-    let (source, incarnation, sequence, snapshot) = front_end(2, 6, 120, 4);
-    next.apply(source, incarnation, sequence, snapshot).unwrap();
-    assert_eq!(answers(&next), Some(120));
-    let cpu = |name| next.merged().counter(PROCESS_CPU, [name]);
-    assert_eq!((cpu("frontend-1"), cpu("frontend-2")), (Some(9), Some(4)));
-    next.retire(source, incarnation);
-    assert_eq!(answers(&next), Some(120));
+    let mut before = None;
+    for (slot, sequence, requests, cpu, expected) in reports {
+        let (source, incarnation, sequence, snapshot) = front_end(slot, sequence, requests, cpu);
+        merger = next(&merger);
+        if let Some((requests, cpu)) = before.replace((requests, expected)) {
+            check(&merger, requests, cpu);
+        }
+        merger.apply(source, incarnation, sequence, snapshot).unwrap();
+        check(&merger, requests, expected);
+    }
+    let (source, incarnation, sequence, snapshot) = front_end(2, 8, 140, 5);
+    merger.retire(Source::Frontend(FrontendId(1)), incarnation);
+    check(&merger, 130, [Some(11), Some(4)]);
+    assert_eq!(merger.lost_sources().count(), 0, "it is over under each slot");
+    let merger = &mut next(&merger);
+    assert!(merger.is_retired(source, incarnation));
+    let late = merger.apply(source, incarnation, sequence, snapshot).unwrap_err();
+    assert_eq!(late.reason, ReportRefusal::Retired, "under whatever slot");
+    check(merger, 130, [Some(11), Some(4)]);
 }
 
 #[test]

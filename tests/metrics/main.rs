@@ -5,6 +5,7 @@
     reason = "a test's helpers may fail it where they stand"
 )]
 mod application;
+mod baselines;
 mod catalogue;
 mod checkpoint;
 mod docs;

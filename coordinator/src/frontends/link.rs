@@ -115,7 +115,7 @@ impl Receiver {
             }
             FromFrontend::Goodbye { reason } => {
                 tracing::info!(frontend = %self.id, %reason, "the front end says goodbye");
-                self.frontends.hub.observer().record().frontend_leaves(self.id);
+                self.frontends.leaves(self.id, self.link_number);
                 true
             }
         }

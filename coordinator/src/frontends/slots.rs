@@ -1,8 +1,9 @@
 //! PURE: which front end has which slot, and which process and link are the slot's current ones.
 //!
 //! As with workers, a second process under the name of a linked one must wait, or the two would
-//! displace each other forever. A name keeps its slot while there are enough slots; after that,
-//! slots of front ends long gone are reassigned, and their totals are closed.
+//! displace each other forever. A name keeps its slot for as long as a front end that is gone is
+//! expected back. Then its totals are closed and others get its slot: names may come and go, and
+//! what is kept of them must not grow.
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
@@ -20,8 +21,11 @@ pub(super) const SLOTS_MAX: usize = 4096;
 pub(super) struct Slots<L> {
     by_node: BTreeMap<String, FrontendId>,
     slots: BTreeMap<FrontendId, Slot<L>>,
-    /// Processes whose totals were closed when their slots were reassigned, oldest first.
+    /// Processes whose totals are closed, oldest first.
     closed: VecDeque<Incarnation>,
+    /// Processes of earlier coordinators that have not joined this one, and since when they have
+    /// been missed.
+    unclaimed: BTreeMap<(FrontendId, Incarnation), Duration>,
 }
 
 #[derive(Debug)]
@@ -31,6 +35,17 @@ struct Slot<L> {
     link: Option<L>,
     /// When the last link ended.
     free_since: Duration,
+    /// Its process has said goodbye.
+    leaving: bool,
+}
+
+/// How the current link of a front end ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Absence {
+    /// The process may be back.
+    Lost,
+    /// The process had said goodbye: its totals are to be closed.
+    Over,
 }
 
 /// Permission for a front end to join.
@@ -53,7 +68,12 @@ pub(super) struct Replaced<L> {
 
 impl<L> Default for Slots<L> {
     fn default() -> Self {
-        Self { by_node: BTreeMap::new(), slots: BTreeMap::new(), closed: VecDeque::new() }
+        Self {
+            by_node: BTreeMap::new(),
+            slots: BTreeMap::new(),
+            closed: VecDeque::new(),
+            unclaimed: BTreeMap::new(),
+        }
     }
 }
 
@@ -74,8 +94,7 @@ impl<L> Slots<L> {
         brought: Option<FrontendId>,
     ) -> Result<AdmittedFrontend, JoinRefusal> {
         if self.closed.contains(&run) {
-            let reason = "it was away for so long that its totals are closed: start it again";
-            return Err(JoinRefusal::Never(reason.to_owned()));
+            return Err(closed());
         }
         if let Some(frontend) = self.by_node.get(node).copied() {
             let slot = self.slots.get(&frontend);
@@ -91,7 +110,8 @@ impl<L> Slots<L> {
             self.free(now)?
         };
         self.by_node.insert(node.to_owned(), frontend);
-        self.slots.insert(frontend, Slot { run: None, link: None, free_since: now });
+        let slot = Slot { run: None, link: None, free_since: now, leaving: false };
+        self.slots.insert(frontend, slot);
         Ok(AdmittedFrontend { frontend, freed })
     }
 
@@ -127,19 +147,53 @@ impl<L> Slots<L> {
                 EXPECTED_FOR.as_secs() / 60
             )));
         };
+        Ok((id, self.vacate(id)))
+    }
+
+    /// Takes a slot from its name; returns its process, whose totals are to be closed.
+    fn vacate(&mut self, id: FrontendId) -> Option<Incarnation> {
         self.by_node.retain(|_, slot| *slot != id);
         let run = self.slots.remove(&id).and_then(|slot| slot.run);
+        self.close(run);
+        run
+    }
+
+    fn close(&mut self, run: Option<Incarnation>) {
         self.closed.extend(run);
         if self.closed.len() > SLOTS_MAX {
             self.closed.pop_front();
         }
-        Ok((id, run))
+    }
+
+    /// Frees the slots of front ends that are not expected back; returns the processes whose totals
+    /// are to be closed. `lost` are all processes with open totals and no link.
+    pub(super) fn give_up(
+        &mut self,
+        now: Duration,
+        lost: &[(FrontendId, Incarnation)],
+    ) -> Vec<(FrontendId, Incarnation)> {
+        let long = |since: Duration| now.saturating_sub(since) >= EXPECTED_FOR;
+        let gone = self.slots.iter().filter(|(_, it)| it.link.is_none() && long(it.free_since));
+        let gone: Vec<FrontendId> = gone.map(|(id, _)| *id).collect();
+        let mut over: Vec<(FrontendId, Incarnation)> =
+            gone.into_iter().filter_map(|id| Some((id, self.vacate(id)?))).collect();
+        // Whoever has joined here has a slot, and perhaps totals under another one.
+        let joined: BTreeSet<Incarnation> = self.slots.values().filter_map(|it| it.run).collect();
+        let unclaimed = lost.iter().filter(|(_, run)| !joined.contains(run));
+        let since = |key| (key, self.unclaimed.get(&key).copied().unwrap_or(now));
+        self.unclaimed = unclaimed.copied().map(since).collect();
+        let late: Vec<_> = self.unclaimed.extract_if(.., |_, since| long(*since)).collect();
+        for (key, _) in late {
+            self.close(Some(key.1));
+            over.push(key);
+        }
+        over
     }
 
     /// A front end has got its welcome; `link` becomes its current link.
     ///
     /// # Errors
-    /// Returns `link` when another process has the slot by now.
+    /// Returns `link` when another process has the slot by now, or the process's totals are closed.
     pub(super) fn joined(
         &mut self,
         node: &str,
@@ -147,31 +201,51 @@ impl<L> Slots<L> {
         run: Incarnation,
         link: L,
     ) -> Result<Replaced<L>, L> {
-        let is_its = self.by_node.get(node) == Some(&id);
+        let is_its = self.by_node.get(node) == Some(&id) && !self.closed.contains(&run);
         let Some(slot) = self.slots.get_mut(&id).filter(|_| is_its) else { return Err(link) };
         let is_same = slot.run == Some(run);
         if slot.link.is_some() && !is_same {
             return Err(link);
         }
+        slot.leaving = false;
         let old = slot.link.replace(link);
         let run = slot.run.replace(run).filter(|_| !is_same);
         Ok(Replaced { run, link: old })
     }
 
-    /// A link has ended. Returns whether it was the slot's current one, as `is_it` tells.
+    /// The process says goodbye over the slot's current link, if `is_it` is that one.
+    pub(super) fn leaves(&mut self, id: FrontendId, is_it: impl FnOnce(&L) -> bool) {
+        if let Some(slot) = self.slots.get_mut(&id) {
+            slot.leaving |= slot.link.as_ref().is_some_and(is_it);
+        }
+    }
+
+    /// A link has ended. Returns what that means if it was the slot's current one, as `is_it`
+    /// tells.
     pub(super) fn left(
         &mut self,
         now: Duration,
         id: FrontendId,
         is_it: impl FnOnce(&L) -> bool,
-    ) -> bool {
-        let Some(slot) = self.slots.get_mut(&id) else { return false };
+    ) -> Option<Absence> {
+        let slot = self.slots.get_mut(&id)?;
         if !slot.link.as_ref().is_some_and(is_it) {
-            return false;
+            return None;
         }
         (slot.link, slot.free_since) = (None, now);
-        true
+        if !slot.leaving {
+            return Some(Absence::Lost);
+        }
+        let run = slot.run.take();
+        self.close(run);
+        Some(Absence::Over)
     }
+}
+
+/// The refusal of a process whose totals are closed: they would be counted again.
+pub(super) fn closed() -> JoinRefusal {
+    let reason = "it was away for so long that its totals are closed: start it again";
+    JoinRefusal::Never(reason.to_owned())
 }
 
 #[cfg(test)]
@@ -215,9 +289,10 @@ mod tests {
         assert_eq!(slot(slots.admit(secs(1), "a", A, None)), 1);
         let own = Replaced { run: None, link: Some(7) };
         assert_eq!(slots.joined("a", FrontendId(1), A, 8), Ok(own));
-        assert!(!slots.left(secs(2), FrontendId(1), |link| *link == 7));
+        assert_eq!(slots.left(secs(2), FrontendId(1), |link| *link == 7), None);
         assert!(slots.admit(secs(2), "a", B, None).is_err(), "it is linked still");
-        assert!(slots.left(secs(3), FrontendId(1), |link| *link == 8));
+        let left = slots.left(secs(3), FrontendId(1), |link| *link == 8);
+        assert_eq!(left, Some(Absence::Lost));
         // Two processes are admitted at the same time; only one of them joins.
         let both = [A, B].map(|run| slot(slots.admit(secs(3), "a", run, None)));
         assert_eq!(both, [1, 1]);
@@ -247,7 +322,7 @@ mod tests {
             let id = FrontendId(slot(slots.admit(now, &node, run, None)));
             slots.joined(&node, id, run, i).unwrap();
             if i < 2 {
-                assert!(slots.left(now, id, |link| *link == i));
+                assert_eq!(slots.left(now, id, |link| *link == i), Some(Absence::Lost));
             }
         }
         let late = secs(0) + EXPECTED_FOR;
@@ -262,5 +337,51 @@ mod tests {
         assert!(matches!(back, JoinRefusal::Never(why) if why.contains("start it again")));
         let freed = AdmittedFrontend { frontend: FrontendId(2), freed: Some(Incarnation(101)) };
         assert_eq!(slots.admit(late + secs(9), "pod-0", B, None), Ok(freed));
+    }
+
+    /// Restarts under one name keep the slot; a name that is not used again gives it back.
+    #[test]
+    fn slots_are_kept_for_as_long_as_their_front_ends_are_expected_back() {
+        let mut slots = Slots::<u32>::default();
+        let join = |slots: &mut Slots<u32>, now, node, run| {
+            let id = slots.admit(now, node, run, None).unwrap().frontend;
+            slots.joined(node, id, run, id.0).unwrap();
+            id
+        };
+        let leave = |slots: &mut Slots<u32>, now, id: FrontendId, goodbye: bool| {
+            if goodbye {
+                slots.leaves(id, |link| *link == id.0);
+            }
+            slots.left(now, id, |link| *link == id.0).unwrap()
+        };
+        let first = join(&mut slots, secs(0), "a", A);
+        assert_eq!(leave(&mut slots, secs(1), first, true), Absence::Over);
+        assert!(slots.admit(secs(2), "a", A, None).is_err(), "it said that it would not come back");
+        assert_eq!(join(&mut slots, secs(9), "a", B), first);
+        let second = join(&mut slots, secs(9), "b", Incarnation(3));
+        for (id, goodbye) in [(first, false), (second, true)] {
+            leave(&mut slots, secs(10), id, goodbye);
+        }
+        let late = secs(10) + EXPECTED_FOR;
+        assert_eq!(slots.give_up(late - secs(1), &[(first, B)]), []);
+        assert_eq!(slots.give_up(late, &[(first, B)]), [(first, B)], "the other one is closed");
+        assert!(slots.admit(late, "a", B, None).is_err());
+        assert_eq!(join(&mut slots, late, "c", Incarnation(4)), first);
+    }
+
+    #[test]
+    fn those_of_earlier_coordinators_are_given_up_unless_they_join() {
+        let mut slots = Slots::<u32>::default();
+        let lost = [(FrontendId(1), A), (FrontendId(5), B)];
+        assert_eq!(slots.give_up(secs(7), &lost), []);
+        // One joins under another slot: its totals under the old one stay open.
+        let id = slots.admit(secs(8), "b", B, Some(FrontendId(6))).unwrap().frontend;
+        slots.joined("b", id, B, 6).unwrap();
+        let late = secs(7) + EXPECTED_FOR;
+        assert_eq!(slots.give_up(late - secs(1), &lost), []);
+        assert_eq!(slots.give_up(late, &lost), [lost[0]]);
+        assert_eq!(slots.give_up(late, &lost[1..]), [], "once");
+        assert!(slots.admit(late, "a", A, None).is_err());
+        assert_eq!(slots.joined("b", id, A, 7), Err(7), "not even if it was admitted before");
     }
 }

@@ -2,8 +2,11 @@
 //! send.
 use std::path::Path;
 
-use shared::clock::SystemClock;
-use shared::metrics::Limits as MetricLimits;
+use shared::actor::link::{CloseReason, LinkEvent};
+use shared::clock::{ManualClock, SystemClock};
+use shared::metrics::catalogue::{HTTP_REQUESTS, PROCESS_CPU, REPORTS_REFUSED};
+use shared::metrics::labels::Method;
+use shared::metrics::{Limits as MetricLimits, LocalStats, encode_snapshot};
 use shared::protocol::{
     AcceptedChoice, BadWords, FromFrontend, GuideSpec, SubmitRequest, ThinkingBudget,
 };
@@ -15,6 +18,7 @@ use super::*;
 use crate::adapters::AdapterUse;
 use crate::engine::FinishReason;
 use crate::http::state::Readiness;
+use crate::metrics::FrontendStats;
 use crate::text::samples::sentencepiece_bpe;
 
 fn receiver() -> (Receiver, mpsc::Receiver<EngineCommand>) {
@@ -38,8 +42,31 @@ fn receiver_for(
     priorities: bool,
     (commands, taken): (mpsc::Sender<EngineCommand>, mpsc::Receiver<EngineCommand>),
 ) -> (Receiver, mpsc::Receiver<EngineCommand>) {
-    let text = Arc::new(text);
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
+    let frontends = frontends(text, priorities, commands, clock);
+    let peer = frontends.actors.reserve_peer();
+    let requests = LinkRequests::new(mpsc::channel(64).0, LinkState::new());
+    let receiver = Receiver::new(frontends, &hello("a", 2), FrontendId(1), 3, requests, peer);
+    (receiver, taken)
+}
+
+fn hello(node: &str, run: u64) -> FrontendHello {
+    FrontendHello {
+        node: node.to_owned(),
+        incarnation: Incarnation(run),
+        pid: 1,
+        version: String::new(),
+        slot: None,
+    }
+}
+
+fn frontends(
+    text: TextModel,
+    priorities: bool,
+    commands: mpsc::Sender<EngineCommand>,
+    clock: Arc<dyn Clock>,
+) -> Arc<Frontends> {
+    let text = Arc::new(text);
     let serving = Serving {
         model: "m".into(),
         served_model_name: "m".into(),
@@ -50,7 +77,7 @@ fn receiver_for(
         priorities,
     };
     let ready = || Readiness { ready: true, message: String::new() };
-    let frontends = Arc::new(Frontends::new(
+    Arc::new(Frontends::new(
         Arc::new(Hub::new(Incarnation(1), MetricLimits::default())),
         clock.clone(),
         commands,
@@ -60,18 +87,78 @@ fn receiver_for(
         Arc::new(ready),
         ActorRuntime::hub("coordinator", 1, clock),
         Gate::default(),
-    ));
-    let peer = frontends.actors.reserve_peer();
-    let requests = LinkRequests::new(mpsc::channel(64).0, LinkState::new());
-    let hello = FrontendHello {
-        node: "a".into(),
-        incarnation: Incarnation(2),
-        pid: 1,
-        version: String::new(),
-        slot: None,
+    ))
+}
+
+/// Pods get new names with every roll-out. Each of these answers one request, and half of them end
+/// without a goodbye.
+#[tokio::test]
+async fn front_ends_that_come_and_go_leave_totals_and_nothing_that_grows() {
+    const NAMES: u64 = 1000;
+    let clock = Arc::new(ManualClock::default());
+    let made = || {
+        let (commands, clock) = (mpsc::channel(1).0, clock.clone());
+        frontends(sentencepiece_bpe(), false, commands, clock)
     };
-    let receiver = Receiver::new(frontends, &hello, FrontendId(1), 3, requests, peer);
-    (receiver, taken)
+    let frontends = made();
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let _peer = tokio::net::TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+    let connection = Connection::new(listener.accept().await.unwrap().0).unwrap();
+    let link = connection.start(LivenessConfig::default(), clock.clone(), |_| true);
+    let (queue, _incoming) = mpsc::channel(1);
+    let pod = |name: u64| hello(&format!("pod-{name}"), 1 << 40 | name);
+    let mut sizes = Vec::new();
+    for name in 0..NAMES {
+        clock.advance(Duration::from_secs(200));
+        let hello = pod(name);
+        let id = frontends.admit(&hello).unwrap().frontend;
+        let (handle, queue) = (link.clone(), queue.clone());
+        let requests = LinkRequests::new(queue.clone(), LinkState::new());
+        let linked = LinkedFrontend { number: name, pid: 1, handle, queue };
+        let mut slots = frontends.slots.lock().unwrap();
+        slots.joined(&hello.node, id, hello.incarnation, linked).unwrap();
+        drop(slots);
+        let peer = frontends.actors.reserve_peer();
+        let receiver = Receiver::new(frontends.clone(), &hello, id, name, requests, peer);
+        let stats = FrontendStats::new();
+        stats.http_started();
+        stats.http_finished("/v1/completions", Method::Post, 200, Duration::from_millis(10));
+        let (sequence, mut snapshot) = stats.report();
+        let mut usage = LocalStats::new();
+        let cpu = usage.counter(PROCESS_CPU, [&id.to_string()]);
+        usage.add(cpu, 5);
+        snapshot.add(usage.snapshot());
+        let snapshot = encode_snapshot(&snapshot).unwrap();
+        assert!(receiver.message(FromFrontend::Stats(WorkerStats { sequence, snapshot })));
+        if name.is_multiple_of(2) {
+            assert!(receiver.message(FromFrontend::Goodbye { reason: "it stops".to_owned() }));
+        }
+        receiver.take(LinkEvent::Closed { reason: CloseReason::PeerClosed });
+        frontends.give_up_absent();
+        sizes.push(frontends.hub.checkpoint().encode().unwrap().len());
+    }
+    let (half, all) = (sizes[NAMES as usize / 2 - 1], sizes[NAMES as usize - 1]);
+    assert!(all < half + 100 && all < 64 << 10, "{half} bytes, then {all}");
+    let merged = frontends.hub.merged();
+    let answered = merged.counter(HTTP_REQUESTS, ["POST", "/v1/completions", "200"]);
+    assert_eq!(answered, Some(NAMES));
+    assert_eq!(merged.counter_sum(PROCESS_CPU), 5 * NAMES);
+    assert_eq!(merged.counter_sum(REPORTS_REFUSED), 0);
+    // One that is back would be counted again, here and at the next leader.
+    let next = made();
+    next.hub.restore(frontends.hub.checkpoint());
+    for (frontends, names) in
+        [(&frontends, [0, 1, NAMES - 2]), (&next, [NAMES - 20, NAMES - 19, NAMES - 2])]
+    {
+        for name in names {
+            let refused = frontends.admit(&pod(name)).unwrap_err();
+            assert!(matches!(refused, JoinRefusal::Never(why) if why.contains("start it again")));
+        }
+    }
+    // One whose link was lost just now is expected back at either.
+    for frontends in [&frontends, &next] {
+        assert!(frontends.admit(&pod(NAMES - 1)).is_ok());
+    }
 }
 
 fn request() -> SubmitRequest {
@@ -501,8 +588,8 @@ async fn a_cancelled_request_is_inside_no_longer_though_its_grammar_is_being_mad
     assert_eq!(gate.inside(), 2);
     assert!(receiver.message(FromFrontend::Cancel(RequestId(7))));
     assert_eq!(gate.inside(), 1);
-    let reason = shared::actor::link::CloseReason::Local;
-    assert!(receiver.take(shared::actor::link::LinkEvent::Closed { reason }));
+    let reason = CloseReason::Local;
+    assert!(receiver.take(LinkEvent::Closed { reason }));
     assert_eq!(gate.inside(), 0, "the link is over");
     tokio::time::sleep(Duration::from_millis(200)).await;
     assert!(taken.try_recv().is_err());

@@ -154,6 +154,11 @@ impl Hub {
         Ok(())
     }
 
+    /// A process joins that has counted for an earlier coordinator; see [`Merger::has_history`].
+    pub fn has_history(&self, source: Source, incarnation: Incarnation) {
+        self.merger().has_history(source, incarnation);
+    }
+
     /// The link to a process is gone: its gauges vanish until it reports again.
     pub fn lost(&self, source: Source, incarnation: Incarnation) {
         self.merger().lost(source, incarnation);
@@ -162,6 +167,24 @@ impl Hub {
     /// A process is gone for good: its totals stay, its gauges vanish.
     pub fn retire(&self, source: Source, incarnation: Incarnation) {
         self.merger().retire(source, incarnation);
+    }
+
+    /// Whether a front end in its own process is known to be gone for good.
+    #[must_use]
+    pub fn is_retired_frontend(&self, incarnation: Incarnation) -> bool {
+        // Whichever slot it had.
+        self.merger().is_retired(Source::Frontend(FrontendId(1)), incarnation)
+    }
+
+    /// Front ends whose links are lost and whose totals are not closed, those of earlier
+    /// coordinators included.
+    #[must_use]
+    pub fn lost_frontends(&self) -> Vec<(FrontendId, Incarnation)> {
+        let of = |(source, run)| match source {
+            Source::Frontend(frontend) => Some((frontend, run)),
+            Source::Coordinator | Source::Worker(_) => None,
+        };
+        self.merger().lost_sources().filter_map(of).collect()
     }
 
     /// Exemplars: requests worth looking at for their latencies.

@@ -5,6 +5,7 @@
 //! goes; its gauges vanish with it. A report is taken or refused as a whole, except for series
 //! beyond the bound on label sets: only those are left out, because otherwise one label value too
 //! many would hide everything.
+mod baseline;
 pub mod checkpoint;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -12,11 +13,12 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use self::baseline::Baseline;
 use super::application::{Applications, Family};
 use super::catalogue::REPORTS_REFUSED;
 use super::definition::{Definition, GaugeMerge, Kind, Owner, SeriesId};
 use super::labels::{LabelValue, PROCESS_NAME, ReportRefusal, WORKER_NAME};
-use super::merged::{Merged, merge};
+use super::merged::Merged;
 use super::snapshot::{LabelValues, PartialSnapshot, SeriesSnapshot, Value};
 use crate::ids::{Incarnation, WorkerId};
 use crate::protocol::FrontendId;
@@ -30,6 +32,24 @@ pub enum Source {
     Worker(WorkerId),
     /// A front end, by its slot: the one in this process (slot 0) or a separate process.
     Frontend(FrontendId),
+}
+
+impl Source {
+    /// Whether the same process can be the one under this coordinator and the other under another:
+    /// workers and front ends can get other slots.
+    pub(super) fn is_like(self, other: Self) -> bool {
+        match (self, other) {
+            (Self::Worker(_), Self::Worker(_)) => true,
+            (Self::Frontend(one), Self::Frontend(other)) => (one.0 == 0) == (other.0 == 0),
+            _ => self == other,
+        }
+    }
+
+    /// Whether a process that is gone for good under the one is so under the other. What a worker
+    /// counted under an earlier slot is closed when that slot is.
+    fn ends_with(self, other: Self) -> bool {
+        self == other || matches!(self, Self::Frontend(_)) && self.is_like(other)
+    }
 }
 
 impl fmt::Display for Source {
@@ -95,6 +115,10 @@ pub struct Merger {
     gone: BTreeMap<Source, VecDeque<Incarnation>>,
     /// Lost incarnations that have not reported again, longest lost first.
     lost: VecDeque<(Source, Incarnation)>,
+    /// Linked incarnations that have not reported yet and whose first report is a baseline.
+    histories: BTreeSet<(Source, Incarnation)>,
+    /// Whether the totals of an earlier coordinator are here.
+    restored: bool,
     applications: Applications,
     /// Known label sets, for their bound. Those of vanished gauges stay until their room is needed.
     label_sets: BTreeMap<SeriesId, BTreeSet<LabelValues>>,
@@ -114,6 +138,8 @@ struct LiveSource {
     /// Label sets in its last report that were beyond the bound.
     left_out: LabelSets,
     application: Vec<Family>,
+    /// What it had counted before its first report, which does not count.
+    baseline: Baseline,
     /// It reports series that are not known here; this was logged.
     other_catalogue: bool,
 }
@@ -136,6 +162,8 @@ impl Merger {
             retired: BTreeMap::new(),
             gone: BTreeMap::new(),
             lost: VecDeque::new(),
+            histories: BTreeSet::new(),
+            restored: false,
             applications: Applications::default(),
             label_sets: BTreeMap::new(),
             full: BTreeSet::new(),
@@ -158,7 +186,11 @@ impl Merger {
         sequence: u64,
         snapshot: PartialSnapshot,
     ) -> Result<ReportOutcome, ReportRefused> {
-        if self.gone.get(&source).is_some_and(|gone| gone.contains(&incarnation)) {
+        let key = (source, incarnation);
+        let is_over = |gone: &VecDeque<Incarnation>| gone.contains(&incarnation);
+        if self.gone.get(&source).is_some_and(is_over)
+            || !self.live.contains_key(&key) && self.is_retired(source, incarnation)
+        {
             return Err(self.refuse(ReportRefusal::Retired, None));
         }
         self.follow(source, incarnation);
@@ -196,10 +228,23 @@ impl Merger {
             let refused = self.applications.admit(&source.to_string(), before, &mut application);
             self.refused[ReportRefusal::Application.position()] += refused as u64;
         }
-        let live =
-            LiveSource { sequence, lost: false, series, left_out, application, other_catalogue };
-        if self.live.insert((source, incarnation), live).is_some_and(|old| old.lost) {
-            self.lost.retain(|lost| *lost != (source, incarnation));
+        let has_history = self.histories.remove(&key);
+        let baseline = match self.live.get_mut(&key) {
+            Some(last) => std::mem::take(&mut last.baseline),
+            None if has_history => Baseline::of(&series, &application),
+            None => Baseline::default(),
+        };
+        let live = LiveSource {
+            sequence,
+            lost: false,
+            series,
+            left_out,
+            application,
+            baseline,
+            other_catalogue,
+        };
+        if self.live.insert(key, live).is_some_and(|old| old.lost) {
+            self.lost.retain(|lost| *lost != key);
         }
         Ok(ReportOutcome::Fresh)
     }
@@ -207,6 +252,7 @@ impl Merger {
     /// Handles the loss of the link to an incarnation: its gauges vanish, its totals stay, and it
     /// continues from them if it reports again.
     pub fn lost(&mut self, source: Source, incarnation: Incarnation) {
+        self.histories.remove(&(source, incarnation));
         let Some(live) = self.live.get_mut(&(source, incarnation)) else { return };
         if std::mem::replace(&mut live.lost, true) {
             return;
@@ -214,15 +260,26 @@ impl Merger {
         live.series.retain(|series| !matches!(series.value, Value::Gauge(_)));
         self.lost.push_back((source, incarnation));
         if self.lost.len() > self.limits.lost
-            && let Some((source, incarnation)) = self.lost.pop_front()
+            && let Some(key) = self.lost.pop_front()
         {
-            self.retire(source, incarnation);
+            self.close(key);
         }
     }
 
     /// Retires an incarnation that is gone for good: its totals stay, its gauges vanish, and later
-    /// reports from it are refused. Repeating this changes nothing.
+    /// reports from it are refused; those of a front end under whatever slot it had. Repeating this
+    /// changes nothing.
     pub fn retire(&mut self, source: Source, incarnation: Incarnation) {
+        self.close((source, incarnation));
+        let is_its = |key: &(Source, Incarnation)| key.1 == incarnation && key.0.ends_with(source);
+        let others: Vec<(Source, Incarnation)> =
+            self.live.keys().filter(|key| is_its(key)).copied().collect();
+        others.into_iter().for_each(|key| self.close(key));
+    }
+
+    /// Retires an incarnation under this slot alone.
+    fn close(&mut self, key: (Source, Incarnation)) {
+        let (source, incarnation) = key;
         let gone = self.gone.entry(source).or_default();
         if !gone.contains(&incarnation) {
             gone.push_back(incarnation);
@@ -230,24 +287,26 @@ impl Merger {
                 gone.pop_front();
             }
         }
-        let Some(live) = self.live.remove(&(source, incarnation)) else { return };
+        self.histories.remove(&key);
+        let Some(live) = self.live.remove(&key) else { return };
         if live.lost {
-            self.lost.retain(|lost| *lost != (source, incarnation));
+            self.lost.retain(|lost| *lost != key);
         }
-        self.applications.retire(&live.application);
-        for series in live.series {
-            let Some(id) = SeriesId::from_index(series.id) else { continue };
-            if matches!(series.value, Value::Gauge(_)) {
-                continue;
-            }
-            let family = self.retired.entry(id).or_default();
-            match family.get_mut(&series.labels) {
-                Some(total) => merge(id.definition().kind, total, &series.value),
-                None => {
-                    family.insert(series.labels, series.value);
-                }
-            }
-        }
+        self.applications.retire(&live.counted_application());
+        live.counted().for_each(|series| checkpoint::add(&mut self.retired, &series));
+    }
+
+    /// Whether an incarnation is known to be gone for good; a front end under whatever slot it had.
+    #[must_use]
+    pub fn is_retired(&self, source: Source, incarnation: Incarnation) -> bool {
+        let mut gone = self.gone.iter().filter(|(of, _)| of.ends_with(source));
+        gone.any(|(_, gone)| gone.contains(&incarnation))
+    }
+
+    /// Returns the incarnations whose links are lost and whose totals are not closed, the one lost
+    /// first first.
+    pub fn lost_sources(&self) -> impl Iterator<Item = (Source, Incarnation)> {
+        self.lost.iter().copied()
     }
 
     /// Counts a report that was refused before [`Merger::apply`].
@@ -274,7 +333,7 @@ impl Merger {
             }
         }
         for live in self.live.values() {
-            for series in &live.series {
+            for series in live.counted() {
                 if live.lost && matches!(series.value, Value::Gauge(_)) {
                     continue;
                 }
@@ -289,7 +348,7 @@ impl Merger {
             merged.add(REPORTS_REFUSED.series(), &labels, &count);
         }
         merged.add_ratios();
-        let live = self.live.values().map(|live| (live.application.as_slice(), live.lost));
+        let live = self.live.values().map(|live| (live.counted_application(), live.lost));
         merged.set_application(self.applications.merged(live));
         merged
     }

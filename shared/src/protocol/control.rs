@@ -60,7 +60,7 @@ pub const BUILD_MAX: usize = 64;
 /// same place, so that it can keep its weights.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rejoin {
-    /// Slot it had.
+    /// Slot it had; with one, it has counted for another coordinator.
     pub slot: Option<WorkerId>,
     /// Weights it holds.
     pub shard: Option<HeldShard>,

@@ -47,7 +47,8 @@ pub struct FrontendHello {
     pub pid: u32,
     /// The program's version; informational.
     pub version: String,
-    /// Slot at its previous coordinator: a hint, so that a new coordinator can assign the same one.
+    /// Slot at its previous coordinator: a hint, so that a new coordinator can assign the same one,
+    /// and knows that it has counted for another.
     pub slot: Option<FrontendId>,
 }
 

@@ -351,6 +351,9 @@ impl Handler<Joined> for ClusterActor {
         self.records.joined(worker, &hello.node, hello.pid);
         self.absences.back(worker);
         self.frozen.remove(&hello.node);
+        if hello.rejoin.slot.is_some() {
+            self.hub.has_history(Source::Worker(worker), incarnation);
+        }
         let mut recording = self.hub.observer().record();
         recording.worker_up(worker, true);
         recording.worker_info(worker, &hello.node, &hello.version);

@@ -2,6 +2,7 @@
 //!
 //! The algebra is that of our own series, but declarations come with the reports, and the first one
 //! of a name wins. If a source declares it differently, only that metric of its report is refused.
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Declaration, Family, GaugeMerge, Kind};
@@ -168,11 +169,11 @@ impl Applications {
     /// Returns all totals: those kept here plus those of `live` sources.
     pub(crate) fn merged<'a>(
         &self,
-        live: impl Iterator<Item = (&'a [Family], bool)>,
+        live: impl Iterator<Item = (Cow<'a, [Family]>, bool)>,
     ) -> Vec<MergedFamily> {
         let mut merged = self.known.clone();
         for (families, lost) in live {
-            for family in families {
+            for family in families.iter() {
                 let is_gauge = matches!(family.declaration.kind, Kind::Gauge(_));
                 if let Some(known) = merged.get_mut(&family.declaration.name)
                     && !(lost && is_gauge)

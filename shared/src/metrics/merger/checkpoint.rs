@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use super::baseline::Baseline;
 use super::{LabelSets, LiveSource, Merger, Source, check_labels, check_value};
 use crate::ids::Incarnation;
 use crate::metrics::application::Family;
@@ -18,7 +19,7 @@ use crate::metrics::catalogue::{
     REQUEST_PARAMS_BEST_OF, REQUEST_PARAMS_MAX_TOKENS, REQUEST_PARAMS_N, REQUEST_PREEMPTIONS,
     REQUEST_PROMPT_TOKENS, REQUEST_SUCCESS, REQUESTS_ACCEPTED,
 };
-use crate::metrics::definition::{HistogramId, Kind, Owner, SeriesId};
+use crate::metrics::definition::{HistogramId, Kind, SeriesId};
 use crate::metrics::labels::{
     FinishedReason, LabelValue as _, PROCESS_NAME, ReportRefusal, WORKER_NAME,
 };
@@ -29,6 +30,9 @@ use crate::wire::codec::{self, CodecError};
 
 /// Version of the format; checkpoints of another version are refused.
 const FORM: u16 = 1;
+/// The version of one with baselines behind everything else: older programs would count what lies
+/// below those.
+const FORM_WITH_BASELINES: u16 = 2;
 
 /// Histograms with one observation per ended request, whatever the reason it ended.
 const ONCE_PER_REQUEST: [HistogramId<0>; 7] = [
@@ -52,6 +56,9 @@ pub struct Checkpoint {
     live: Vec<LiveTotals>,
     gone: Vec<(Source, Vec<Incarnation>)>,
     applications: Vec<Family>,
+    /// What does not count of processes that go on, where there is such a thing.
+    #[serde(skip)]
+    baselines: Vec<LiveTotals>,
 }
 
 /// One counter or histogram.
@@ -92,7 +99,10 @@ impl Checkpoint {
     /// # Errors
     /// [`CheckpointError::TooLarge`].
     pub fn encode(&self) -> Result<Vec<u8>, CheckpointError> {
-        let bytes = codec::encode(self)?;
+        let bytes = match self.form {
+            FORM_WITH_BASELINES => codec::encode(&(self, &self.baselines))?,
+            _ => codec::encode(self)?,
+        };
         if bytes.len() > MAX_CHECKPOINT_BYTES {
             return Err(CheckpointError::TooLarge(bytes.len()));
         }
@@ -107,13 +117,18 @@ impl Checkpoint {
         if bytes.len() > MAX_CHECKPOINT_BYTES {
             return Err(CheckpointError::TooLarge(bytes.len()));
         }
-        // Check the version first: what follows may have another layout.
-        let found = u16::from(bytes.first().copied().unwrap_or(0));
-        if found != FORM {
-            return Err(CheckpointError::OtherForm(found));
-        }
         // Decoded values are larger than encoded ones, so the decoder's own bound is wider.
-        Ok(codec::decode::<Self, { 16 * MAX_CHECKPOINT_BYTES }>(bytes)?)
+        const DECODED_MAX: usize = 16 * MAX_CHECKPOINT_BYTES;
+        // Check the version first: what follows may have another layout.
+        match u16::from(bytes.first().copied().unwrap_or(0)) {
+            FORM => Ok(codec::decode::<Self, DECODED_MAX>(bytes)?),
+            FORM_WITH_BASELINES => {
+                let (checkpoint, baselines) =
+                    codec::decode::<(Self, Vec<LiveTotals>), DECODED_MAX>(bytes)?;
+                Ok(Self { baselines, ..checkpoint })
+            }
+            found => Err(CheckpointError::OtherForm(found)),
+        }
     }
 }
 
@@ -128,21 +143,25 @@ impl Merger {
     pub fn checkpoint(&self) -> Checkpoint {
         let mut retired = self.retired.clone();
         let mut applications = self.applications.totals();
-        let mut live = Vec::new();
+        let (mut live, mut baselines) = (Vec::new(), Vec::new());
         for ((source, incarnation), totals) in &self.live {
             if is_own(*source) {
                 for series in &totals.series {
                     add(&mut retired, series);
                 }
                 applications.extend(totals.application.iter().cloned());
-            } else {
-                live.push(LiveTotals {
-                    source: *source,
-                    incarnation: *incarnation,
-                    sequence: totals.sequence,
-                    series: totals.series.iter().filter_map(total).collect(),
-                    application: totals.application.clone(),
-                });
+                continue;
+            }
+            let of = |series: &[SeriesSnapshot], application: &[Family]| LiveTotals {
+                source: *source,
+                incarnation: *incarnation,
+                sequence: totals.sequence,
+                series: series.iter().filter_map(total).collect(),
+                application: application.to_vec(),
+            };
+            live.push(of(&totals.series, &totals.application));
+            if !totals.baseline.is_empty() {
+                baselines.push(of(&totals.baseline.series, &totals.baseline.application));
             }
         }
         for reason in ReportRefusal::ALL {
@@ -165,11 +184,12 @@ impl Merger {
         }
         let gone = gone.into_iter().map(|(source, gone)| (source, gone.into()));
         Checkpoint {
-            form: FORM,
+            form: if baselines.is_empty() { FORM } else { FORM_WITH_BASELINES },
             retired: retired.collect(),
             live,
             gone: gone.collect(),
             applications,
+            baselines,
         }
     }
 
@@ -177,6 +197,7 @@ impl Merger {
     /// their process: they count as errors. Returns the number of series that this program does not
     /// know.
     pub fn restore(&mut self, checkpoint: Checkpoint) -> usize {
+        self.count_histories();
         let mut unknown = 0;
         for total in checkpoint.retired {
             match known(None, total) {
@@ -196,35 +217,36 @@ impl Merger {
             let over = gone.len().saturating_sub(self.limits.retired_incarnations);
             gone.drain(..over);
         }
-        for totals in checkpoint.live {
-            let (source, incarnation) = (totals.source, totals.incarnation);
-            let of = totals.series.len();
-            let mut series: Vec<SeriesSnapshot> =
-                totals.series.into_iter().filter_map(|total| known(Some(source), total)).collect();
-            unknown += of - series.len();
-            series.sort_by(|a, b| (a.id, &a.labels).cmp(&(b.id, &b.labels)));
-            series.dedup_by(|a, b| (a.id, &a.labels) == (b.id, &b.labels));
+        for mut totals in checkpoint.live {
+            let key = (totals.source, totals.incarnation);
+            let (mut series, without) = known_series(&mut totals);
+            unknown += without;
             let mut application = totals.application;
-            self.applications.admit(&source.to_string(), &[], &mut application);
-            // A process that has already reported here has newer totals.
-            if self.live.contains_key(&(source, incarnation)) {
+            self.applications.admit(&key.0.to_string(), &[], &mut application);
+            // A process that has already reported here has newer totals; those of a slot that it
+            // has left stay.
+            if self.live.contains_key(&key) {
                 continue;
             }
-            let live = LiveSource {
-                sequence: totals.sequence,
-                lost: true,
-                series,
-                left_out: LabelSets::new(),
-                application,
-                other_catalogue: false,
-            };
-            self.live.insert((source, incarnation), live);
-            self.lost.push_back((source, incarnation));
+            let is_its = |of: &(Source, Incarnation)| of.1 == key.1 && of.0.is_like(key.0);
+            if self.live.iter().any(|(of, live)| !live.lost && is_its(of)) {
+                series.retain(is_of_slot);
+                application.clear();
+            }
+            let live = LiveSource { sequence: totals.sequence, series, application, ..lost() };
+            self.live.insert(key, live);
+            self.lost.push_back(key);
+        }
+        for mut totals in checkpoint.baselines {
+            let (series, _) = known_series(&mut totals);
+            if let Some(live) = self.live.get_mut(&(totals.source, totals.incarnation)) {
+                live.baseline = Baseline { series, application: totals.application };
+            }
         }
         while self.lost.len() > self.limits.lost
-            && let Some((source, incarnation)) = self.lost.pop_front()
+            && let Some(key) = self.lost.pop_front()
         {
-            self.retire(source, incarnation);
+            self.close(key);
         }
         self.know_label_sets();
         unknown
@@ -268,67 +290,63 @@ impl Merger {
         }
     }
 
-    /// Lets a front end's run that was restored under another slot and now reports under this one
-    /// continue with its totals; series labelled with the old slot stay behind.
+    /// Lets a process whose totals are here under another slot continue with them. What it counts
+    /// by slot stays with that one: under a slot that it had before, it reports the totals that it
+    /// had there. Its other series belong to the process and must continue from their values under
+    /// the other slot; otherwise they would count twice.
     pub(super) fn follow(&mut self, source: Source, incarnation: Incarnation) {
-        match source {
-            Source::Coordinator => return,
-            Source::Worker(_) => return self.follow_worker(source, incarnation),
-            Source::Frontend(_) => {}
-        }
-        let same = |key: &(Source, Incarnation)| {
-            key.1 == incarnation && matches!(key.0, Source::Frontend(_)) && !is_own(key.0)
-        };
-        if self.live.contains_key(&(source, incarnation)) {
-            return;
-        }
-        let Some(key) = self.lost.iter().find(|key| same(key)).copied() else { return };
-        let Some(mut live) = self.live.remove(&key) else { return };
-        self.lost.retain(|lost| *lost != key);
-        live.series.retain(|series| {
-            let id = SeriesId::from_index(series.id);
-            let stays = id.is_some_and(|id| id.definition().owner == Owner::Process);
-            if stays {
-                add(&mut self.retired, series);
-            }
-            !stays
-        });
-        self.live.insert((source, incarnation), live);
-        self.lost.push_back((source, incarnation));
-    }
-
-    /// Does the same for a worker, which counts its steps by slot: under a slot that it had before,
-    /// it reports the totals that it had there. Its other series belong to the process and must
-    /// continue from their values under the other slot; otherwise they would count twice.
-    fn follow_worker(&mut self, source: Source, incarnation: Incarnation) {
-        if self.live.get(&(source, incarnation)).is_some_and(|live| !live.lost) {
+        let key = (source, incarnation);
+        if self.live.get(&key).is_some_and(|live| !live.lost) {
             return;
         }
         let other = self.live.iter_mut().find(|((of, run), live)| {
-            let is_other = *run == incarnation && *of != source && matches!(of, Source::Worker(_));
+            let is_other = *run == incarnation && *of != source && of.is_like(source);
             let rest = || live.series.iter().any(|series| !is_of_slot(series));
             is_other && live.lost && (!live.application.is_empty() || rest())
         });
         let Some((_, other)) = other else { return };
         let application = std::mem::take(&mut other.application);
-        let (stays, rest) = std::mem::take(&mut other.series).into_iter().partition(is_of_slot);
-        other.series = stays;
-        let live = self.live.entry((source, incarnation)).or_insert_with(|| {
-            self.lost.push_back((source, incarnation));
-            LiveSource {
-                sequence: 0,
-                lost: true,
-                series: Vec::new(),
-                left_out: LabelSets::new(),
-                application: Vec::new(),
-                other_catalogue: false,
-            }
+        let rest = split_off_rest(&mut other.series);
+        let before = Baseline {
+            series: split_off_rest(&mut other.baseline.series),
+            application: std::mem::take(&mut other.baseline.application),
+        };
+        let live = self.live.entry(key).or_insert_with(|| {
+            self.lost.push_back(key);
+            lost()
         });
-        live.series.retain(is_of_slot);
-        live.series.extend::<Vec<SeriesSnapshot>>(rest);
-        live.series.sort_by(|a, b| (a.id, &a.labels).cmp(&(b.id, &b.labels)));
+        join_rest(&mut live.series, rest);
+        join_rest(&mut live.baseline.series, before.series);
         live.application = application;
+        live.baseline.application = before.application;
     }
+}
+
+/// The state of a process whose link is lost, without totals.
+fn lost() -> LiveSource {
+    LiveSource {
+        sequence: 0,
+        lost: true,
+        series: Vec::new(),
+        left_out: LabelSets::new(),
+        application: Vec::new(),
+        baseline: Baseline::default(),
+        other_catalogue: false,
+    }
+}
+
+/// Takes the series out that do not belong to a slot.
+fn split_off_rest(series: &mut Vec<SeriesSnapshot>) -> Vec<SeriesSnapshot> {
+    let (stays, rest) = std::mem::take(series).into_iter().partition(is_of_slot);
+    *series = stays;
+    rest
+}
+
+/// Puts them to those of another slot, in place of what was there.
+fn join_rest(series: &mut Vec<SeriesSnapshot>, rest: Vec<SeriesSnapshot>) {
+    series.retain(is_of_slot);
+    series.extend(rest);
+    series.sort_by(|a, b| (a.id, &a.labels).cmp(&(b.id, &b.labels)));
 }
 
 /// Whether a series is labelled with a slot, and so belongs to it.
@@ -338,7 +356,10 @@ fn is_of_slot(series: &SeriesSnapshot) -> bool {
 }
 
 /// Adds a counter or histogram to totals; gauges are skipped.
-fn add(totals: &mut BTreeMap<SeriesId, BTreeMap<LabelValues, Value>>, series: &SeriesSnapshot) {
+pub(super) fn add(
+    totals: &mut BTreeMap<SeriesId, BTreeMap<LabelValues, Value>>,
+    series: &SeriesSnapshot,
+) {
     let Some(id) = SeriesId::from_index(series.id) else { return };
     if matches!(series.value, Value::Gauge(_)) {
         return;
@@ -359,6 +380,19 @@ fn total(series: &SeriesSnapshot) -> Option<Total> {
     }
     let labels = LabelValues::clone(&series.labels);
     Some(Total { name: id.definition().name.to_owned(), labels, value: series.value.clone() })
+}
+
+/// Takes the series that the catalogue has and that their source may report, sorted; also returns
+/// how many others there are.
+fn known_series(totals: &mut LiveTotals) -> (Vec<SeriesSnapshot>, usize) {
+    let (source, all) = (totals.source, std::mem::take(&mut totals.series));
+    let of = all.len();
+    let mut series: Vec<SeriesSnapshot> =
+        all.into_iter().filter_map(|total| known(Some(source), total)).collect();
+    let unknown = of - series.len();
+    series.sort_by(|a, b| (a.id, &a.labels).cmp(&(b.id, &b.labels)));
+    series.dedup_by(|a, b| (a.id, &a.labels) == (b.id, &b.labels));
+    (series, unknown)
 }
 
 /// Finds the series of a total, if the catalogue has the same one and `source` may report it.
