@@ -363,8 +363,8 @@ fn an_nccl_that_cannot_be_used_is_said_in_a_line() {
         stdout.lines().find(|line| line.contains("NCCL")).unwrap_or_default().to_owned()
     };
     assert!(line(&nccl(None), &[]).ends_with("2.28.9"));
-    let old = line(&nccl(None), &[("FAKE_NCCL_VERSION", "21805")]);
-    assert!(old.contains("version 2.18.5, this program needs 2.19.0 or later"), "{old}");
+    let old = line(&nccl(None), &[("FAKE_NCCL_VERSION", "22105")]);
+    assert!(old.contains("version 2.21.5, this program needs 2.22.3 or later"), "{old}");
     let lacking = line(&nccl(Some("ncclCommAbort")), &[]);
     assert!(lacking.contains("it lacks ncclCommAbort"), "{lacking}");
     let absent = line("/nowhere/libnccl.so.2", &[]);
@@ -374,10 +374,10 @@ fn an_nccl_that_cannot_be_used_is_said_in_a_line() {
 /// Without NCCL ranks use host memory and say why; a worker that insists on NCCL gets an error.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_nccl_ranks_go_through_host_memory() {
-    let pair = Pair::up(&[], &[("FAKE_NCCL_VERSION", "21805")]).await;
+    let pair = Pair::up(&[], &[("FAKE_NCCL_VERSION", "22105")]).await;
     let text = pair.complete(8).await;
     let log = pair.cluster.log();
-    assert!(log.contains("algorithm=\"host\"") && log.contains("version 2.18.5"), "{log}");
+    assert!(log.contains("algorithm=\"host\"") && log.contains("version 2.21.5"), "{log}");
     assert_eq!(pair.nccl_log(), "");
     drop(pair);
     assert_eq!(Pair::up(&[], &[]).await.complete(8).await, text);
@@ -386,7 +386,7 @@ async fn without_nccl_ranks_go_through_host_memory() {
     all.extend(["--device", "cuda", "--workers", "2", "--tensor-parallel", "2"]);
     all.extend(["--nccl-lib", &nccl, "--cuda-exchange", "nccl"]);
     all.extend(fake.iter().map(String::as_str));
-    let variables = [("FAKE_CUDA_DEVICES", "2"), ("FAKE_NCCL_VERSION", "21805")];
+    let variables = [("FAKE_CUDA_DEVICES", "2"), ("FAKE_NCCL_VERSION", "22105")];
     let cluster = LocalCluster::spawn_with(&[], &all, &variables).unwrap();
     let began = Instant::now();
     let words = "--cuda-exchange nccl: rank 0 has no NCCL that can be used";

@@ -1,6 +1,6 @@
 // Checks NCCL's interface in `kernels/src/cuda/nccl/library.rs` against NCCL's own header, at
 // compile time only. `kernels/cuda/check` compiles it if it has nccl.h, which comes in a package of
-// 196 MB (`check --headers`). Done by hand with 2.19.3, 2.28.9 and 2.32.3:
+// 196 MB (`check --headers`). Done by hand with 2.22.3, 2.28.9, 2.30.7 and 2.32.3:
 //
 //   c++ -std=c++17 -fsyntax-only -I .../nvidia/nccl/include -I .../nvidia/cu13/include abi.cpp
 #include <nccl.h>
@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <type_traits>
 
-static_assert(NCCL_VERSION_CODE >= 21900, "the oldest that is taken");
+static_assert(NCCL_VERSION_CODE >= 22203, "the oldest that is taken");
 static_assert(sizeof(ncclUniqueId) == 128 && alignof(ncclUniqueId) == 1, "ncclUniqueId");
 static_assert(sizeof(ncclResult_t) == 4 && sizeof(ncclDataType_t) == 4 && sizeof(ncclRedOp_t) == 4,
               "enumerations are ints");

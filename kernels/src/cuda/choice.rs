@@ -30,9 +30,10 @@ impl ExchangePolicy {
     }
 }
 
-/// Minimum version of NCCL: 2.19.0, the first whose communicators can be created without blocking
-/// and aborted safely while collectives are in graphs.
-pub const NCCL_MIN: u32 = 21_900;
+/// Minimum version of NCCL: 2.22.3. Its predecessors from 2.19 on take 2 MiB of GPU memory for each
+/// collective in a graph, gigabytes for the graphs of a large model; older ones cannot be aborted
+/// safely while collectives are in graphs.
+pub const NCCL_MIN: u32 = 22_203;
 /// Minimum version of NCCL for several ranks on one GPU.
 pub const NCCL_SHARING_MIN: u32 = 23_000;
 
@@ -250,8 +251,8 @@ fn nccl_obstacle(ranks: &[Capability]) -> Option<String> {
             let (found, wanted) = (Version(own.nccl), Version(NCCL_MIN));
             return Some(format!("rank {rank} has NCCL {found}, older than {wanted}"));
         }
-        // NCCL versions with different major or minor numbers are incompatible.
-        if own.nccl / 100 != ranks[0].nccl / 100 {
+        // NCCL connects ranks of one and the same version only.
+        if own.nccl != ranks[0].nccl {
             let (found, first) = (Version(own.nccl), Version(ranks[0].nccl));
             return Some(format!("rank {rank} has NCCL {found}, rank 0 has {first}"));
         }
@@ -345,8 +346,9 @@ mod tests {
         let shares = |nccl: u32| Capability { nccl, nccl_shares: true, ..rank(0) };
         let cases = [
             (vec![rank(0), Capability { nccl: 0, ..rank(1) }], "rank 1 has no NCCL"),
-            (vec![Capability { nccl: 21_805, ..rank(0) }, rank(1)], "older than 2.19.0"),
+            (vec![Capability { nccl: 22_105, ..rank(0) }, rank(1)], "older than 2.22.3"),
             (vec![rank(0), Capability { nccl: 22_701, ..rank(1) }], "rank 0 has 2.28.9"),
+            (vec![rank(0), Capability { nccl: 22_807, ..rank(1) }], "has NCCL 2.28.7, rank 0"),
             (vec![rank(0), rank(1), rank(0)], "ranks 0 and 2 share a GPU"),
             (vec![shares(22_900), shares(22_900)], "share a GPU"),
             (vec![shares(23_000), Capability { nccl_shares: false, ..shares(23_000) }], "share"),
@@ -362,6 +364,8 @@ mod tests {
             assert!(error.contains(words) && !error.contains('\n'), "{error}");
         }
         assert_eq!(choose(&[shares(23_000), shares(23_000)]).unwrap().choice, ExchangeMethod::Nccl);
+        let oldest = |gpu| Capability { nccl: NCCL_MIN, ..rank(gpu) };
+        assert_eq!(choose(&[oldest(0), oldest(1)]).unwrap().choice, ExchangeMethod::Nccl);
     }
 
     #[test]

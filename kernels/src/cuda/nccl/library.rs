@@ -64,6 +64,9 @@ pub(super) type Comm = *mut c_void;
 
 /// `ncclConfig_t` of NCCL 2.19. The struct has only grown at its end, and NCCL treats missing
 /// fields as unset, so this form suits every later version, too. `tests/fake_nccl/abi.cpp` compares
+/// The version whose form [`Config`] has: 2.19.0.
+const CONFIG_VERSION: c_uint = 21_900;
+
 /// it, and all functions called here, with NCCL's header.
 #[repr(C)]
 #[derive(Debug)]
@@ -87,7 +90,7 @@ impl Config {
         Self {
             size: size_of::<Self>(),
             magic: 0xcafe_beef,
-            version: NCCL_MIN,
+            version: CONFIG_VERSION,
             blocking: 0,
             cga_cluster_size: c_int::MIN,
             min_ctas: c_int::MIN,
@@ -256,7 +259,7 @@ mod tests {
         assert_eq!(std::mem::offset_of!(Config, net_name), 32);
         assert_eq!(std::mem::offset_of!(Config, split_share), 40);
         let config = Config::non_blocking();
-        assert_eq!((config.size, config.blocking, config.version), (48, 0, NCCL_MIN));
+        assert_eq!((config.size, config.blocking, config.version), (48, 0, 21_900));
     }
 
     #[test]
