@@ -337,6 +337,15 @@ async fn an_abort_that_hangs_costs_its_process() {
     assert_eq!(Pair::up(&[], &[]).await.complete(8).await, text);
 }
 
+/// NCCL takes that from the environment before what communicators are made with.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn calls_never_wait_for_other_ranks_whatever_the_environment_says() {
+    let pair = Pair::up(&[], &[("NCCL_COMM_BLOCKING", "1")]).await;
+    pair.complete(4).await;
+    let nccl = pair.nccl_log();
+    assert!(nccl.contains("init rank 1 of 2") && !nccl.contains("waits in a call"), "{nccl}");
+}
+
 /// A GPU that never becomes idle: its worker reports it and exits, although any call that waits for
 /// the GPU, such as freeing its memory, would never return.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -26,6 +26,7 @@
 // - FAKE_NCCL_LOG: a file to which calls are appended
 #include <fcntl.h>
 #include <sys/mman.h>
+// - NCCL_COMM_BLOCKING=1: as with the real one, calls wait for the other ranks
 #include <sys/time.h>
 #include <unistd.h>
 
@@ -384,8 +385,17 @@ int ncclCommInitRankConfig(void** handle, int ranks, UniqueId id, int rank, cons
     }
     log_line("init rank %d of %d", rank, ranks);
     *handle = comm.get();
-    std::lock_guard<std::mutex> guard(comms_lock);
-    comms[comm.get()] = comm;
+    {
+        std::lock_guard<std::mutex> guard(comms_lock);
+        comms[comm.get()] = comm;
+    }
+    const char* blocking = getenv("NCCL_COMM_BLOCKING");
+    if (blocking != nullptr && atoi(blocking) == 1) {
+        log_line("waits in a call, rank %d", rank);
+        while (!comm->connected() && !comm->aborted.load()) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+    }
     return refused ? fail(SYSTEM_ERROR, "as it was told") : IN_PROGRESS;
 }
 

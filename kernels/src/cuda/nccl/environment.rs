@@ -1,20 +1,23 @@
 //! NCCL's settings that it only reads from the process's environment.
 use std::ffi::OsStr;
 
-const GRAPH_REGISTER: &str = "NCCL_GRAPH_REGISTER";
+/// What NCCL must be set to, whatever the environment says. With `NCCL_GRAPH_REGISTER` ranks would
+/// communicate while they capture a graph, and wait for one that fails to. `NCCL_COMM_BLOCKING`
+/// takes precedence over what a communicator is made with: calls would wait for other ranks, and
+/// nothing would end them.
+const FIXED: [(&str, &str); 2] = [("NCCL_GRAPH_REGISTER", "0"), ("NCCL_COMM_BLOCKING", "0")];
 
 /// The variable that names the network interface for NCCL's own connections.
 pub const INTERFACE: &str = "NCCL_SOCKET_IFNAME";
 
 /// Prepares the environment for NCCL. Restricts connections to `interface`, if given, unless the
-/// variable is already set. In any case disables the ranks' implicit communication during graph
-/// capture, which would wait for a rank that fails to capture. Must be called before the process
-/// has a second thread; returns whether it was.
+/// variable is already set. In any case sets what this program relies on. Must be called before the
+/// process has a second thread; returns whether it was.
 #[must_use]
 pub fn prepare(interface: Option<&str>) -> bool {
     let named = interface.filter(|_| std::env::var_os(INTERFACE).is_none()).map(exactly);
-    let settings = [(INTERFACE, named), (GRAPH_REGISTER, Some("0".to_owned()))];
-    settings.into_iter().all(|(name, value)| value.is_none_or(|value| set(name, value.as_ref())))
+    let is_named = named.is_none_or(|value| set(INTERFACE, value.as_ref()));
+    is_named && FIXED.into_iter().all(|(name, value)| set(name, value.as_ref()))
 }
 
 /// An interface's name for NCCL: a bare one would match as a prefix of others' names, too. A name
