@@ -4,6 +4,7 @@ use std::io::Read as _;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use kernels::cuda::capacity::graph_nodes;
 use testkit::local_cluster::tutti_binary;
 use testkit::models::repository;
 use testkit::wait::PATIENCE;
@@ -273,6 +274,27 @@ fn steps_that_cannot_be_captured_with_overlap_are_captured_without() {
     assert!(stderr.contains("a step is run again"), "{stderr}");
     let log = std::fs::read_to_string(log.path()).unwrap();
     assert!(log.lines().filter(|line| line.starts_with("graph")).count() >= 8, "{log}");
+}
+
+/// What is kept free for graphs is reckoned by the number of their kernels.
+#[test]
+fn graphs_have_no_more_kernels_than_reckoned() {
+    let models = [("llama-gqa", 2), ("gemma3", 3), ("gpt-oss", 2), ("deepseek-v3", 3)];
+    for (model, layers) in models.into_iter().chain([("glm4-moe", 3), ("minimax-m2", 2)]) {
+        let log = tempfile::NamedTempFile::new().unwrap();
+        let path = log.path().to_str().unwrap();
+        let folder = format!("tests/models/{model}");
+        let mut args = BENCH.to_vec();
+        args[4] = &folder;
+        args.extend(["--batches", "3"]);
+        let (code, stdout, stderr) = with_fake(&args, &[("FAKE_CUDA_LOG", path)]);
+        assert_eq!(code, 0, "{model}: {stdout} {stderr}");
+        let log = std::fs::read_to_string(path).unwrap();
+        let captures = log.lines().filter_map(|line| line.strip_prefix("capture "));
+        let found: u64 = captures.map(|count| count.parse().unwrap()).max().unwrap();
+        let reckoned = graph_nodes(layers);
+        assert!(found <= reckoned && 4 * found > reckoned, "{model}: {found} of {reckoned}");
+    }
 }
 
 /// Of the algorithms that cuBLASLt offers for a product, the fastest one that runs is chosen and

@@ -211,6 +211,12 @@ impl<B: Backend> Engine<B> {
         &self.config
     }
 
+    /// Returns the number of the model's layers.
+    #[must_use]
+    pub fn num_layers(&self) -> usize {
+        self.decoder.config().num_layers
+    }
+
     /// Returns the backend, to set a new epoch's collective.
     pub fn backend(&mut self) -> &mut B {
         &mut self.backend

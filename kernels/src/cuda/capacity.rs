@@ -1,10 +1,31 @@
 //! PURE: division of a GPU's memory, and the message for models that do not fit.
+use super::bucket::decode_buckets;
 
-/// Kept free for what is there only after memory was divided: graphs (some 170 of about a
-/// megabyte), and code that is loaded when it first runs (of cuBLASLt what was not planned before,
-/// of NCCL each kind of sum), for which the driver takes memory in pieces of megabytes. An
-/// estimate.
-const RESERVE: u64 = 384 << 20;
+/// Kept free for code that is loaded when it first runs, after memory was divided (of cuBLASLt what
+/// was not planned before, of NCCL each kind of sum), and for which the driver takes memory in
+/// pieces of megabytes. An estimate.
+const RESERVE: u64 = 256 << 20;
+/// Memory that a kernel in a graph takes: what NVIDIA's own libraries reckon with. An estimate.
+const NODE_BYTES: u64 = 10 << 10;
+/// Kernels of a decode step for each layer, and besides; `tests/cuda` counts them.
+const LAYER_NODES: u64 = 14;
+const OTHER_NODES: u64 = 16;
+/// Graphs for each number of rows: with and without sampling, which ranks do from whole logits or
+/// from a few of them. Those with adapters, and some rarer ones, are not counted.
+const KINDS: [u64; 2] = [2, 4];
+
+/// Number of kernels in the graph of a decode step.
+#[must_use]
+pub fn graph_nodes(layers: usize) -> u64 {
+    layers as u64 * LAYER_NODES + OTHER_NODES
+}
+
+/// Memory of the graphs of a model's decode steps of up to `rows` rows, on each of `ranks` ranks.
+#[must_use]
+pub fn graph_bytes(layers: usize, rows: u32, ranks: u32) -> u64 {
+    let graphs = decode_buckets(rows).len() as u64 * KINDS[usize::from(ranks > 1)];
+    graphs * graph_nodes(layers) * NODE_BYTES
+}
 
 /// A GPU's memory after loading weights and activations and running the largest step once.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -15,6 +36,8 @@ pub struct MeasuredMemory {
     pub free: u64,
     /// Fraction of `total` that may be in use, by this process and others together.
     pub utilization: f64,
+    /// What graphs will take of it: see [`graph_bytes`].
+    pub graphs: u64,
 }
 
 impl MeasuredMemory {
@@ -28,7 +51,7 @@ impl MeasuredMemory {
     #[must_use]
     pub fn kv_bytes(&self) -> u64 {
         let used = self.total.saturating_sub(self.free);
-        let reserve = RESERVE.min(self.total / 32);
+        let reserve = RESERVE.saturating_add(self.graphs).min(self.total / 32);
         self.allowed().saturating_sub(used).saturating_sub(reserve)
     }
 }
@@ -138,34 +161,43 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
+    fn measured(free: u64, utilization: f64) -> MeasuredMemory {
+        MeasuredMemory { total: 80 * GIB, free, utilization, graphs: 0 }
+    }
+
     fn need(degree: u32, weights: u64) -> MemoryNeed {
         MemoryNeed { degree, weights, activations: GIB, one_sequence: GIB }
     }
 
     #[test]
     fn the_cache_takes_what_is_left_of_the_allowed_share() {
-        let memory = MeasuredMemory { total: 80 * GIB, free: 60 * GIB, utilization: 0.9 };
+        let memory = measured(60 * GIB, 0.9);
         // 72 allowed, 20 in use, some kept.
         assert_eq!(memory.kv_bytes(), 52 * GIB - RESERVE);
         let all = MeasuredMemory { utilization: 1.0, ..memory };
         assert_eq!(all.kv_bytes(), 60 * GIB - RESERVE);
+        let with_graphs = MeasuredMemory { graphs: GIB, ..memory };
+        assert_eq!(with_graphs.kv_bytes(), 51 * GIB - RESERVE);
+        // However many there are: without them steps are slower, without a cache there are none.
+        let endless = MeasuredMemory { graphs: u64::MAX, ..memory };
+        assert_eq!(endless.kv_bytes(), 52 * GIB - 80 * GIB / 32);
         // Others use more than is allowed; a share out of range; a tiny GPU.
         assert_eq!(MeasuredMemory { free: GIB, ..memory }.kv_bytes(), 0);
         assert_eq!(MeasuredMemory { utilization: 7.0, ..memory }.kv_bytes(), all.kv_bytes());
         assert_eq!(MeasuredMemory { utilization: f64::NAN, ..memory }.kv_bytes(), 0);
-        let tiny = MeasuredMemory { total: 1 << 20, free: 1 << 20, utilization: 1.0 };
+        let tiny = MeasuredMemory { total: 1 << 20, free: 1 << 20, utilization: 1.0, graphs: 0 };
         assert_eq!(tiny.kv_bytes(), (1 << 20) - (1 << 15));
     }
 
     #[test]
     fn a_model_that_fits_is_no_error() {
-        let memory = MeasuredMemory { total: 80 * GIB, free: 80 * GIB, utilization: 0.9 };
+        let memory = measured(80 * GIB, 0.9);
         assert_eq!(check_fit(&memory, &need(1, 60 * GIB), &[]), Ok(()));
     }
 
     #[test]
     fn one_that_does_not_says_how_much_is_missing_and_what_would_do() {
-        let memory = MeasuredMemory { total: 80 * GIB, free: 80 * GIB, utilization: 0.9 };
+        let memory = measured(80 * GIB, 0.9);
         let others: Vec<MemoryNeed> = [2, 4, 8].map(|n| need(n, 140 * GIB / u64::from(n))).into();
         let line = check_fit(&memory, &need(1, 140 * GIB), &others).unwrap_err();
         // 142 needed, 71.625 there; halves need 72, just too much.
@@ -178,7 +210,7 @@ mod tests {
 
     #[test]
     fn larger_steps_may_take_what_the_smaller_ones_had() {
-        let memory = MeasuredMemory { total: 80 * GIB, free: 9 * GIB, utilization: 1.0 };
+        let memory = measured(9 * GIB, 1.0);
         // With what the steps so far have, 12 GiB are there, some of which are kept.
         assert_eq!(check_steps(&memory, 3 * GIB, 9 * GIB, 2 * GIB), Ok(()));
         let line = check_steps(&memory, 3 * GIB, 10 * GIB, 3 * GIB).unwrap_err();
@@ -189,8 +221,18 @@ mod tests {
     }
 
     #[test]
+    fn graphs_take_memory_for_each_kernel() {
+        // 80 layers: some ten megabytes a graph, several hundred for all of up to 256 rows.
+        let (alone, of_ranks) = (graph_bytes(80, 256, 1), graph_bytes(80, 256, 8));
+        assert!((300 << 20..600 << 20).contains(&alone), "{alone}");
+        assert_eq!(of_ranks, 2 * alone);
+        assert!(graph_bytes(32, 8, 1) < 40 << 20);
+        assert_eq!(graph_bytes(80, 0, 2), 0);
+    }
+
+    #[test]
     fn sizes_that_overflow_do_not_wrap() {
-        let memory = MeasuredMemory { total: 80 * GIB, free: 80 * GIB, utilization: 0.9 };
+        let memory = measured(80 * GIB, 0.9);
         assert!(check_fit(&memory, &need(1, u64::MAX), &[need(2, u64::MAX)]).is_err());
     }
 

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 use kernels::backend::prelude::*;
 use kernels::collective::single_rank;
 use kernels::cuda::bucket::decode_buckets;
-use kernels::cuda::capacity::{MeasuredMemory, MemoryNeed, check_fit, check_steps};
+use kernels::cuda::capacity::{MeasuredMemory, MemoryNeed, check_fit, check_steps, graph_bytes};
 use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
 use kernels::weights::Compact;
 use kernels::{Collective, KernelError};
@@ -82,9 +82,20 @@ impl CudaDevice {
         Ok(())
     }
 
-    fn measure(&self, backend: &CudaBackend) -> Result<MeasuredMemory, KernelError> {
+    /// Measures the memory for a model of so many layers.
+    fn measure(
+        &self,
+        backend: &CudaBackend,
+        layers: usize,
+        sizes: &EngineConfig,
+    ) -> Result<MeasuredMemory, KernelError> {
         let (free, total) = backend.memory()?;
-        Ok(MeasuredMemory { total, free, utilization: self.memory_utilization })
+        let rows = sizes.max_num_seqs.min(sizes.max_num_batched_tokens);
+        let graphs = match self.options.graphs {
+            true => graph_bytes(layers, rows, backend.world_size()),
+            false => 0,
+        };
+        Ok(MeasuredMemory { total, free, utilization: self.memory_utilization, graphs })
     }
 }
 
@@ -188,7 +199,8 @@ impl Device for CudaDevice {
                 one_sequence: size::sequence_bytes(config, shard, sizes) + drafted,
             })
         };
-        let (memory, own) = (self.measure(backend)?, need(shard)?);
+        let memory = self.measure(backend, config.num_layers, sizes)?;
+        let own = need(shard)?;
         if own.bytes() <= memory.kv_bytes() {
             return Ok(());
         }
@@ -209,7 +221,8 @@ impl Device for CudaDevice {
         quantization: Quantization,
         sizes: [&EngineConfig; 2],
     ) -> Result<(), ModelError> {
-        let memory = self.measure(engine.backend())?;
+        let layers = engine.num_layers();
+        let memory = self.measure(engine.backend(), layers, sizes[1])?;
         let [before, after] = sizes.map(|sizes| {
             let widens = engine.backend().widens_int8(sizes.max_num_batched_tokens as usize);
             engine.step_bytes(sizes, quantization, widens)
@@ -243,7 +256,8 @@ impl Device for CudaDevice {
     }
 
     fn kv_bytes(&self, engine: &mut Engine<CudaBackend>, asked: u64) -> Result<u64, KernelError> {
-        let free = self.measure(engine.backend())?.kv_bytes();
+        let (layers, sizes) = (engine.num_layers(), engine.config().clone());
+        let free = self.measure(engine.backend(), layers, &sizes)?.kv_bytes();
         Ok(if asked == 0 { free } else { free.min(asked) })
     }
 

@@ -9,7 +9,7 @@ use crate::error::KernelError;
 
 /// Maximum number of graphs: for all numbers of rows, each with and without adapters, in four of
 /// the ways to sample: whole logits, the best of parts, a few of the best (of two sizes), and each
-/// of these after the graph. Each has a few hundred nodes: about a megabyte.
+/// of these after the graph. Their memory is estimated in [`crate::cuda::capacity`].
 pub(super) const GRAPHS_MAX: usize = 176;
 /// What distinguishes graphs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
