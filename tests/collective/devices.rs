@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use kernels::backend::Buffer as _;
 use kernels::backend::prelude::*;
-use kernels::collective::{AbortAll, AbortHandle, Collective, local_group};
+use kernels::collective::{AbortAll, AbortHandle, Collective, local_group, single_rank};
 use kernels::cuda::choice::Capability;
 use kernels::cuda::{CudaBackend, CudaOptions, ExchangePolicy, GroupSetup};
 use kernels::{CollectiveError, KernelError};
@@ -232,6 +232,35 @@ fn an_abort_frees_a_rank_that_waits_and_the_next_group_works() {
         ranks.join(LONG);
         all_sum(&ranks);
     }
+}
+
+/// NCCL releases an aborted communicator when all ranks of the host have left theirs. One that
+/// stands still costs the others neither time nor their GPU.
+#[test]
+fn a_rank_that_stands_still_holds_up_no_other() {
+    let ranks = Ranks::new(2);
+    let handles = ranks.join(LONG);
+    all_sum(&ranks);
+    let waits = ranks.tell(0, |backend| sum(backend, 1.0));
+    handles[0].abort();
+    let error = waits.recv_timeout(SOON).unwrap().unwrap_err();
+    assert!(aborted(&error), "{error}");
+    // It leaves, and joins others: here nobody else.
+    let leaves = ranks.tell(0, |backend| backend.set_collective(single_rank()));
+    leaves.recv_timeout(SOON).unwrap().unwrap();
+    let joins = ranks.tell(0, |backend| {
+        join(backend, single_rank(), SharedRelay::default(), LONG).map(drop)?;
+        Ok::<_, KernelError>(backend.take_left_behind())
+    });
+    let reason = joins.recv_timeout(LONG).unwrap().unwrap();
+    assert!(reason.is_some_and(|reason| reason.contains("left behind")));
+    // Memory and context work, while the other still has its communicator; then with both again.
+    let own = ranks.tell(0, |backend| sum(backend, 2.5)).recv_timeout(SOON).unwrap().unwrap();
+    assert_eq!(own, vec![2.5; 16]);
+    ranks.join(LONG);
+    all_sum(&ranks);
+    let again = ranks.tell(0, |backend| backend.take_left_behind());
+    assert_eq!(again.recv_timeout(SOON).unwrap(), None);
 }
 
 /// Ranks stop waiting at the deadline, without an abort from the coordinator.

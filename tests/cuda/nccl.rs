@@ -201,6 +201,8 @@ async fn what_nccl_finds_wrong_ends_the_epoch_and_nothing_else() {
         if variable == "FAKE_NCCL_LATE" {
             assert_eq!(nccl.matches("late rank 1").count(), 1, "{nccl}");
         }
+        // Ranks of one host have to leave it together.
+        assert!(!log.contains("left behind"), "{variable}\n{log}");
         // Graphs are recorded all the same.
         assert!(pair.nccl_log().contains("recorded"), "{variable}\n{}", pair.nccl_log());
         let epochs = if variable == "FAKE_NCCL_LATE" { 1 } else { 2 };
@@ -323,18 +325,36 @@ async fn an_abort_ends_calls_under_way_and_no_process() {
     }
 }
 
-/// Nothing is known of what NCCL does with the GPU after that.
+/// The GPU is idle, so both ranks go on: the one whose abort hangs, and the one that waits for it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_abort_that_hangs_costs_its_process() {
+async fn an_abort_that_hangs_costs_no_process() {
     let faults = [("FAKE_NCCL_CALL_FAIL", after_trial(0, 8)), ("FAKE_NCCL_ABORT_HANG", "1:1")];
     let pair = Pair::up(&[], &faults).await;
     let before = pair.cluster.worker_pids();
     let text = pair.complete(8).await;
     let log = pair.cluster.log();
-    assert!(log.contains("after its communicator was aborted: it hangs"), "{log}");
-    let after = pair.cluster.worker_pids();
-    assert_eq!(before.iter().filter(|pid| after.contains(pid)).count(), 1, "{log}");
+    assert_eq!(log.matches("it is left behind, with its memory").count(), 2, "{log}");
+    assert_eq!(pair.cluster.worker_pids(), before, "{log}");
+    let nccl = pair.nccl_log();
+    assert!(nccl.contains("abort hangs rank 1") && !nccl.contains("abort rank"), "{nccl}");
+    assert_eq!(nccl.matches(" id").count(), 2, "{nccl}");
     assert_eq!(Pair::up(&[], &[]).await.complete(8).await, text);
+}
+
+/// Graphs are given up where NCCL records nothing in them, like those that the driver refuses:
+/// otherwise every epoch would end at its first graph.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ranks_whose_exchanges_are_not_captured_do_without_graphs() {
+    let expected = Pair::up(&[], &[]).await.complete(16).await;
+    let pair = Pair::up(&[], &[("FAKE_NCCL_CAPTURE_FAIL", "1")]).await;
+    let pids = pair.cluster.worker_pids();
+    assert_eq!(pair.complete(16).await, expected);
+    let (log, nccl) = (pair.cluster.log(), pair.nccl_log());
+    assert_eq!(pair.cluster.worker_pids(), pids, "{log}");
+    // Once with kernels that begin early, and once without.
+    assert_eq!(nccl.matches("not captured rank 1").count(), 2, "{nccl}");
+    assert_eq!(nccl.matches(" id").count(), 3, "{nccl}");
+    assert!(log.contains("algorithm=\"nccl\""), "{log}");
 }
 
 /// NCCL takes that from the environment before what communicators are made with.

@@ -5,8 +5,9 @@
 // It is as strict as the real one can be. It waits for a missing rank until the communicator is
 // aborted. Connecting continues in the background, and so does every call: a collective is on its
 // stream, or in its graph, only when NCCL reports nothing in progress. An abort waits until all
-// graphs with captured collectives are destroyed. It ends the process where the real one may fail:
-// when a communicator is used during or after its abort, and on an abort while a call is in
+// graphs with captured collectives are destroyed, and then until every other rank has come as far in
+// its own abort or is gone: all ranks are on one host. It ends the process where the real one may
+// fail: when a communicator is used during or after its abort, and on an abort while a call is in
 // progress or on a thread without a context (where the real one would create a context on the first
 // GPU).
 //
@@ -20,13 +21,15 @@
 // - FAKE_NCCL_LATE=rank:n: this collective begins 300 ms late
 // - FAKE_NCCL_ASYNC_ERROR=rank:n: this collective never finishes, with ncclRemoteError
 // - FAKE_NCCL_CALL_FAIL=rank:n: this collective's call returns ncclUnhandledCudaError after 400 ms
+// - FAKE_NCCL_CAPTURE_FAIL=rank: calls of this rank that are to be captured return
+//   ncclUnhandledCudaError
 // - FAKE_NCCL_BLOCK=rank:n: the call of this collective does not return before an abort
 // - FAKE_NCCL_SLOW=rank:n: the call of this collective is in progress for 1200 ms
 // - FAKE_NCCL_ABORT_HANG=rank:n: this abort does not return
+// - NCCL_COMM_BLOCKING=1: as with the real one, calls wait for the other ranks
 // - FAKE_NCCL_LOG: a file to which calls are appended
 #include <fcntl.h>
 #include <sys/mman.h>
-// - NCCL_COMM_BLOCKING=1: as with the real one, calls wait for the other ranks
 #include <sys/time.h>
 #include <unistd.h>
 
@@ -83,6 +86,7 @@ struct Comm {
     unsigned char* mapped = nullptr;
     size_t bytes = 0;
     std::string path;
+    int file = -1;  // Its byte at a rank's number is locked while the rank has connections.
     std::atomic<bool> aborted{false};
     std::atomic<int> error{SUCCESS};
     bool fails = false;      // Connecting fails.
@@ -106,9 +110,30 @@ struct Comm {
         }
         return true;
     }
+    // Locks belong to the open file, and go with the process that has it, or with `file`.
+    bool lock(int kind, int of, int what) const {
+        struct flock lock {};
+        lock.l_type = static_cast<short>(what);
+        lock.l_whence = SEEK_SET;
+        lock.l_start = of;
+        lock.l_len = 1;
+        return fcntl(file, kind, &lock) == 0 && lock.l_type == what;
+    }
+    bool others_are_gone() const {
+        for (int of = 0; of < ranks; of++) {
+            // Finding it unlocked changes the kind of lock that was asked about.
+            if (of != rank && lock(F_OFD_GETLK, of, F_WRLCK)) {
+                return false;
+            }
+        }
+        return true;
+    }
     ~Comm() {
         if (mapped != nullptr) {
             munmap(mapped, bytes);
+        }
+        if (file >= 0) {
+            close(file);
         }
     }
 };
@@ -289,6 +314,11 @@ int collective(void* handle, void* stream, Collective what) {
         std::this_thread::sleep_for(std::chrono::milliseconds(400));
         return fail(UNHANDLED_CUDA_ERROR, "as it was told");
     }
+    const char* uncaptured = getenv("FAKE_NCCL_CAPTURE_FAIL");
+    if (uncaptured != nullptr && atoi(uncaptured) == comm->rank && fake_cuda::captures(stream)) {
+        log_line("not captured rank %d", comm->rank);
+        return fail(UNHANDLED_CUDA_ERROR, "it cannot be captured");
+    }
     if (comm->pending) {
         return fail(INVALID_USAGE, "a call is in progress");
     }
@@ -362,15 +392,14 @@ int ncclCommInitRankConfig(void** handle, int ranks, UniqueId id, int rank, cons
         return fail(UNHANDLED_CUDA_ERROR, "no context");
     }
     auto comm = std::make_shared<Comm>();
-    const int file = open(id.bytes, O_RDWR);
+    const int file = comm->file = open(id.bytes, O_RDWR | O_CLOEXEC);
     if (file < 0) {
         return fail(SYSTEM_ERROR, "nobody knows this id");
     }
     comm->bytes = 4096 * 4 + RANKS_MAX * 2 * ROOM;
     void* mapped = mmap(nullptr, comm->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
-    close(file);
-    if (mapped == MAP_FAILED) {
-        return fail(SYSTEM_ERROR, "shared memory cannot be mapped");
+    if (mapped == MAP_FAILED || !comm->lock(F_OFD_SETLK, rank, F_WRLCK)) {
+        return fail(SYSTEM_ERROR, "shared memory cannot be mapped or locked");
     }
     comm->mapped = static_cast<unsigned char*>(mapped);
     comm->rank = rank;
@@ -445,6 +474,11 @@ int ncclCommAbort(void* handle) {
     // Like NCCL, wait until the graphs are destroyed.
     while (comm->recorded.use_count() > 1) {
         std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    comm->lock(F_OFD_SETLK, comm->rank, F_UNLCK);
+    // Ranks that never were connected do not wait for each other.
+    while (comm->connected() && !comm->others_are_gone()) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     log_line("abort rank %d", comm->rank);
     std::lock_guard<std::mutex> guard(comms_lock);

@@ -7,8 +7,8 @@
 //! - `speed`: bandwidth; decode and prefill of random models of known shapes
 //! - `ranks-peers`: two and four ranks that can access each other's memory, on one GPU and on two,
 //!   four and eight if there are as many, and one rank that is killed or frozen
-//! - `ranks-nccl`: one rank; two on two GPUs or, if NCCL supports it, on one; four and eight on as
-//!   many
+//! - `ranks-nccl`: one rank; two on two GPUs or, if NCCL supports it, on one, and one of them killed
+//!   or frozen; four and eight on as many
 //! - `ranks-threads`: the latency of a sum when two and four ranks run concurrently on one GPU
 //! - `torch`: decode of the same shapes by torch, as a CUDA graph, and products by its cuBLAS
 //! - `sanitizer`: `operations` in small sizes within NVIDIA's compute-sanitizer, once for each of
@@ -50,6 +50,7 @@ mod speed;
 mod supervisor;
 mod values;
 
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -58,8 +59,10 @@ use kernels::KernelError;
 use kernels::collective::single_rank;
 use kernels::cuda::context::{Context, Driver};
 use kernels::cuda::devices::{Survey, survey};
+use kernels::cuda::held::is_gpu_held;
 use kernels::cuda::peer::tuning::Thresholds;
 use kernels::cuda::{CudaBackend, CudaOptions, ExchangePolicy};
+use kernels::process::exit_without_handlers;
 
 /// Command-line options.
 #[derive(Clone, Debug)]
@@ -384,6 +387,11 @@ fn main() -> ExitCode {
     if let Some((rank, name, relay)) = &options.child {
         let said = ranks::child(&options, *rank, name, relay);
         println!("{}", said.as_ref().unwrap_or_else(|error| error));
+        if is_gpu_held() {
+            // What this rank left behind does not end before the other rank.
+            let _ = std::io::stdout().flush();
+            exit_without_handlers(u8::from(said.is_err()));
+        }
         return if said.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
     match options.part.as_deref() {

@@ -1,8 +1,8 @@
 //! Several ranks: sums and gathered logits within graphs, golden values at two and four ranks, the
-//! latency of a sum. All of this runs with NCCL, and with this project's own kernels on GPUs that
-//! can access each other's memory; with those, one rank is then also killed or frozen. Each rank
-//! has its own GPU if there are enough. Otherwise they share one, which NCCL supports from 2.30 on
-//! with NCCL_MULTI_RANK_GPU_ENABLE=1.
+//! latency of a sum; then one of two ranks is killed or frozen. All of this runs with NCCL, and
+//! with this project's own kernels on GPUs that can access each other's memory. Each rank has its
+//! own GPU if there are enough. Otherwise they share one, which NCCL supports from 2.30 on with
+//! NCCL_MULTI_RANK_GPU_ENABLE=1.
 use std::ffi::OsStr;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -307,7 +307,8 @@ pub(crate) fn child(
     Ok(format!("{graphs}; {}", group.reason))
 }
 
-/// Sums until an error occurs; returns that error.
+/// Sums until an error occurs, then leaves the group as a worker does, which must keep its process;
+/// returns the error.
 fn until_the_other_is_gone(backend: &mut CudaBackend) -> Result<String, String> {
     let mut sum = || -> Result<(), KernelError> {
         let mut data = backend.new_buffer(1, 4096)?;
@@ -322,7 +323,11 @@ fn until_the_other_is_gone(backend: &mut CudaBackend) -> Result<String, String> 
     };
     match sum() {
         Ok(()) => Ok(String::new()),
-        Err(error @ KernelError::Collective(_)) => Ok(error.to_string()),
+        Err(error @ KernelError::Collective(_)) => {
+            let left = backend.set_collective(single_rank());
+            left.map_err(|fault| format!("{error}; it does not leave the other: {fault}"))?;
+            Ok(error.to_string())
+        }
         // A server would have counted its GPU as lost.
         Err(error) => Err(format!("no error of the exchange: {error}")),
     }
@@ -356,14 +361,18 @@ fn start(
 
 /// Starts two processes, and sends one of them a signal during its sums. Returns how long the other
 /// took to end, and its output.
-fn lost(options: &Options, gpus: [u32; 2], signal: &str) -> Result<String, String> {
+fn lost(
+    options: &Options,
+    exchange: ExchangePolicy,
+    gpus: [u32; 2],
+    signal: &str,
+) -> Result<String, String> {
     let words = |error: std::io::Error| error.to_string();
     let folder = tempfile::tempdir().map_err(words)?;
     let relay = folder.path().join("id");
-    let mut children =
-        start(options, ExchangePolicy::Peers, &gpus, &relay, &["--endless".as_ref()])
-            .map_err(words)?
-            .into_iter();
+    let mut children = start(options, exchange, &gpus, &relay, &["--endless".as_ref()])
+        .map_err(words)?
+        .into_iter();
     let (Some(mut survivor), Some(mut victim)) = (children.next(), children.next()) else {
         return Err("no processes".to_owned());
     };
@@ -484,7 +493,10 @@ pub(crate) fn steps<'a>(options: &'a Options, ordinal: u32, part: &str) -> Vec<S
                 }));
             }
             match pairs {
-                Ok(()) => steps.extend(by_processes(options, ExchangePolicy::Nccl, &gpus)),
+                Ok(()) => {
+                    steps.extend(by_processes(options, ExchangePolicy::Nccl, &gpus));
+                    steps.extend(losses(options, ExchangePolicy::Nccl, gpus));
+                }
                 Err(reason) => steps.push(unchecked("NCCL, two ranks", reason)),
             }
             if found.nccl.is_ok() {
@@ -527,14 +539,19 @@ fn peers<'a>(options: &'a Options, ordinal: u32, all: &[u32]) -> Vec<Step<'a>> {
         let task: [&OsStr; 2] = [MEASURED.as_ref(), "16384".as_ref()];
         table.add(name, neighbours(options, &[ordinal; 2], &task));
     }));
-    let gpus = [ordinal, other.unwrap_or(ordinal)];
-    for signal in ["-KILL", "-STOP"] {
-        let name = format!("peers: a rank gets {signal}");
-        steps.push(Step::new(name.clone(), move |table| {
-            table.add(name, lost(options, gpus, signal));
-        }));
-    }
+    steps.extend(losses(options, ExchangePolicy::Peers, [ordinal, other.unwrap_or(ordinal)]));
     steps
+}
+
+/// The steps in which one of two ranks is killed or frozen.
+fn losses(options: &Options, exchange: ExchangePolicy, gpus: [u32; 2]) -> Vec<Step<'_>> {
+    let step = |signal: &'static str| {
+        let name = format!("{}: a rank gets {signal}", exchange.name());
+        Step::new(name.clone(), move |table| {
+            table.add(name, lost(options, exchange, gpus, signal));
+        })
+    };
+    ["-KILL", "-STOP"].map(step).into()
 }
 
 /// The steps of four and eight ranks on as many of `all` GPUs.

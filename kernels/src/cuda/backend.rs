@@ -124,6 +124,12 @@ impl CudaBackend {
         self.device.context.group.leave(&self.device.stream)
     }
 
+    /// Why something of a group that was left was still there when this rank joined another one, if
+    /// so, in one line; returned once.
+    pub fn take_left_behind(&self) -> Option<String> {
+        self.device.context.take_left_behind()
+    }
+
     /// Whether the ranks exchange data directly between their devices.
     pub(super) fn is_grouped(&self) -> bool {
         !self.device.context.group.is_empty()

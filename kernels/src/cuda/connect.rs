@@ -9,7 +9,7 @@ use super::choice::{
     CAPABILITY_BYTES, Capability, ExchangeDecision, ExchangeMethod, ExchangePolicy, choose, unlike,
 };
 use super::device::CudaOptions;
-use super::group::DeviceGroup;
+use super::group::{DeviceGroup, give_up};
 use super::nccl::{self, NcclGroup};
 use super::peer::{AgreeError, PeerGroup, SetupContext, agree, process_id};
 use crate::backend::Tensors as _;
@@ -85,6 +85,10 @@ impl CudaBackend {
     /// [`KernelError::Collective`]; [`KernelError::Device`].
     pub fn join(&mut self, mut setup: GroupSetup<'_>) -> Result<JoinedGroup, KernelError> {
         let began = Instant::now();
+        // Before anything is measured or allocated: the other ranks have left by now, too.
+        if let Some(reason) = nccl::await_left() {
+            self.device.context.leave_behind(reason);
+        }
         let (own, mut missing) = self.capability();
         let all = gather_bytes(self.collective.as_mut(), &own.to_bytes())?;
         let read = |bytes: &Vec<u8>| Capability::from_bytes(bytes);
@@ -99,7 +103,7 @@ impl CudaBackend {
         let group: Option<Box<dyn DeviceGroup>> = match chosen.choice {
             ExchangeMethod::Host => None,
             ExchangeMethod::Nccl if chosen.insists => {
-                Some(Box::new(self.connect_nccl(&mut setup, timeout)?))
+                Some(Box::new(self.connect_nccl(&mut setup, (timeout, false))?))
             }
             ExchangeMethod::Nccl => match self.try_nccl(&mut setup)? {
                 Ok(group) => Some(Box::new(group)),
@@ -130,11 +134,11 @@ impl CudaBackend {
     fn connect_nccl(
         &self,
         setup: &mut GroupSetup<'_>,
-        patience: Duration,
+        trial: (Duration, bool),
     ) -> Result<NcclGroup, KernelError> {
         let CudaOptions { folders, nccl_lib, .. } = &self.options;
         let place = (self.rank(), self.world_size());
-        NcclGroup::connect(&self.device, (folders, nccl_lib.as_deref()), place, setup, patience)
+        NcclGroup::connect(&self.device, (folders, nccl_lib.as_deref()), place, setup, trial)
     }
 
     /// As [`Self::connect_nccl`], but falls back: if NCCL does not connect some rank, all ranks
@@ -146,7 +150,8 @@ impl CudaBackend {
     ) -> Result<Result<NcclGroup, String>, KernelError> {
         // A rank that fails early waits for those that time out, so their timeout must be shorter
         // than its own.
-        let connected = self.connect_nccl(setup, setup.timeout * 3 / 4);
+        let patience = setup.timeout * 3 / 4;
+        let connected = self.connect_nccl(setup, (patience, true));
         let failure = match &connected {
             Ok(_) => None,
             Err(KernelError::Collective(CollectiveError::Aborted)) => return connected.map(Ok),
@@ -157,8 +162,8 @@ impl CudaBackend {
         match (agree(self.collective.as_mut(), said), connected) {
             (Ok(()), connected) => connected.map(Ok),
             (Err(AgreeError::Without(why)), connected) => {
-                if let Ok(mut group) = connected {
-                    group.end().map_err(|reason| self.device.context.hangs(reason))?;
+                if let Ok(group) = connected {
+                    give_up(Box::new(group), &self.device.stream)?;
                 }
                 Ok(Err(why))
             }

@@ -1,6 +1,6 @@
 //! GPUs as the driver knows them: which ones exist, their properties, and this thread's context on
 //! one of them.
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, c_char, c_int};
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -208,6 +208,8 @@ pub struct Context {
     raw: ContextHandle,
     /// The longest wait so far for work that needs no other rank.
     longest_work: Cell<Duration>,
+    /// Why something of a group that was left is still there.
+    left_behind: RefCell<Option<String>>,
 }
 
 /// A GPU's context, for threads other than the one that owns it.
@@ -254,6 +256,7 @@ impl Context {
             held: HeldGpu::retained(device),
             raw: ContextHandle(context),
             longest_work: Cell::new(Duration::ZERO),
+            left_behind: RefCell::default(),
         });
         // SAFETY: the context was just retained.
         check(unsafe { sys::cuCtxSetCurrent(context) }, "use the GPU's context")?;
@@ -283,6 +286,21 @@ impl Context {
     pub(super) fn hangs(&self, reason: String) -> KernelError {
         self.held.hangs();
         KernelError::Device(reason)
+    }
+
+    /// What this process knows of the GPU, for a thread that may use it longer than this context.
+    pub(super) fn held(&self) -> Arc<HeldGpu> {
+        self.held.clone()
+    }
+
+    /// Notes why something of a group that was left is still there.
+    pub(super) fn leave_behind(&self, reason: String) {
+        *self.left_behind.borrow_mut() = Some(reason);
+    }
+
+    /// Returns what [`Context::leave_behind`] noted last, once.
+    pub(super) fn take_left_behind(&self) -> Option<String> {
+        self.left_behind.borrow_mut().take()
     }
 
     /// Notes how long a wait for work was that needs no other rank.

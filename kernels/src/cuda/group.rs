@@ -95,13 +95,23 @@ pub(super) trait DeviceGroup: fmt::Debug {
     fn abort_handle(&self) -> Arc<dyn AbortHandle>;
 
     /// Releases what the group holds besides memory, after it was aborted and the stream has become
-    /// idle.
+    /// idle. Called again, it does nothing.
     ///
     /// # Errors
-    /// A message, if that does not finish.
-    fn end(&mut self) -> Result<(), String> {
-        Ok(())
+    /// A message, if that does not finish, and cannot be left to finish by itself.
+    fn end(&mut self) -> Result<GroupEnd, String> {
+        Ok(GroupEnd::Released)
     }
+}
+
+/// What has become of what a group held besides memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum GroupEnd {
+    /// It is released.
+    Released,
+    /// It is released once others have let go of it. Until then something of it stays; nothing of
+    /// it runs on the GPU.
+    LeftBehind,
 }
 
 /// Operands of a fused all-reduce, residual add and norm.
@@ -235,8 +245,14 @@ pub(super) fn give_up(group: Box<dyn DeviceGroup>, stream: &Stream) -> Result<()
         }
         pause(waited);
     }
-    if let Err(reason) = group.end() {
-        return Err(stream.context().hangs(reason));
+    match group.end() {
+        // What goes on without this rank must have left its stream alone.
+        Ok(GroupEnd::LeftBehind) if !stream.is_idle()? => {
+            let reason = "the GPU is running again after its exchange with other ranks was aborted";
+            return Err(stream.context().hangs(reason.to_owned()));
+        }
+        Ok(GroupEnd::Released | GroupEnd::LeftBehind) => {}
+        Err(reason) => return Err(stream.context().hangs(reason)),
     }
     drop(ManuallyDrop::into_inner(group));
     Ok(())

@@ -1,5 +1,5 @@
 //! What this process knows of its GPUs, whichever thread or context found it out: how many contexts
-//! each of them has here, and whether its work does not end.
+//! each of them has here, who else uses it, and whether its work does not end.
 //!
 //! The driver has one context per GPU and process, so whoever frees anything in it waits for
 //! everybody's work.
@@ -25,11 +25,16 @@ impl HeldGpu {
     pub(super) fn retained(device: DeviceNumber) -> Arc<Self> {
         let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
         let gpu = gpus.entry(device).or_default().clone();
-        gpu.contexts.fetch_add(1, Ordering::AcqRel);
+        gpu.hold();
         gpu
     }
 
-    /// Notes that the driver took a context back.
+    /// Notes one more user, besides contexts: a thread of a library that cannot be ended.
+    pub(super) fn hold(&self) {
+        self.contexts.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Notes that the driver took a context back, or that such a thread has ended.
     pub(super) fn released(&self) {
         self.contexts.fetch_sub(1, Ordering::AcqRel);
     }

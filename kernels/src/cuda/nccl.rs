@@ -8,4 +8,5 @@ pub mod environment;
 mod group;
 pub mod library;
 
+pub(super) use communicator::await_left;
 pub(super) use group::NcclGroup;

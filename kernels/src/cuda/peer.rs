@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use super::context::Context;
 use super::device::Device;
-use super::group::{DeviceGroup, FusedNorm};
+use super::group::{DeviceGroup, FusedNorm, GroupEnd};
 use super::launch::{self, PEER_SLOT};
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use crate::collective::{AbortAll, AbortHandle};
@@ -209,8 +209,8 @@ impl DeviceGroup for PeerGroup {
         self.abort.clone()
     }
 
-    fn end(&mut self) -> Result<(), String> {
-        self.large.as_mut().map_or(Ok(()), |large| large.end())
+    fn end(&mut self) -> Result<GroupEnd, String> {
+        self.large.as_mut().map_or(Ok(GroupEnd::Released), |large| large.end())
     }
 }
 

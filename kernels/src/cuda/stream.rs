@@ -160,6 +160,13 @@ impl Stream {
         }
     }
 
+    /// Notes that a library could not record a call of this rank.
+    pub(super) fn note_refusal(&self) {
+        if self.captures.get() {
+            self.fault.set(true);
+        }
+    }
+
     /// Whether the last capture failed because of a call of this rank, and not because other ranks
     /// ended it; resets the flag.
     pub(super) fn take_capture_fault(&self) -> bool {

@@ -134,7 +134,11 @@ impl Device for CudaDevice {
     }
 
     fn join(backend: &mut CudaBackend, setup: GroupSetup<'_>) -> Result<(), KernelError> {
-        let joined = backend.join(setup)?;
+        let joined = backend.join(setup);
+        if let Some(reason) = backend.take_left_behind() {
+            tracing::warn!(reason, "an exchange that is over is not released yet");
+        }
+        let joined = joined?;
         let (algorithm, reason, took) = (joined.algorithm, joined.reason, joined.took);
         tracing::info!(algorithm, reason, ?took, "GPUs exchange data");
         if let Some(missing) = joined.missing {

@@ -1,7 +1,11 @@
 //! One communicator and the thread that watches it. NCCL's calls on it are made one at a time; none
 //! of them should wait for other ranks, and the watcher never waits for one that does. An abort
-//! only sets a flag: the watcher makes the actual call, which may wait until the graphs that
-//! recorded collectives are gone.
+//! only sets a flag: the watcher makes the actual call, which waits until the graphs that recorded
+//! collectives are gone and, with most versions and in most containers, until the other ranks of
+//! this host have aborted theirs or have ended. A rank that stands still does neither, so the
+//! watcher is left to wait for it, with what NCCL holds, and this rank goes on: it may have to tell
+//! the coordinator, which tells the others. What is left behind is waited for when the rank joins
+//! others again.
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
@@ -10,6 +14,8 @@ use std::time::{Duration, Instant};
 use super::library::{Comm, Config, Nccl, Status, UNIQUE_ID_BYTES, UniqueId};
 use crate::collective::AbortHandle;
 use crate::cuda::context::{Context, ContextHandle};
+use crate::cuda::group::GroupEnd;
+use crate::cuda::held::HeldGpu;
 use crate::error::{CollectiveError, KernelError};
 
 /// Interval between checks for errors that NCCL detects by itself.
@@ -22,11 +28,43 @@ const NAP: Duration = Duration::from_micros(50);
 /// Time that the watcher waits for a call in progress, including one that continues in the
 /// background, before it aborts the communicator under it.
 const CALL_PATIENCE: Duration = Duration::from_secs(1);
-/// Maximum wait for the end of a communicator.
-const END_PATIENCE: Duration = Duration::from_secs(5);
+/// Maximum wait for the end of a call in progress, when a communicator is ended; it takes longer
+/// than [`CALL_PATIENCE`] only if the abort has to end the call.
+const END_PATIENCE: Duration = Duration::from_secs(3);
+/// Maximum wait for NCCL to release it after that, before it is left behind.
+const RELEASE_PATIENCE: Duration = Duration::from_millis(100);
 /// The same for one that is still connecting: NCCL notices only between the steps of that, of which
 /// some search the host or the network. No kernel of it is on the GPU, so nothing is urgent.
 const UNCONNECTED_PATIENCE: Duration = Duration::from_secs(30);
+/// Communicators of this process that may be left behind at a time: each keeps some hundred
+/// megabytes of its GPU's memory.
+const LEFT_MOST: usize = 4;
+/// Maximum wait for those that are left behind: ranks learn at about the same time that an epoch is
+/// over, and may then be in a call for [`CALL_PATIENCE`].
+const LEFT_PATIENCE: Duration = Duration::from_secs(3);
+/// Number of communicators that are left behind, and what signals that it has become less.
+static LEFT: Mutex<usize> = Mutex::new(0);
+static LESS: Condvar = Condvar::new();
+
+/// Waits until at most `most` communicators are left behind, for at most [`LEFT_PATIENCE`]. Returns
+/// their number, locked.
+fn left_at_most(most: usize) -> MutexGuard<'static, usize> {
+    let waited = LESS.wait_timeout_while(lock(&LEFT), LEFT_PATIENCE, |left| *left > most);
+    waited.unwrap_or_else(PoisonError::into_inner).0
+}
+
+/// Waits for the communicators that this process has left behind. If some are still there, it says
+/// so in one line.
+pub(in crate::cuda) fn await_left() -> Option<String> {
+    let left = *left_at_most(0);
+    (left > 0).then(|| {
+        format!(
+            "NCCL has not released a communicator {LEFT_PATIENCE:?} after its abort, as when \
+             another rank of this host does not leave it; it is left behind, with its memory on \
+             the GPU ({left} of at most {LEFT_MOST})"
+        )
+    })
+}
 
 pub(super) const ALGORITHM: &str = "nccl";
 
@@ -42,20 +80,48 @@ struct Shared {
     nccl: Arc<Nccl>,
     /// The same as in `calls`, for use without its lock.
     comm: CommPtr,
-    /// The GPU's context, for the watcher.
+    /// The GPU's context, for the watcher, and what uses that GPU.
     context: ContextHandle,
+    held: Arc<HeldGpu>,
     /// Held during NCCL's calls.
     calls: Mutex<Calls>,
     /// Set once the communicator is, or is about to be, aborted: no call begins any more.
     aborted: AtomicBool,
     /// Set if it was aborted under a call that did not return.
     torn: AtomicBool,
-    /// Set once the communicator is gone. Never held during any other wait.
-    ended: Mutex<bool>,
-    /// Signals changes of `aborted` and `ended`.
+    /// Never held during any other wait.
+    stage: Mutex<Stage>,
+    /// Signals changes of `aborted` and `stage`.
     changed: Condvar,
     /// Error that NCCL reported.
     fault: Mutex<Option<String>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// The communicator is there, and a call on it may be in progress.
+    There,
+    /// No call is in progress, and NCCL is releasing it.
+    Ending,
+    /// Nobody waits for its end any more.
+    LeftBehind,
+    /// It is gone.
+    Gone,
+}
+
+/// Why a call has not been made, or has come to nothing.
+#[derive(Debug)]
+pub(super) struct CallError {
+    pub(super) error: CollectiveError,
+    /// NCCL could not do on this rank what the call asked for. Otherwise it is over for another
+    /// reason: an abort, another rank, time.
+    pub(super) is_own: bool,
+}
+
+impl From<CollectiveError> for CallError {
+    fn from(error: CollectiveError) -> Self {
+        Self { error, is_own: false }
+    }
 }
 
 #[derive(Debug)]
@@ -125,10 +191,11 @@ impl Communicator {
             nccl,
             comm: CommPtr(comm),
             context: context.current(),
+            held: context.held(),
             calls: Mutex::new(Calls { comm: Some(CommPtr(comm)), under_way: false }),
             aborted: AtomicBool::new(false),
             torn: AtomicBool::new(false),
-            ended: Mutex::new(false),
+            stage: Mutex::new(Stage::There),
             changed: Condvar::new(),
             fault: Mutex::new(None),
         });
@@ -157,7 +224,8 @@ impl Communicator {
         timeout: Duration,
         is_given_up: &dyn Fn() -> bool,
     ) -> Result<(), CollectiveError> {
-        self.settle("connect to the other ranks", timeout, is_given_up)
+        let settled = self.settle("connect to the other ranks", timeout, is_given_up);
+        settled.map_err(|failure| failure.error)
     }
 
     /// Makes a call on the communicator, and waits while it continues in the background.
@@ -166,12 +234,12 @@ impl Communicator {
         what: &'static str,
         timeout: Duration,
         call: impl FnOnce(&Nccl, Comm) -> i32,
-    ) -> Result<(), CollectiveError> {
+    ) -> Result<(), CallError> {
         let status = {
             let mut calls = lock(&self.shared.calls);
             let Some(CommPtr(comm)) = calls.comm.filter(|_| !self.shared.is_aborted()) else {
                 drop(calls);
-                return self.shared.poll();
+                return self.shared.poll().map_err(CallError::from);
             };
             let status = Status(call(&self.shared.nccl, comm));
             calls.under_way = status == Status::IN_PROGRESS;
@@ -180,11 +248,8 @@ impl Communicator {
         match status {
             Status::SUCCESS => Ok(()),
             Status::IN_PROGRESS => self.settle(what, timeout, &|| false),
-            status => {
-                // Ignored if it was aborted within the call.
-                self.shared.fail(self.shared.nccl.line(status, what));
-                self.shared.poll()
-            }
+            // Ignored if it was aborted within the call.
+            status => self.shared.fails_with(status, what),
         }
     }
 
@@ -195,18 +260,15 @@ impl Communicator {
         what: &'static str,
         timeout: Duration,
         is_given_up: &dyn Fn() -> bool,
-    ) -> Result<(), CollectiveError> {
+    ) -> Result<(), CallError> {
         let began = Instant::now();
         loop {
-            let is_pending = match self.shared.status() {
-                None | Some(Status::SUCCESS) => false,
-                Some(Status::IN_PROGRESS) => true,
-                Some(status) => {
-                    self.shared.fail(self.shared.nccl.line(status, what));
-                    false
-                }
+            let (is_pending, found) = match self.shared.status() {
+                None | Some(Status::SUCCESS) => (false, Ok(())),
+                Some(Status::IN_PROGRESS) => (true, Ok(())),
+                Some(status) => (false, self.shared.fails_with(status, what)),
             };
-            if let Err(error) = self.shared.poll() {
+            if let Err(error) = found.and_then(|()| self.shared.poll().map_err(CallError::from)) {
                 self.shared.wait_until_idle();
                 return Err(error);
             }
@@ -224,7 +286,7 @@ impl Communicator {
             if let Some(error) = ended {
                 self.shared.abort();
                 self.shared.wait_until_idle();
-                return Err(error);
+                return Err(error.into());
             }
             if waited > SPIN {
                 std::thread::sleep(NAP);
@@ -243,36 +305,58 @@ impl Communicator {
         Arc::new(Handle(self.shared.clone()))
     }
 
-    /// Aborts the communicator, and waits until it is gone. The graphs that recorded its calls must
-    /// already be gone.
+    /// Aborts the communicator, and waits until it is gone; if NCCL does not release it, it is left
+    /// behind with its watcher. The graphs that recorded its calls must already be gone.
     ///
     /// # Errors
-    /// A message, if NCCL does not release it; communicator and watcher are then left behind.
-    pub(super) fn end(&mut self) -> Result<(), String> {
-        self.end_within(END_PATIENCE)
+    /// A message, if too many have been left behind.
+    pub(super) fn end(&mut self) -> Result<GroupEnd, String> {
+        self.end_within(RELEASE_PATIENCE)
     }
 
     /// The same for one that has not connected.
     ///
     /// # Errors
     /// Like [`Self::end`].
-    pub(super) fn end_unconnected(&mut self) -> Result<(), String> {
+    pub(super) fn end_unconnected(&mut self) -> Result<GroupEnd, String> {
         self.end_within(UNCONNECTED_PATIENCE)
     }
 
-    fn end_within(&mut self, patience: Duration) -> Result<(), String> {
+    /// Aborts the communicator, and waits until it is gone or this has been given up, for at most
+    /// `patience`.
+    pub(super) fn abort_for(&self, patience: Duration, is_given_up: &dyn Fn() -> bool) {
         self.shared.abort();
-        let Some(watcher) = self.watcher.take() else { return Ok(()) };
-        let ended = lock(&self.shared.ended);
-        let waited = self.shared.changed.wait_timeout_while(ended, patience, |ended| !*ended);
-        if !waited.is_ok_and(|(ended, _)| *ended) {
+        let began = Instant::now();
+        // Asked without the lock: whoever gives up may be about to abort this communicator.
+        while began.elapsed() < patience && !is_given_up() {
+            if self.shared.wait_while(WATCH_INTERVAL, |stage| stage != Stage::Gone) == Stage::Gone {
+                return;
+            }
+        }
+    }
+
+    fn end_within(&mut self, patience: Duration) -> Result<GroupEnd, String> {
+        self.shared.abort();
+        let Some(watcher) = self.watcher.take() else { return Ok(GroupEnd::Released) };
+        self.shared.wait_while(END_PATIENCE, |stage| stage == Stage::There);
+        if self.shared.wait_while(patience, |stage| stage != Stage::Gone) == Stage::Gone {
+            let _ = watcher.join();
+            return Ok(GroupEnd::Released);
+        }
+        let mut left = left_at_most(LEFT_MOST - 1);
+        if *left >= LEFT_MOST {
             return Err(format!(
-                "NCCL is still running {patience:?} after its communicator was aborted: it \
-                 hangs"
+                "NCCL has not released {LEFT_MOST} communicators since their abort, nor another \
+                 one: it hangs"
             ));
         }
-        let _ = watcher.join();
-        Ok(())
+        let mut stage = lock(&self.shared.stage);
+        if *stage != Stage::Gone {
+            *stage = Stage::LeftBehind;
+            *left += 1;
+            self.shared.held.hold();
+        }
+        Ok(GroupEnd::LeftBehind)
     }
 }
 
@@ -300,9 +384,9 @@ impl Shared {
     /// Makes the watcher abort the communicator.
     fn abort(&self) {
         // Locked so that the watcher cannot miss the notification between its check and its wait.
-        let ended = lock(&self.ended);
+        let stage = lock(&self.stage);
         self.aborted.store(true, Ordering::Release);
-        drop(ended);
+        drop(stage);
         self.changed.notify_all();
     }
 
@@ -312,6 +396,20 @@ impl Shared {
             lock(&self.fault).get_or_insert(message);
         }
         self.abort();
+    }
+
+    /// Waits while the stage is such, for at most `patience`; returns the stage.
+    fn wait_while(&self, patience: Duration, is_such: impl Fn(Stage) -> bool) -> Stage {
+        let stage = lock(&self.stage);
+        let waited = self.changed.wait_timeout_while(stage, patience, |stage| is_such(*stage));
+        *waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// The result of a call that ended with this status.
+    fn fails_with(&self, status: Status, what: &str) -> Result<(), CallError> {
+        let is_own = status.is_own() && !self.is_aborted();
+        self.fail(self.nccl.line(status, what));
+        self.poll().map_err(|error| CallError { error, is_own })
     }
 
     fn poll(&self) -> Result<(), CollectiveError> {
@@ -366,10 +464,10 @@ impl Shared {
                 None | Some(Status::SUCCESS | Status::IN_PROGRESS) => {}
                 Some(status) => self.fail(self.nccl.line(status, "exchange data")),
             }
-            let ended = lock(&self.ended);
+            let stage = lock(&self.stage);
             let _ = self
                 .changed
-                .wait_timeout_while(ended, WATCH_INTERVAL, |_| !self.is_aborted())
+                .wait_timeout_while(stage, WATCH_INTERVAL, |_| !self.is_aborted())
                 .map(drop);
         }
         self.end();
@@ -384,6 +482,10 @@ impl Shared {
                 Ok(mut calls) => {
                     self.poll_status(&mut calls);
                     if !calls.under_way || is_late {
+                        if !calls.under_way {
+                            *lock(&self.stage) = Stage::Ending;
+                            self.changed.notify_all();
+                        }
                         break calls.comm.take();
                     }
                 }
@@ -403,7 +505,12 @@ impl Shared {
             // progress holds the lock, and `torn` is set.
             let _ = unsafe { (self.nccl.comm_abort)(comm) };
         }
-        *lock(&self.ended) = true;
+        let was = std::mem::replace(&mut *lock(&self.stage), Stage::Gone);
+        if was == Stage::LeftBehind {
+            *lock(&LEFT) -= 1;
+            LESS.notify_all();
+            self.held.released();
+        }
         self.changed.notify_all();
     }
 }

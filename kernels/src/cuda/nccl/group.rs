@@ -4,12 +4,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::communicator::{ALGORITHM, Communicator, unique_id};
+use super::communicator::{ALGORITHM, CallError, Communicator, unique_id};
 use super::library::{FLOAT32, INT8, Nccl, SUM, UNIQUE_ID_BYTES, load};
 use crate::collective::AbortHandle;
 use crate::cuda::connect::GroupSetup;
 use crate::cuda::device::Device;
-use crate::cuda::group::{DeviceGroup, give_up};
+use crate::cuda::group::{DeviceGroup, GroupEnd, give_up};
 use crate::cuda::memory::{DeviceMemory, DevicePtr};
 use crate::cuda::stopwatch::Stopwatch;
 use crate::cuda::stream::{Event, pause};
@@ -33,13 +33,14 @@ pub(in crate::cuda) struct NcclGroup {
 
 impl NcclGroup {
     /// Connects this rank with all others within `patience`, and tries that out; rank 0 creates the
-    /// id that the others connect with.
+    /// id that the others connect with. `falls_back`: whether ranks will agree on another way if
+    /// that fails.
     pub(in crate::cuda) fn connect(
         device: &Device,
         (folders, file): (&[PathBuf], Option<&Path>),
         (rank, ranks): (u32, u32),
         setup: &mut GroupSetup<'_>,
-        patience: Duration,
+        (patience, falls_back): (Duration, bool),
     ) -> Result<Self, KernelError> {
         let (context, deadline) = (&device.context, Instant::now() + patience);
         // Before anyone waits for this rank; freed when the stream no longer uses it.
@@ -71,6 +72,13 @@ impl NcclGroup {
         let memory = [&data, &all];
         let tried = group.try_out(device, memory, ranks as usize, deadline, setup.is_given_up);
         if let Err(error) = tried {
+            // Other ranks may be trying until the deadline, and NCCL may not release this one while
+            // they do. Where ranks agree on another way, they have to be waited for in any case;
+            // otherwise they are told sooner.
+            if falls_back && matches!(error, KernelError::Collective(_)) {
+                let rest = deadline.saturating_duration_since(Instant::now());
+                group.communicator.abort_for(rest, setup.is_given_up);
+            }
             give_up(Box::new(group), &device.stream)?;
             return Err(error);
         }
@@ -116,10 +124,17 @@ impl NcclGroup {
     fn timed(
         &mut self,
         device: &Device,
-        call: impl FnOnce(&mut Communicator, Duration) -> Result<(), CollectiveError>,
+        call: impl FnOnce(&mut Communicator, Duration) -> Result<(), CallError>,
     ) -> Result<(), KernelError> {
         let Self { communicator, timeout, stopwatch } = self;
-        let call = || call(communicator, *timeout).map_err(KernelError::from);
+        let call = || {
+            call(communicator, *timeout).map_err(|CallError { error, is_own }| {
+                if is_own {
+                    device.stream.note_refusal();
+                }
+                KernelError::from(error)
+            })
+        };
         match stopwatch {
             Some(stopwatch) => stopwatch.time(device, call),
             None => call(),
@@ -189,7 +204,7 @@ impl DeviceGroup for NcclGroup {
         self.communicator.abort_handle()
     }
 
-    fn end(&mut self) -> Result<(), String> {
+    fn end(&mut self) -> Result<GroupEnd, String> {
         self.communicator.end()
     }
 }

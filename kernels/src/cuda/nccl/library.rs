@@ -40,6 +40,11 @@ impl Status {
         }
     }
 
+    /// Whether this rank itself could not do what was asked, and would not another time.
+    pub(super) fn is_own(self) -> bool {
+        matches!(self.0, 1 | 3 | 4 | 5)
+    }
+
     fn meaning(self) -> &'static str {
         match self.0 {
             1 => "a call of CUDA failed; NCCL_DEBUG=WARN says which",
@@ -59,14 +64,14 @@ impl Status {
 #[derive(Clone, Copy)]
 pub(super) struct UniqueId(pub(super) [u8; UNIQUE_ID_BYTES]);
 
+/// The version whose form [`Config`] has: 2.19.0.
+const CONFIG_VERSION: c_uint = 21_900;
+
 /// A communicator of NCCL's.
 pub(super) type Comm = *mut c_void;
 
 /// `ncclConfig_t` of NCCL 2.19. The struct has only grown at its end, and NCCL treats missing
 /// fields as unset, so this form suits every later version, too. `tests/fake_nccl/abi.cpp` compares
-/// The version whose form [`Config`] has: 2.19.0.
-const CONFIG_VERSION: c_uint = 21_900;
-
 /// it, and all functions called here, with NCCL's header.
 #[repr(C)]
 #[derive(Debug)]
