@@ -77,6 +77,22 @@ fn without_graphs_every_step_is_called() {
     assert!(!log.contains("capture") && !log.contains("\ngraph"));
 }
 
+/// With more rows the kernels that take weights of int8 read x too often.
+#[test]
+fn int8_weights_are_widened_from_65_rows_on() {
+    for (tokens, widens) in [("64", false), ("65", true)] {
+        let log = tempfile::NamedTempFile::new().unwrap();
+        let mut args = BENCH.to_vec();
+        args.extend(["--batches", "1", "--quantization", "int8"]);
+        args[8] = tokens;
+        let environment = [("FAKE_CUDA_LOG", log.path().to_str().unwrap())];
+        let (code, _, stderr) = with_fake(&args, &environment);
+        assert_eq!(code, 0, "{stderr}");
+        let log = std::fs::read_to_string(log.path()).unwrap();
+        assert_eq!(log.contains("launch tutti_widen_int8"), widens, "{tokens}");
+    }
+}
+
 /// Once, however many parts of a prompt gate and up are computed in.
 #[test]
 fn int8_weights_are_widened_once_a_layer() {

@@ -18,8 +18,11 @@ use crate::error::KernelError;
 /// weights, more than L2 can deliver in addition to them.
 pub(super) const SKINNY_MAX: usize = 32;
 
-/// The same for quantised weights: see [`CudaBackend::is_skinny_with`].
-const INT8_SKINNY_MAX: usize = 256;
+/// The same for quantised weights, which cuBLASLt needs widened to bf16: five bytes are then moved
+/// for a weight, by memory. Here L2 moves a weight and its share of x for each tile of rows: five
+/// bytes for up to 64 rows of int8, three or less for up to 32 of those whose groups of inputs have
+/// scales. With two tiles of 64 rows that is more than L2 moves in the time: see estimates.md.
+const QUANTISED_SKINNY_MAX: usize = 64;
 
 /// Rows of gate and up to compute at a time, since their f32 products are large.
 const GATE_UP_ROWS: usize = 1024;
@@ -262,18 +265,16 @@ impl CudaBackend {
         rows <= SKINNY_MAX || self.options.batch_invariant || self.device.matmul.is_err()
     }
 
-    /// As [`Self::is_skinny`], for a product with this matrix. Converting quantised weights to bf16
-    /// for cuBLASLt takes as long as reading int8 weights about five times; the kernels here read
-    /// them once per 64 rows, or per 32 if groups of inputs have scales.
+    /// As [`Self::is_skinny`], for a product with this matrix.
     pub(super) fn is_skinny_with(&self, rows: usize, weight: &CudaMatrix) -> bool {
-        self.is_skinny(rows) || (!weight.weight().is_bf16() && rows <= INT8_SKINNY_MAX)
+        self.is_skinny(rows) || (!weight.weight().is_bf16() && rows <= QUANTISED_SKINNY_MAX)
     }
 
     /// Whether steps of up to `rows` rows can convert quantised weights to bf16, which takes
     /// memory.
     #[must_use]
     pub fn widens_int8(&self, rows: usize) -> bool {
-        rows > INT8_SKINNY_MAX && !self.is_skinny(rows)
+        rows > QUANTISED_SKINNY_MAX && !self.is_skinny(rows)
     }
 
     /// `out = x W^T + bias`, or of the rows of x listed in `index`.
