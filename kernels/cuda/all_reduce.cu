@@ -23,15 +23,20 @@
 //   waited for its predecessors until what the other ranks pushed in its last exchange is there. On
 //   the rank that the others wait for, that is the least.
 //
-// Launches can wait for a long time, so they release the next kernel only after their last
-// exchange. Otherwise waiting blocks of that kernel could keep another rank's kernels off a GPU
-// that both share.
+// Launches can wait for a long time. The next kernel is released before that, so that it reads its
+// first weights meanwhile. It cannot be in the way: its blocks begin only once all of this launch's
+// are there, they take nothing that those need, and no kernel that is not yet there has to run for
+// the exchange to end, as long as every rank has its GPU to itself. Where ranks share one, waiting
+// blocks of one rank's next kernel could keep another rank's exchange off it for ever, so there the
+// next kernel is released only after the last exchange. Either way it waits for the end of this
+// launch before it touches anything that an exchange reads or writes.
 #include "rows.cuh"
 
 namespace tutti {
 namespace {
 
-// Loops that must not be unrolled say so: a thread of such blocks has 128 registers.
+// Loops that must not be unrolled say so: a thread of such blocks has 128 registers. One block on a
+// multiprocessor is enough; for more, the assembler would rather spill.
 constexpr uint32_t PEER_THREADS = 512;
 // Polls of a flag between two checks of the clock and of the host's word, which is across the bus.
 constexpr uint32_t POLLS = 64;
@@ -43,50 +48,87 @@ struct Addresses {
     float* slots[TUTTI_PEERS_MAX];
     // By rank.
     uint64_t* flags[TUTTI_PEERS_MAX];
+    // This block's count of exchanges, and the time that the first thread keeps.
+    uint64_t* rounds;
+    uint64_t* spent;
+    // The time spent before this launch, less the time at its begin.
+    uint64_t clock;
+    uint32_t blocks;
 };
 
 // The state of a block's exchanges.
 struct Lane {
     const TuttiPeers* peers;
-    const Addresses* addresses;
-    uint32_t rank, ranks, slot, blocks;
+    Addresses* addresses;
+    uint32_t rank, ranks, slot;
+    bool shares_gpu;
+    const uint64_t* rounds; // this block's
+    const uint32_t* failed;
+    const uint64_t* spent;
     uint64_t round;
-    uint64_t clock; // the time spent before this launch, less the time at its begin
 };
 
 __device__ __forceinline__ bool keeps_time() { return blockIdx.x == 0 && threadIdx.x == 0; }
 
-// Starts this block's exchanges. False, for all threads of the block, after a failure.
-__device__ __forceinline__ bool begin(const TuttiPeers* peers, Lane* lane) {
+// Reads the table, before the wait: it is there before the first launch and never changes while
+// any runs.
+__device__ __forceinline__ Lane look_up(const TuttiPeers* peers) {
     SHARED_ARRAY(Addresses, addresses, 1);
-    lane->peers = peers;
-    lane->addresses = addresses;
-    lane->rank = peers->rank;
-    lane->ranks = peers->ranks;
-    lane->slot = peers->slot;
-    lane->blocks = peers->blocks;
-    lane->round = reinterpret_cast<const uint64_t*>(peers->rounds)[blockIdx.x] + 1;
-    lane->clock = 0;
-    if (keeps_time()) {
-        lane->clock = *reinterpret_cast<const uint64_t*>(peers->spent) - nanoseconds();
-    }
+    Lane lane = {};
+    lane.peers = peers;
+    lane.addresses = addresses;
+    lane.rank = load_input(&peers->rank);
+    lane.ranks = load_input(&peers->ranks);
+    lane.slot = load_input(&peers->slot);
+    const uint32_t blocks = load_input(&peers->blocks);
+    lane.shares_gpu = load_input(&peers->shares_gpu) != 0;
+    uint64_t* rounds = reinterpret_cast<uint64_t*>(load_input(&peers->rounds)) + blockIdx.x;
+    uint64_t* spent = reinterpret_cast<uint64_t*>(load_input(&peers->spent));
+    lane.failed = reinterpret_cast<const uint32_t*>(load_input(&peers->failed));
+    lane.rounds = rounds;
+    lane.spent = spent;
     if (threadIdx.x < TUTTI_PEERS_MAX) {
         // Read whether there is such a rank or not, so that no load waits for another.
-        const uint64_t slots = peers->slots[threadIdx.x];
-        const uint64_t flags = peers->flags[threadIdx.x];
-        if (threadIdx.x < lane->ranks) {
-            const uint32_t behind = (threadIdx.x - lane->rank) & (lane->ranks - 1);
+        const uint64_t slots = load_input(peers->slots + threadIdx.x);
+        const uint64_t flags = load_input(peers->flags + threadIdx.x);
+        if (threadIdx.x < lane.ranks) {
+            const uint32_t behind = (threadIdx.x - lane.rank) & (lane.ranks - 1);
             addresses->slots[behind] = reinterpret_cast<float*>(slots);
             addresses->flags[threadIdx.x] = reinterpret_cast<uint64_t*>(flags);
         }
+        if (threadIdx.x == 0) {
+            addresses->rounds = rounds;
+            addresses->spent = spent;
+            addresses->blocks = blocks;
+        }
     }
-    return all_of_block(load_word(reinterpret_cast<const uint32_t*>(peers->failed)) == 0);
+    return lane;
+}
+
+// Releases the next kernel if that is in no other rank's way.
+__device__ __forceinline__ void release_early(const Lane& lane) {
+    if (!lane.shares_gpu) {
+        release_successors();
+    }
+}
+
+// Starts this block's exchanges, after the wait. False, for all threads of the block, after a
+// failure. What the caller has requested to send comes together with what earlier launches left.
+__device__ __forceinline__ bool begin(Lane* lane) {
+    const uint64_t rounds = load_word(lane->rounds);
+    const uint32_t failed = load_word(lane->failed);
+    if (keeps_time()) {
+        const uint64_t now = nanoseconds();
+        lane->addresses->clock = load_word(lane->spent) - now;
+    }
+    lane->round = rounds + 1;
+    return all_of_block(failed == 0);
 }
 
 // Ends the exchanges; `round` is the next one.
 __device__ __forceinline__ void end(const Lane& lane) {
     if (threadIdx.x == 0) {
-        reinterpret_cast<uint64_t*>(lane.peers->rounds)[blockIdx.x] = lane.round - 1;
+        *lane.addresses->rounds = lane.round - 1;
     }
 }
 
@@ -95,7 +137,7 @@ __device__ __forceinline__ void end(const Lane& lane) {
 __device__ __forceinline__ float* slot_of(const Lane& lane, uint32_t behind, uint32_t from) {
     // A rank's slots have fewer than 2^32 elements in total.
     const uint32_t half = static_cast<uint32_t>(lane.round % 2);
-    const uint32_t index = (half * lane.blocks + blockIdx.x) * lane.ranks + from;
+    const uint32_t index = (half * lane.addresses->blocks + blockIdx.x) * lane.ranks + from;
     return lane.addresses->slots[behind] + index * lane.slot;
 }
 
@@ -144,7 +186,7 @@ __device__ __forceinline__ bool exchange(const Lane& lane) {
     }
     const bool all = all_of_block(there);
     if (keeps_time()) {
-        *reinterpret_cast<uint64_t*>(lane.peers->spent) = lane.clock + nanoseconds();
+        *lane.addresses->spent = lane.addresses->clock + nanoseconds();
     }
     return all;
 }
@@ -254,15 +296,28 @@ __device__ __forceinline__ uint32_t at_most(uint64_t count, uint64_t most) {
     return static_cast<uint32_t>(count < most ? count : most);
 }
 
+// The first 4 elements that this thread sends in pieces of this size: requested before the block
+// knows the round and meets.
+__device__ __forceinline__ float4 load_first(const float* data, uint64_t piece, uint64_t count) {
+    const uint64_t at = blockIdx.x * piece + threadIdx.x * 4;
+    // Behind the piece is another block's.
+    if (threadIdx.x * 4 >= piece) {
+        return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+    return at + 4 <= count ? load_row(data + at) : load_within(data, at, count);
+}
+
 template <uint32_t RANKS>
-__device__ __forceinline__ bool sum_one_shot(Lane& lane, float* data, uint64_t count) {
+__device__ __forceinline__ bool sum_one_shot(Lane& lane, float* data, uint64_t count,
+                                             uint64_t piece, float4 ahead) {
     // Which it is; a constant takes no register.
     lane.ranks = RANKS;
-    const uint64_t piece = share(count, 4, lane.slot);
     for (uint64_t first = blockIdx.x * piece; first < count; first += gridDim.x * piece) {
         const uint32_t here = at_most(count - first, piece);
+        bool is_ahead = first == blockIdx.x * piece;
         for (uint32_t at = threadIdx.x * 4; at < here; at += blockDim.x * 4) {
-            push_to_all<RANKS>(lane, at, load_within(data, first + at, count));
+            push_to_all<RANKS>(lane, at, is_ahead ? ahead : load_within(data, first + at, count));
+            is_ahead = false;
         }
         if (!exchange(lane)) {
             return false;
@@ -328,29 +383,65 @@ __device__ __forceinline__ bool sum_two_shot(Lane& lane, float* data, uint64_t c
     return true;
 }
 
+// This thread's part of a row to send, as far as it is requested at once.
+struct SentRow {
+    float4 kept[NORM_KEPT];
+
+    __device__ __forceinline__ void load(const float* row, uint32_t width) {
+#pragma unroll
+        for (uint32_t i = 0; i < NORM_KEPT; i++) {
+            const uint32_t at = threadIdx.x * 4 + i * NORM_THREADS * 4;
+            if (at < width) {
+                kept[i] = load_row(row + at);
+            }
+        }
+    }
+    // `to`: where the row begins in the slot. Forgets it, or it would take registers until the next.
+    template <uint32_t RANKS>
+    __device__ __forceinline__ void push(const Lane& lane, uint32_t to, const float* row,
+                                         uint32_t width) {
+#pragma unroll
+        for (uint32_t i = 0; i < NORM_KEPT; i++) {
+            const uint32_t at = threadIdx.x * 4 + i * NORM_THREADS * 4;
+            if (at < width) {
+                push_to_all<RANKS>(lane, to + at, kept[i]);
+            }
+            kept[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+#pragma unroll 1
+        for (uint32_t at = threadIdx.x * 4 + NORM_KEPT * NORM_THREADS * 4; at < width;
+             at += NORM_THREADS * 4) {
+            push_to_all<RANKS>(lane, to + at, load4(row + at));
+        }
+    }
+};
+
+// `sent` holds the block's first row.
 template <uint32_t RANKS>
 __device__ __forceinline__ bool sum_add_rmsnorm(Lane& lane, const float* data, float* residual,
                                                 const float* weight,
                                                 const NormWeights& weights, tutti_bf16* out,
                                                 uint32_t width, uint32_t out_stride, float eps,
-                                                uint32_t rows, float* scratch) {
+                                                uint32_t rows, float* scratch, SentRow& sent) {
     // Which it is; a constant takes no register.
     lane.ranks = RANKS;
     // A block has rows blockIdx.x, + gridDim.x, ..; as many per exchange as fit into a slot.
     const uint32_t at_once = lane.slot / width;
-    for (uint32_t first = blockIdx.x; first < rows;) {
-        const uint32_t left = divide_up(rows - first, gridDim.x);
-        const uint32_t here = left < at_once ? left : at_once;
-        for (uint32_t i = 0; i < here; i++) {
+    const auto is_here = [&](uint32_t first, uint32_t i) {
+        return i < at_once && first + i * gridDim.x < rows;
+    };
+    for (uint32_t first = blockIdx.x; first < rows; first += at_once * gridDim.x) {
+        for (uint32_t i = 0; is_here(first, i); i++) {
             const float* row = data + static_cast<size_t>(first + i * gridDim.x) * width;
-            for (uint32_t at = threadIdx.x * 4; at < width; at += NORM_THREADS * 4) {
-                push_to_all<RANKS>(lane, i * width + at, load4(row + at));
+            if (i != 0 || first != blockIdx.x) {
+                sent.load(row, width);
             }
+            sent.template push<RANKS>(lane, i * width, row, width);
         }
         if (!exchange(lane)) {
             return false;
         }
-        for (uint32_t i = 0; i < here; i++) {
+        for (uint32_t i = 0; is_here(first, i); i++) {
             const size_t index = first + i * gridDim.x;
             const float* row = data + index * width;
             const float* slots = slot_of(lane, 0, 0) + i * width;
@@ -377,21 +468,21 @@ __device__ __forceinline__ bool sum_add_rmsnorm(Lane& lane, const float* data, f
             __syncthreads();
         }
         lane.round++;
-        first += here * gridDim.x;
     }
     return true;
 }
 
-__device__ __forceinline__ bool gather(Lane& lane, const float* local, float* all,
-                                       uint64_t count) {
+__device__ __forceinline__ bool gather(Lane& lane, const float* local, float* all, uint64_t count,
+                                       uint64_t piece, float4 ahead) {
     const bool whole = count % 4 == 0;
     float* own = all + lane.rank * count;
-    const uint64_t piece = share(count, 4, lane.slot);
     for (uint64_t first = blockIdx.x * piece; first < count; first += gridDim.x * piece) {
         const uint32_t here = at_most(count - first, piece);
+        bool is_ahead = first == blockIdx.x * piece;
 #pragma unroll 1
         for (uint32_t at = threadIdx.x * 4; at < here; at += blockDim.x * 4) {
-            const float4 v = load_within(local, first + at, count);
+            const float4 v = is_ahead ? ahead : load_within(local, first + at, count);
+            is_ahead = false;
             store_within(own, first + at, count, whole, v);
 #pragma unroll 1
             for (uint32_t i = 1; i < lane.ranks; i++) {
@@ -427,25 +518,29 @@ using namespace tutti;
      : lane.ranks == 4 ? exchange<4>(__VA_ARGS__)                                                  \
                        : exchange<8>(__VA_ARGS__))
 
-extern "C" __global__ void __launch_bounds__(PEER_THREADS)
+extern "C" __global__ void __launch_bounds__(PEER_THREADS, 1)
     tutti_peer_sum(const TuttiPeers* peers, float* data, uint64_t count) {
+    Lane lane = look_up(peers);
+    const uint64_t piece = share(count, 4, lane.slot);
     wait_for_predecessors();
-    Lane lane;
-    if (!begin(peers, &lane)) {
+    release_early(lane);
+    const float4 ahead = load_first(data, piece, count);
+    if (!begin(&lane)) {
         return;
     }
-    const bool done = BY_RANKS(sum_one_shot, lane, data, count);
+    const bool done = BY_RANKS(sum_one_shot, lane, data, count, piece, ahead);
     release_successors();
     if (done) {
         end(lane);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(PEER_THREADS)
+extern "C" __global__ void __launch_bounds__(PEER_THREADS, 1)
     tutti_peer_sum_two_shot(const TuttiPeers* peers, float* data, uint64_t count) {
+    Lane lane = look_up(peers);
     wait_for_predecessors();
-    Lane lane;
-    if (!begin(peers, &lane)) {
+    release_early(lane);
+    if (!begin(&lane)) {
         return;
     }
     const bool done = BY_RANKS(sum_two_shot, lane, data, count);
@@ -455,7 +550,7 @@ extern "C" __global__ void __launch_bounds__(PEER_THREADS)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(NORM_THREADS)
+extern "C" __global__ void __launch_bounds__(NORM_THREADS, 1)
     tutti_peer_sum_add_rmsnorm(const TuttiPeers* peers, const float* data, float* residual,
                                const float* weight, tutti_bf16* out, uint32_t width,
                                uint32_t out_stride, float eps, uint32_t rows,
@@ -464,28 +559,36 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     const uint32_t items = live_items(live);
     NormWeights weights;
     weights.load(weight, width);
+    Lane lane = look_up(peers);
+    rows = items < rows ? items : rows;
     wait_for_predecessors();
-    Lane lane;
-    if (!begin(peers, &lane)) {
+    release_early(lane);
+    SentRow sent = {};
+    if (blockIdx.x < rows) {
+        sent.load(data + static_cast<size_t>(blockIdx.x) * width, width);
+    }
+    if (!begin(&lane)) {
         return;
     }
-    rows = items < rows ? items : rows;
     const bool done = BY_RANKS(sum_add_rmsnorm, lane, data, residual, weight, weights, out, width,
-                               out_stride, eps, rows, scratch);
+                               out_stride, eps, rows, scratch, sent);
     release_successors();
     if (done) {
         end(lane);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(PEER_THREADS)
+extern "C" __global__ void __launch_bounds__(PEER_THREADS, 1)
     tutti_peer_gather(const TuttiPeers* peers, const float* local, float* all, uint64_t count) {
+    Lane lane = look_up(peers);
+    const uint64_t piece = share(count, 4, lane.slot);
     wait_for_predecessors();
-    Lane lane;
-    if (!begin(peers, &lane)) {
+    release_early(lane);
+    const float4 ahead = load_first(local, piece, count);
+    if (!begin(&lane)) {
         return;
     }
-    const bool done = gather(lane, local, all, count);
+    const bool done = gather(lane, local, all, count, piece, ahead);
     release_successors();
     if (done) {
         end(lane);

@@ -61,6 +61,13 @@ __device__ __forceinline__ uint32_t load_input(const uint32_t* at) {
     return v;
 }
 
+// The same for 8 bytes.
+__device__ __forceinline__ uint64_t load_input(const uint64_t* at) {
+    uint64_t v;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
+    return v;
+}
+
 // 4 floats of the model (norms), 16-byte aligned, readable early as well. They are never written,
 // but on the non-coherent path the assembler would move the loads to their first use, after the
 // wait.
@@ -84,6 +91,16 @@ __device__ __forceinline__ uint4 load_row(const tutti_bf16* at) {
     uint4 v;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(at)
+                 : "memory");
+    return v;
+}
+
+// 4 floats of a row; stays before later loads.
+__device__ __forceinline__ float4 load_row(const float* at) {
+    float4 v;
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                  : "l"(at)
                  : "memory");
     return v;
@@ -227,6 +244,12 @@ __device__ __forceinline__ void store_word(uint32_t* at, uint32_t value) {
 __device__ __forceinline__ uint32_t load_word(const uint32_t* at) {
     uint32_t value;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+// The same for 8 bytes.
+__device__ __forceinline__ uint64_t load_word(const uint64_t* at) {
+    uint64_t value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
     return value;
 }
 // Writes 16 bytes to a peer's memory; ordered by the next flag.

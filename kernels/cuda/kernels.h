@@ -94,7 +94,7 @@ typedef struct {
 
 /* A group of ranks that can access each other's memory. Each rank has its own table, in its own
  * memory, filled in before the first launch and never written by kernels. Addresses are valid in
- * this rank's address space. `blocks` is the largest grid. 192 bytes, aligned to 8. */
+ * this rank's address space. `blocks` is the largest grid. 200 bytes, aligned to 8. */
 #define TUTTI_PEERS_MAX 8u
 typedef struct {
     uint64_t slots[8];  /* rank r's slots: f32 [2, blocks, ranks, slot] */
@@ -109,6 +109,8 @@ typedef struct {
     uint32_t slot;      /* f32 elements per slot: a multiple of 4 */
     uint32_t blocks;
     uint64_t spent;     /* u64, 0 at first: nanoseconds that exchanges have taken */
+    uint32_t shares_gpu; /* not 0: blocks of other ranks may run on this GPU */
+    uint32_t reserved;
 } TuttiPeers;
 /* Outcomes: one of these, with the rank that was waited for in the low 8 bits. */
 #define TUTTI_PEERS_ABORTED 0x100u
@@ -297,7 +299,8 @@ __global__ void tutti_qk_scale(float* qkv, const float* squares, const float* we
  * Exchange between GPUs that can access each other's memory. Every rank launches the same entries
  * with the same sizes and grids in the same order, each rank on one stream. A grid has at most
  * `peers->blocks` blocks, all of which must be able to run at once, beside those of other ranks on
- * the same GPU. Sums are f32, as a binary tree over the ranks: (0 + 1) + (2 + 3). They have the
+ * the same GPU. Unless `peers->shares_gpu`, a launch releases the next kernel before it waits for
+ * other ranks, otherwise after its last exchange. Sums are f32, as a binary tree over the ranks: (0 + 1) + (2 + 3). They have the
  * same bits on every rank and as with tutti_tree_sum. No launch waits longer than `peers->spin_ns`
  * for another rank: then, or when the host sets *abort, it sets *outcome and returns, and all later
  * launches do nothing. Results are undefined once *outcome is not 0. A launch leaves no state that

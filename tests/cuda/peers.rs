@@ -66,6 +66,9 @@ async fn two_processes_see_each_others_memory() {
     assert_eq!((pair.calls("ipc give"), pair.calls("ipc open")), (2, 2));
     // Steps are graphs, including their exchanges.
     assert!(pair.calls("graph ") > 24, "{}", pair.calls("graph "));
+    // Kernels may begin behind an exchange that waits: no other rank needs the room.
+    assert!(pair.calls("peers have a GPU each") > 0);
+    assert_eq!(pair.calls("peers share a GPU"), 0);
     // The kernels keep the time of exchanges themselves, so it is known of steps in graphs too.
     let client = pair.cluster.client().unwrap();
     let of = |scrape: &Scrape, name: &str| {
@@ -78,6 +81,16 @@ async fn two_processes_see_each_others_memory() {
     // Not necessarily within their steps as the host sees them: it begins one ahead.
     assert!(times.iter().all(|time| 0.0 < *time && *time < all), "{times:?} of {all}");
     assert_eq!(of(&scrape, "collective_seconds_count"), of(&scrape, "step_seconds_count"));
+}
+
+/// Where other ranks may need the room, no kernel begins behind an exchange that waits.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn kernels_know_that_others_may_run_beside_them() {
+    let pair = Pair::up(&[], &[("FAKE_CUDA_MPS", "1")]).await;
+    pair.complete(4).await;
+    assert!(pair.cluster.log().contains(SEEN), "{}", pair.cluster.log());
+    assert!(pair.calls("peers share a GPU") > 0);
+    assert_eq!(pair.calls("peers have a GPU each"), 0);
 }
 
 /// A step that cannot be captured ends the epoch, because the ranks' graphs belong together. Each

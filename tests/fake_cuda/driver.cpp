@@ -14,6 +14,7 @@
 // - FAKE_CUDA_CAPABILITY: compute capability times ten; default 90
 // - FAKE_CUDA_MULTIPROCESSORS: default 132
 // - FAKE_CUDA_SHARED_MEMORY: bytes that a block may ask for; default 227 KiB
+// - FAKE_CUDA_MPS: 1 when other processes' kernels may run beside this one's; default 0
 // - FAKE_CUDA_DEAF: 1 when what is written to another process's memory does not arrive there
 // - FAKE_CUDA_PEER_ACCESS: 0 when no GPU reaches another's memory; default 1
 // - FAKE_CUDA_FAIL: `function:n=code,...`: the n-th call of a function gives this status. Codes of
@@ -476,6 +477,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
         case 75: *value = capability / 10; return SUCCESS;
         case 76: *value = capability % 10; return SUCCESS;
         case 97: *value = static_cast<int>(shared_memory()); return SUCCESS;
+        case 133: *value = static_cast<int>(setting("FAKE_CUDA_MPS", 0)); return SUCCESS;
         default: return INVALID_VALUE;
     }
 }
@@ -993,6 +995,10 @@ int cuLaunchKernel(const Kernel* kernel, unsigned x, unsigned y, unsigned z, uns
     }
     return enqueue(stream, [=] {
         running = kernel->name;
+        if (strncmp(kernel->name, "tutti_peer_", 11) == 0) {
+            const auto* peers = reinterpret_cast<const TuttiPeers*>(raw[0]);
+            log_line("peers %s", peers->shares_gpu != 0 ? "share a GPU" : "have a GPU each");
+        }
         emulate::Settings settings{{x, y, z}, threads, shared, 0};
         emulate::run_grid(settings, [&] { kernel->call(raw); });
         running = "";

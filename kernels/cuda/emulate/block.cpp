@@ -462,6 +462,12 @@ void must_have_waited() {
     }
 }
 
+void released() {
+    if (peer_memory != nullptr) {
+        peer_memory->released();
+    }
+}
+
 void copy_async(void* to, const void* from, bool valid, size_t bytes) {
     if (reinterpret_cast<uintptr_t>(to) % bytes != 0 ||
         reinterpret_cast<uintptr_t>(from) % bytes != 0) {
@@ -553,6 +559,13 @@ void store_word(uint32_t* at, uint32_t value) {
 }
 
 uint32_t load_word(const uint32_t* at) {
+    if (peer_memory != nullptr) {
+        yield();
+    }
+    return __atomic_load_n(at, __ATOMIC_RELAXED);
+}
+
+uint64_t load_word(const uint64_t* at) {
     if (peer_memory != nullptr) {
         yield();
     }

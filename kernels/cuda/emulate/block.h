@@ -68,6 +68,8 @@ class PeerMemory {
     virtual const char* where() = 0;
     // Called when all threads of a block are at a barrier.
     virtual void met() = 0;
+    // Called when a thread lets the next kernel begin.
+    virtual void released() = 0;
 };
 // The one of this process. Null: accesses go to the host's own memory.
 extern PeerMemory* peer_memory;

@@ -58,6 +58,8 @@ void count_warp_barrier();
 // reads their results or writes anything.
 void waited();
 void must_have_waited();
+// Records that the thread has let the next kernel begin.
+void released();
 
 void copy_async(void* to, const void* from, bool valid, size_t bytes);
 void commit_copies();
@@ -70,6 +72,7 @@ void store_release(uint64_t* at, uint64_t value);
 uint64_t load_acquire(const uint64_t* at);
 void store_word(uint32_t* at, uint32_t value);
 uint32_t load_word(const uint32_t* at);
+uint64_t load_word(const uint64_t* at);
 uint64_t nanoseconds();
 
 float round_to_bf16_as_float(float x);
@@ -223,7 +226,7 @@ void __syncwarp();
 namespace tutti {
 
 inline void wait_for_predecessors() { emulate::waited(); }
-inline void release_successors() {}
+inline void release_successors() { emulate::released(); }
 
 inline uint4 load_weights(const tutti_bf16* at) { return *reinterpret_cast<const uint4*>(at); }
 inline uint32_t load_constant(const uint32_t* at) { return *at; }
@@ -232,7 +235,12 @@ inline uint4 load_row(const tutti_bf16* at) {
     emulate::must_have_waited();
     return *reinterpret_cast<const uint4*>(at);
 }
+inline float4 load_row(const float* at) {
+    emulate::must_have_waited();
+    return *reinterpret_cast<const float4*>(at);
+}
 inline uint32_t load_input(const uint32_t* at) { return *at; }
+inline uint64_t load_input(const uint64_t* at) { return *at; }
 inline float load_constant(const float* at) { return *at; }
 inline float4 load_constants(const float* at) { return *reinterpret_cast<const float4*>(at); }
 inline void prefetch(const void* at, uint32_t bytes) {

@@ -82,6 +82,9 @@ struct Running {
     std::vector<Pending> ordered;
     // Step of each thread's last acquire: its takes see nothing older.
     std::vector<uint64_t> view;
+    // Which threads have let the next kernel begin, and how many.
+    std::vector<bool> has_released;
+    uint32_t released = 0;
 };
 
 struct Rank {
@@ -201,6 +204,7 @@ class World : public emulate::PeerMemory {
 
     void push(void* to, const void* from) override {
         touched("pushes");
+        follows_the_release();
         began();
         Pending pending{static_cast<float4*>(to), {}};
         memcpy(&pending.value, from, 16);
@@ -217,6 +221,7 @@ class World : public emulate::PeerMemory {
     void store_release(uint64_t* at, uint64_t value) override {
         touched("raises a flag");
         check_flag(at);
+        follows_the_release();
         began();
         const auto index = static_cast<size_t>(at - flags.data());
         if (index / size % blocks == 0) {
@@ -231,11 +236,19 @@ class World : public emulate::PeerMemory {
 
     uint64_t load_acquire(const uint64_t* at) override {
         check_flag(at);
+        follows_the_release();
         running->view[thread()] = now;
         return *at;
     }
 
     uint64_t nanoseconds() override { return now; }
+
+    void released() override {
+        if (!running->has_released[thread()]) {
+            running->has_released[thread()] = true;
+            running->released++;
+        }
+    }
 
     const char* where() override {
         static std::string text;
@@ -351,12 +364,14 @@ class World : public emulate::PeerMemory {
             table.ranks = size;
             table.slot = slot;
             table.blocks = blocks;
+            table.shares_gpu = random.below(2);
             for (std::unique_ptr<Running>& block : rank.blocks) {
                 block->rank = r;
                 block->busy = false;
                 block->own.assign(threads, {});
                 block->ordered.clear();
                 block->view.assign(threads, 0);
+                block->has_released.assign(threads, false);
             }
         }
     }
@@ -382,6 +397,19 @@ class World : public emulate::PeerMemory {
     void touched(const char* what) const {
         if (ranks[running->rank].had_failed) {
             wrong("rank %u %s in a launch after it has failed", running->rank, what);
+        }
+    }
+
+    // Checks that a block that exchanges data has let the next kernel begin if its rank has the GPU to
+    // itself, and has not if other ranks need the room.
+    void follows_the_release() const {
+        const bool shares = ranks[running->rank].table.shares_gpu != 0;
+        if (shares && running->released != 0) {
+            wrong("rank %u exchanges data, and the next kernel is in the other ranks' way",
+                  running->rank);
+        }
+        if (!shares && running->released != threads) {
+            wrong("rank %u exchanges data, and keeps the next kernel waiting", running->rank);
         }
     }
 
@@ -502,6 +530,8 @@ class World : public emulate::PeerMemory {
             Running& block = *rank.blocks[b];
             block.busy = true;
             std::fill(block.view.begin(), block.view.end(), now);
+            std::fill(block.has_released.begin(), block.has_released.end(), false);
+            block.released = 0;
             block.block.begin(settings, {b, 0, 0}, rank.kernel);
         }
     }

@@ -237,6 +237,13 @@ fn crowded(ranks: &[Capability], rank: usize) -> Option<String> {
     })
 }
 
+/// Whether blocks of other ranks may run on this rank's GPU beside its own: those of ranks on the
+/// same GPU, and with `mps` (NVIDIA's multi-process service runs on it) those of any process, such
+/// as other replicas' ranks. Processes in time slices have all of the GPU in theirs.
+pub(super) fn shares_gpu(ranks: &[Capability], rank: usize, mps: bool) -> bool {
+    mps || ranks.iter().filter(|other| other.gpu == ranks[rank].gpu).count() > 1
+}
+
 fn least(ranks: &[Capability]) -> u32 {
     ranks.iter().map(|rank| rank.nccl).min().unwrap_or(0)
 }
@@ -339,6 +346,14 @@ mod tests {
         assert!(chosen.reason.contains("2.28.9"), "{}", chosen.reason);
         let plain = Capability { graphs: false, ..rank(1) };
         assert!(!choose(&[rank(0), plain]).unwrap().graphs);
+    }
+
+    #[test]
+    fn a_gpu_is_shared_by_ranks_on_it_and_by_what_mps_lets_in() {
+        let ranks = [rank(0), rank(1), rank(0), rank(2)];
+        let shared = |mps| [0, 1, 2, 3].map(|rank| shares_gpu(&ranks, rank, mps));
+        assert_eq!(shared(false), [true, false, true, false]);
+        assert_eq!(shared(true), [true; 4]);
     }
 
     #[test]

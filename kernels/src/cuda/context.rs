@@ -165,6 +165,17 @@ impl Driver {
         Ok(can != 0)
     }
 
+    /// Whether NVIDIA's multi-process service lets other processes' kernels run on a GPU at the same
+    /// time as this one's.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    pub fn has_mps(self, ordinal: u32) -> Result<bool, KernelError> {
+        let device = self.handle(ordinal)?;
+        let enabled = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MPS_ENABLED;
+        Ok(self.attribute(device, enabled)? != 0)
+    }
+
     fn handle(self, ordinal: u32) -> Result<sys::CUdevice, KernelError> {
         let count = self.count()?;
         if ordinal >= count {

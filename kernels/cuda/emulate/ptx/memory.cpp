@@ -258,7 +258,14 @@ void wait_for_kernels_before(Warp& w, const Instruction&) {
         may_write(true);
     }
 }
-void nothing(Warp&, const Instruction&) {}
+void let_the_next_kernel_begin(Warp& w, const Instruction&) {
+    if (peer_memory != nullptr) {
+        in_order(w.mask, [&](uint32_t lane) {
+            run_as(w, lane);
+            peer_memory->released();
+        });
+    }
+}
 
 // The words between dots.
 std::vector<std::string> words_of(const std::string& opcode) {
@@ -356,7 +363,7 @@ const std::vector<WarpForm>& memory_instructions() {
         {"cp.async.wait_group", "w", wait_group, Kind::plain},
         {"cp.async.bulk.prefetch.L2.global", "Aw", prefetch, Kind::plain},
         {"griddepcontrol.wait", "", wait_for_kernels_before, Kind::plain},
-        {"griddepcontrol.launch_dependents", "", nothing, Kind::plain},
+        {"griddepcontrol.launch_dependents", "", let_the_next_kernel_begin, Kind::plain},
     };
     return all;
 }

@@ -8,7 +8,7 @@ use super::memory::{HANDLE_BYTES, Mapped, SignalWords, check_access, handle_of};
 use super::tuning::Thresholds;
 use super::{Clock, PeerGroup, Retired, trial};
 use crate::collective::{AbortAll, Collective};
-use crate::cuda::choice::Capability;
+use crate::cuda::choice::{Capability, shares_gpu};
 use crate::cuda::connect::{GroupSetup, gather_bytes};
 use crate::cuda::device::Device;
 use crate::cuda::group::{DeviceGroup, give_up};
@@ -141,7 +141,10 @@ impl PeerGroup {
         }
         let (places, mapped) = opened?;
         let timeout = setup.timeout;
-        let table = Table { places, layout: &layout, made: &made, rank };
+        // What the driver does not say could be so.
+        let mps = device.context.driver().has_mps(device.context.info().ordinal).unwrap_or(true);
+        let shares_gpu = shares_gpu(capabilities, rank, mps);
+        let table = Table { places, layout: &layout, made: &made, rank, shares_gpu };
         let (trial, lasting) = (table.words(timeout.min(trial::PATIENCE)), table.words(timeout));
         made.table.upload(&device.stream, 0, &trial)?;
         let abort = Arc::new(AbortAll::default());
@@ -264,13 +267,14 @@ struct Table<'a> {
     layout: &'a Layout,
     made: &'a OwnMemory,
     rank: usize,
+    shares_gpu: bool,
 }
 
 impl Table<'_> {
-    const BYTES: usize = 192;
+    const BYTES: usize = 200;
 
     fn words(&self, timeout: std::time::Duration) -> Vec<u64> {
-        let Self { places, layout, made, rank } = self;
+        let Self { places, layout, made, rank, shares_gpu } = self;
         let at = |offset: usize| {
             let mut all: Vec<u64> = places.iter().map(|place| place.offset(offset).0).collect();
             all.resize(PEERS_MAX, 0);
@@ -290,6 +294,7 @@ impl Table<'_> {
             pair(*rank, places.len()),
             pair(PEER_SLOT, PEER_BLOCKS),
             own.offset(layout.spent).0,
+            u64::from(*shares_gpu),
         ]);
         words
     }
