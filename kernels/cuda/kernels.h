@@ -449,6 +449,8 @@ __global__ void tutti_attention_any_fp8(TUTTI_FP8_ATTENTION_ARGUMENTS,
  * most TUTTI_LATENT_MAX, and TUTTI_LATENT_WIDTH_MAX together, multiples of 16. */
 #define TUTTI_LATENT_MAX 512
 #define TUTTI_LATENT_WIDTH_MAX 576
+/* Shared memory of attention: two tiles of 16 tokens and 16 heads of q, 8 elements between rows. */
+#define TUTTI_LATENT_SHARED (3u * 16u * 2u * (TUTTI_LATENT_WIDTH_MAX + 8u))
 
 /* kv: the latent divided by its root mean square, times norm, and the rest rotated, to the cache.
  * q: of each head, `plain` elements to plain_out; the others are rotated and, times scale, become
@@ -482,7 +484,7 @@ __global__ void tutti_heads_product_32(TUTTI_HEADS_PRODUCT_ARGUMENTS);
 /* Causal attention of any row; V is the first `latent` elements of K. q bf16 [rows, num_heads,
  * latent + rotated], out bf16 [rows, num_heads, latent]. `num_seqs`: a word in device memory.
  * `skips_single`: not of sequences with one row.
- * grid (rows, ceil(num_heads / 16)), block 256; `live` counts rows. */
+ * grid (rows, ceil(num_heads / 16)), block 256, shared TUTTI_LATENT_SHARED; `live` counts rows. */
 #define TUTTI_LATENT_ATTENTION_ARGUMENTS                                                           \
     const TuttiSeq *seqs, const uint32_t *num_seqs, const uint32_t *block_tables, tutti_bf16 *out, \
         uint32_t num_heads, uint32_t latent, uint32_t rotated, uint32_t block_shift,               \
@@ -495,7 +497,7 @@ __global__ void tutti_latent_attention_fp8(const tutti_bf16* q, const tutti_fp8*
 /* The same for sequences with one row, whose tokens are split: see tutti_decode_attention_16, which
  * has the same lists; tutti_decode_reduce combines the parts, with `latent` as head_dim.
  * partial_out f32 [seqs, num_heads, max_splits, latent].
- * grid (any, ceil(num_heads / 16)), block 256. */
+ * grid (any, ceil(num_heads / 16)), block 256, shared TUTTI_LATENT_SHARED. */
 #define TUTTI_LATENT_DECODE_ARGUMENTS                                                              \
     const TuttiSeq *seqs, const uint32_t *parts, const uint32_t *block_tables, float *partial_out, \
         float *partial_ml, tutti_bf16 *out, uint32_t num_heads, uint32_t latent, uint32_t rotated, \

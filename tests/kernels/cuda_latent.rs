@@ -1,7 +1,8 @@
 //! Emulated kernels of multi-head latent attention, with their definitions in f64, on a cache that
 //! is NaN except where the batch has tokens.
 use crate::cuda_emulation::{
-    Arg, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_u32, rounded_all, u32s,
+    Arg, Launch, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_u32, rounded_all,
+    u32s,
 };
 use crate::support::{Random, assert_close, bits, fp8_value, nearest_fp8, rounded_fp8};
 
@@ -162,6 +163,11 @@ fn every_head_has_a_matrix_of_its_own() {
     }
 }
 
+/// A launch with TUTTI_LATENT_SHARED.
+fn attention(kernel: &str, grid: [usize; 3]) -> Launch<'_> {
+    Launch { shared: 3 * 16 * 2 * (576 + 8), ..launch(kernel, grid, 256) }
+}
+
 /// A sequence: its rows, its tokens.
 type Seq = (usize, usize);
 
@@ -247,8 +253,8 @@ impl Attention {
             n(usize::from(skips_single)),
             u32s(&[row as u32]),
         ];
-        let name = self.name("attention");
-        let made = launch(&name, [row + 1, self.heads.div_ceil(16), 1], 256).run(&args);
+        let made =
+            attention(&self.name("attention"), [row + 1, self.heads.div_ceil(16), 1]).run(&args);
         let mut out = read_bf16(&made[5]);
         let behind = out.split_off(row * self.heads * self.latent);
         assert!(behind.iter().all(|x| x.is_nan()), "not live");
@@ -297,7 +303,7 @@ impl Attention {
             Arg::F32(1.0 / (width as f32).sqrt()),
             u32s(&[parts.len() as u32]),
         ];
-        let made = launch(&self.name("decode"), [2, self.heads.div_ceil(16), 1], 256).run(&args);
+        let made = attention(&self.name("decode"), [2, self.heads.div_ceil(16), 1]).run(&args);
         let items: Vec<u32> = (0..seqs.len() as u32).collect();
         let args = [
             Arg::Buffer(made[5].clone()),
@@ -347,6 +353,9 @@ fn attention_takes_values_from_its_keys() {
         (small(4, 0, false), &[(3, 20), (1, 1), (2, 33)][..]),
         (small(1, 7, false), &[(2, 19), (1, 40)]),
         (small(6, 0, true), &[(1, 37), (2, 2)]),
+        // Each buffer is used again and again, from within a tile on.
+        (small(3, 50, false), &[(1, 119)]),
+        (small(4, 50, true), &[(2, 131)]),
         (real, &[(2, 21)]),
     ] {
         let width = shape.width();

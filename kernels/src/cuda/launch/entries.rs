@@ -145,6 +145,10 @@ entries! {
     BLOCKS_IN: "tutti_blocks_in",
 }
 
+/// Attention over latents.
+const LATENT: [usize; 4] =
+    [LATENT_ATTENTION.0, LATENT_ATTENTION_FP8.0, LATENT_DECODE.0, LATENT_DECODE_FP8.0];
+
 impl Entry {
     /// Name of the kernel.
     #[must_use]
@@ -161,6 +165,7 @@ impl Entry {
         match (of(PREFILL, &HEAD_DIMS), of(PREFILL_FP8, &FP8_HEAD_DIMS)) {
             (Some(head_dim), _) => prefill_shared(head_dim, KvStorage::AsTaken),
             (_, Some(head_dim)) => prefill_shared(head_dim, KvStorage::Fp8),
+            _ if LATENT.contains(&self.0) => super::latent::SHARED,
             _ => 0,
         }
     }

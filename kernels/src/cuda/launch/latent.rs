@@ -9,6 +9,8 @@ use crate::cuda::parts::least_split;
 
 /// Largest latent, and largest width of what a token has in the cache.
 pub const LATENT_MOST: (usize, usize) = (512, 576);
+/// `TUTTI_LATENT_SHARED`
+pub(super) const SHARED: u32 = 3 * 16 * 2 * (LATENT_MOST.1 as u32 + 8);
 /// Resident blocks of decode attention per multiprocessor.
 const DECODE_BLOCKS: usize = 2;
 /// Largest numbers of rows of the variants of `tutti_heads_product_*`.
@@ -111,7 +113,9 @@ pub fn latent_attention(
         .u32(u32::from(skips_single))
         .ptr(live);
     let entry = io.cache.pick(LATENT_ATTENTION, LATENT_ATTENTION_FP8);
-    call(entry, (rows, shape.num_heads.div_ceil(16), 1), 256, args)
+    let mut call = call(entry, (rows, shape.num_heads.div_ceil(16), 1), 256, args);
+    call.launch.shared = SHARED;
+    call
 }
 
 /// `tutti_latent_decode`, `tutti_latent_decode_fp8`, with as many blocks as `multiprocessors` run
@@ -146,6 +150,7 @@ pub fn latent_decode(
     let at_once = multiprocessors as usize * DECODE_BLOCKS;
     let across = (at_once / blocks).clamp(1, work.parts_most.max(1));
     let entry = io.cache.pick(LATENT_DECODE, LATENT_DECODE_FP8);
-    let attention = call(entry, (across, blocks, 1), 256, args);
+    let mut attention = call(entry, (across, blocks, 1), 256, args);
+    attention.launch.shared = SHARED;
     [attention, decode_reduce(io, shape, work, partials, least)]
 }

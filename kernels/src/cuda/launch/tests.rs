@@ -340,6 +340,8 @@ fn tiles_hold_all_slots_of_every_expert_however_they_are_spread() {
 fn constants_are_the_headers() {
     for line in [
         "#define TUTTI_PREFILL_SHARED(head_dim) (320u * 2u * (head_dim))",
+        "#define TUTTI_LATENT_WIDTH_MAX 576",
+        "#define TUTTI_LATENT_SHARED (3u * 16u * 2u * (TUTTI_LATENT_WIDTH_MAX + 8u))",
         "#define TUTTI_DECODE_BLOCKS(group) (((group) + 15u) / 16u)",
         "#define TUTTI_SKINNY_FEATURES(number) ((number) <= 16u ? 16u : 32u)",
         "#define TUTTI_BIAS_MAX 1024u",
@@ -440,5 +442,16 @@ fn decode_attention_has_as_many_blocks_as_run_at_once() {
         let fit: Vec<u32> = images.into_iter().zip([164 << 10, 228 << 10]).map(fit).collect();
         let storage = io.cache.storage;
         assert_eq!(across, fit.iter().copied().min().unwrap(), "{head_dim} {storage:?}: {fit:?}");
+    }
+    let latent = AttentionShape { latent: Some(512), ..shape(576, 16, 1) };
+    for io in [&io, &fp8] {
+        let call = &latent_decode(io, &latent, &work(512), partials, 1)[0];
+        for ((registers, shared), memory) in
+            resources[call.entry.name()].1.into_iter().zip([164 << 10, 228 << 10])
+        {
+            let warp = (registers * 32).next_multiple_of(256);
+            let fit = (65_536 / warp / 8).min(memory / (shared + call.launch.shared + 1024));
+            assert!(call.launch.grid.0 <= fit, "{}: {fit}", call.entry.name());
+        }
     }
 }
