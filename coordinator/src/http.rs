@@ -30,7 +30,8 @@
 //! - `again`: retries where there was no room
 //! - [`logprobs`]: log-probabilities in OpenAI's two formats; [`prompt_logprobs`]: those of prompts
 //!   in vLLM's
-//! - [`metrics`]: the cluster's metrics in the requested format
+//! - [`metrics`]: the cluster's metrics in the requested format; [`probes`]: whether a process is
+//!   ready
 //! - [`access`]: request ids and the access log
 //! - `adapters`: LoRA adapters loaded and unloaded while the cluster runs
 //! - [`admin`]: the operator's API
@@ -84,6 +85,7 @@ mod pairs;
 pub mod params;
 pub mod pool;
 mod pooling;
+pub mod probes;
 pub mod prompt_logprobs;
 pub mod reading;
 pub mod refused;

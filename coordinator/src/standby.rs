@@ -10,6 +10,7 @@ use std::net::TcpListener;
 use std::time::Duration;
 
 use actix_web::dev::{Server, ServerHandle};
+use actix_web::http::KeepAlive;
 use actix_web::web::{self, Data};
 use actix_web::{HttpRequest, HttpResponse};
 use serde_json::json;
@@ -106,7 +107,7 @@ fn serve(
     view: watch::Receiver<View>,
     tls: Option<&Tls>,
 ) -> io::Result<Server> {
-    small_server(listener, tls, move |config| {
+    small_server(listener, tls, KeepAlive::default(), move |config| {
         config
             .app_data(Data::new(view.clone()))
             .route("/live", get().to(HttpResponse::Ok))

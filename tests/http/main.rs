@@ -16,6 +16,7 @@
 //! - [`openapi`]: `/openapi.json`, its routes and bounds
 //! - [`options`]: API keys, origins, operators' limits
 //! - [`overload`]: limits per key and address, time limits of requests
+//! - `scrapes`: scrapers of `/metrics` that do not read
 //! - [`scores`]: `/rerank` and `/score`
 //! - [`structured`]: structured output fields
 //! - [`thinking`]: bounds on reasoning
@@ -44,6 +45,7 @@ mod overload;
 mod responses;
 mod rig;
 mod scores;
+mod scrapes;
 mod shapes;
 mod streams;
 mod structured;

@@ -1,13 +1,22 @@
 //! `GET /metrics`: the whole cluster at the coordinator, a front end's own counts at a front end in
 //! its own process; in the requested format.
+//!
+//! - `pages`: pages that are being sent
+mod pages;
+
+use std::io::Write as _;
 use std::net::TcpListener;
 use std::sync::Arc;
 
 use actix_web::dev::Server;
-use actix_web::http::header::{ACCEPT, VARY};
-use actix_web::middleware::Compress;
-use actix_web::web::{self, Data};
+use actix_web::http::KeepAlive;
+use actix_web::http::header::{
+    ACCEPT, AcceptEncoding, ContentEncoding, Encoding, Header as _, VARY,
+};
+use actix_web::web::{self, Data, ServiceConfig};
 use actix_web::{HttpRequest, HttpResponse};
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use shared::clock::Clock;
 use shared::ids::Incarnation;
 use shared::membership::View;
@@ -15,11 +24,13 @@ use shared::metrics::{Exemplars, Limits, Merged, Merger, Source};
 use shared::protocol::FrontendId;
 use tokio::sync::watch;
 
+use self::pages::{PageBody, SentPages};
 use super::error::ApiError;
-use super::routes::{self, get};
+use super::routes::{get, get_version};
 use super::server::small_server;
 use super::state::{AppState, ReadinessCheck};
 use super::tls::Tls;
+use super::{access, probes};
 use crate::checkpoint::Publication;
 use crate::metrics::exposition::{Format, Page, PageOptions};
 use crate::metrics::hub::process_registry;
@@ -35,6 +46,32 @@ pub struct MetricsPage {
     publication: Option<Arc<Publication>>,
     /// The leader, if that can change.
     view: Option<(watch::Receiver<View>, Incarnation)>,
+    /// What is being sent, by [`PageKind::index`].
+    sent: [SentPages; PageKind::NUM],
+}
+
+/// What a scraper takes.
+#[derive(Clone, Copy, Debug)]
+struct PageKind {
+    format: Format,
+    gzip: bool,
+}
+
+impl PageKind {
+    const NUM: usize = 4;
+
+    fn of(request: &HttpRequest) -> Self {
+        let accept = request.headers().get_all(ACCEPT).filter_map(|value| value.to_str().ok());
+        let format = Format::negotiate(&accept.collect::<Vec<_>>().join(","));
+        let ours = [Encoding::identity(), Encoding::gzip()];
+        let taken = AcceptEncoding::parse(request).ok();
+        let chosen = taken.and_then(|taken| taken.negotiate(ours.iter()));
+        Self { format, gzip: chosen == Some(Encoding::gzip()) }
+    }
+
+    fn index(self) -> usize {
+        usize::from(self.format == Format::OpenMetrics) * 2 + usize::from(self.gzip)
+    }
 }
 
 /// Whose metrics a page shows.
@@ -50,7 +87,14 @@ impl MetricsPage {
     /// Makes a page of everything in `hub`.
     #[must_use]
     pub fn new(hub: Arc<Hub>, clock: Arc<dyn Clock>, options: PageOptions) -> Self {
-        Self { of: Of::Cluster(hub), clock, options, publication: None, view: None }
+        Self {
+            of: Of::Cluster(hub),
+            clock,
+            options,
+            publication: None,
+            view: None,
+            sent: Default::default(),
+        }
     }
 
     /// Makes a page of what a front end in its own process counts in `stats`.
@@ -58,7 +102,7 @@ impl MetricsPage {
     pub fn frontend(stats: FrontendStats, clock: Arc<dyn Clock>, options: PageOptions) -> Self {
         let options = PageOptions { frontend: true, ..options };
         let of = Of::Frontend(stats, process_registry());
-        Self { of, clock, options, publication: None, view: None }
+        Self { of, clock, options, publication: None, view: None, sent: Default::default() }
     }
 
     /// Makes a leader's page: it shows moments that `publication` chooses, and only the membership
@@ -129,15 +173,41 @@ pub fn start(
     readiness: ReadinessCheck,
     tls: Option<&Tls>,
 ) -> std::io::Result<Server> {
-    small_server(listener, tls, move |config| {
-        let (page, readiness) = (page.clone(), readiness.clone());
-        let scrape = get().to(move |request: HttpRequest| answer(page.clone(), request));
-        let probe = get().to(move || std::future::ready(routes::ready(readiness())));
-        config
-            .service(web::resource("/metrics").wrap(Compress::default()).route(scrape))
-            .service(web::resource("/ready").route(probe))
-            .service(web::resource(["/live", "/health"]).route(get().to(HttpResponse::Ok)));
+    small_server(listener, tls, KeepAlive::default(), move |config| {
+        declare(config, &page, &readiness)
     })
+}
+
+/// Serves the page and the probes where the API will be, and refuses everything else with 503 and
+/// what `readiness` says. Connections do not stay, so that the API soon has all of them.
+///
+/// # Errors
+/// If the listener cannot be used.
+pub fn start_waiting(
+    listener: TcpListener,
+    page: Arc<MetricsPage>,
+    readiness: ReadinessCheck,
+    tls: Option<&Tls>,
+) -> std::io::Result<Server> {
+    small_server(listener, tls, KeepAlive::Disabled, move |config| {
+        declare(config, &page, &readiness);
+        let readiness = readiness.clone();
+        config
+            .route("/ping", get().to(HttpResponse::Ok))
+            .route("/ping", web::post().to(HttpResponse::Ok))
+            .route("/version", get().to(get_version))
+            .default_service(web::to(move |request: HttpRequest| {
+                let error = ApiError::overloaded(readiness().message);
+                std::future::ready(Err::<HttpResponse, _>(access::told(error, &request)))
+            }));
+    })
+}
+
+fn declare(config: &mut ServiceConfig, page: &Arc<MetricsPage>, readiness: &ReadinessCheck) {
+    let page = page.clone();
+    let scrape = get().to(move |request: HttpRequest| answer(page.clone(), request));
+    config.service(web::resource("/metrics").route(scrape));
+    probes::declare(config, readiness);
 }
 
 /// Answers a scrape on the API's listener.
@@ -152,14 +222,26 @@ pub(super) async fn respond(
 }
 
 async fn answer(page: Arc<MetricsPage>, request: HttpRequest) -> Result<HttpResponse, ApiError> {
-    let accept = request.headers().get_all(ACCEPT).filter_map(|value| value.to_str().ok());
-    let format = Format::negotiate(&accept.collect::<Vec<_>>().join(","));
-    // Not on a thread that serves streams.
-    let text = web::block(move || page.render(format))
-        .await
-        .map_err(|_| ApiError::overloaded("the metrics could not be rendered"))?;
-    Ok(HttpResponse::Ok()
-        .insert_header((VARY, "Accept"))
-        .content_type(format.content_type())
-        .body(text))
+    let kind = PageKind::of(&request);
+    let (rendering, clock) = (page.clone(), page.clock.clone());
+    let sent = page.sent[kind.index()].get(clock, move || {
+        let text = rendering.render(kind.format).into_bytes();
+        if kind.gzip { compressed(&text) } else { text }
+    });
+    let sent = sent.await.map_err(|_| ApiError::overloaded("the metrics could not be rendered"))?;
+    let mut response = HttpResponse::Ok();
+    response.insert_header((VARY, "Accept, Accept-Encoding"));
+    response.content_type(kind.format.content_type());
+    if kind.gzip {
+        response.insert_header(ContentEncoding::Gzip);
+    }
+    Ok(response.body(PageBody::new(sent)))
+}
+
+/// Compresses a page, once for all who get it.
+fn compressed(text: &[u8]) -> Vec<u8> {
+    let mut encoder = GzEncoder::new(Vec::with_capacity(text.len() / 8), Compression::fast());
+    // Memory takes everything.
+    let _ = encoder.write_all(text);
+    encoder.finish().unwrap_or_default()
 }

@@ -3,7 +3,6 @@ use std::sync::Once;
 
 use actix_web::http::Method;
 use actix_web::http::header::{ACCESS_CONTROL_REQUEST_METHOD, ORIGIN};
-use actix_web::middleware::Compress;
 use actix_web::web::{self, Data, Payload, ServiceConfig};
 use actix_web::{HttpRequest, HttpResponse, Resource, Route, guard};
 use serde_json::json;
@@ -81,13 +80,7 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             "/version" | "/" => get().to(get_version),
             _ => get().to(get_health),
         };
-        let resource = resource(pattern(path), allow, route);
-        if path == "/metrics" {
-            // Only this one: compressing a stream would delay its events.
-            config.service(resource.wrap(Compress::default()));
-        } else {
-            config.service(resource);
-        }
+        config.service(resource(pattern(path), allow, route));
     }
     admin::routes(config);
     config.default_service(web::to(|request: HttpRequest| async move {

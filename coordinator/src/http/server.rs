@@ -3,6 +3,7 @@ use std::net::TcpListener;
 
 use actix_cors::Cors;
 use actix_web::dev::Server;
+use actix_web::http::KeepAlive;
 use actix_web::middleware::{Condition, from_fn};
 use actix_web::web::ServiceConfig;
 use actix_web::{App, HttpServer};
@@ -33,15 +34,7 @@ pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io:
     let tls = state.tls.clone();
     let (counted, stats) = (state.connections.clone(), state.stats.clone());
     let connections = CONNECTIONS_MAX.div_ceil(threads.max(1));
-    // Connections inherit this from their listener.
-    #[cfg(target_os = "linux")]
-    {
-        let socket = socket2::SockRef::from(&listener);
-        socket.set_tcp_notsent_lowat(UNSENT_MAX)?;
-        // Nobody asks for the next piece of an answer whose last piece is stuck, so only the
-        // connection's own timer notices that its client is gone for good.
-        socket.set_tcp_user_timeout(Some(TAKEN_WITHIN))?;
-    }
+    bound_unsent(&listener)?;
     let server = HttpServer::new(move || {
         let state = state.clone();
         App::new()
@@ -71,21 +64,41 @@ pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io:
     .run())
 }
 
-/// Starts a single-threaded server without the API: for probes and scrapes.
+/// Bounds what waits in a connection's socket, and for how long. Connections inherit it from their
+/// listener.
+fn bound_unsent(listener: &TcpListener) -> std::io::Result<()> {
+    #[cfg(target_os = "linux")]
+    {
+        let socket = socket2::SockRef::from(listener);
+        socket.set_tcp_notsent_lowat(UNSENT_MAX)?;
+        // Nobody asks for the next piece of an answer whose last piece is stuck, so only the
+        // connection's own timer notices that its client is gone for good.
+        socket.set_tcp_user_timeout(Some(TAKEN_WITHIN))?;
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = listener;
+    Ok(())
+}
+
+/// Starts a single-threaded server without the API, for probes and scrapes, whose connections are
+/// kept after an answer as `kept` says.
 ///
 /// # Errors
 /// If the listener cannot be used.
 pub fn small_server(
     listener: TcpListener,
     tls: Option<&Tls>,
+    kept: KeepAlive,
     routes: impl Fn(&mut ServiceConfig) + Clone + Send + 'static,
 ) -> std::io::Result<Server> {
+    bound_unsent(&listener)?;
     let server = HttpServer::new(move || App::new().configure(routes.clone()))
         .workers(1)
         .max_connections(SMALL_CONNECTIONS_MAX)
         .max_connection_rate(SMALL_CONNECTIONS_MAX)
         .tls_handshake_timeout(tls::HANDSHAKE_DEADLINE)
         .client_request_timeout(HEAD_DEADLINE)
+        .keep_alive(kept)
         .shutdown_timeout(1)
         .disable_signals();
     Ok(match tls {
