@@ -7,6 +7,7 @@
 //! - [`desired`]: PURE: operators' commands to the leader, which the next leader follows too
 //! - [`serves`]: PURE: what a coordinator would serve, and how that differs from the leader's
 //! - [`connect`]: how to connect to etcd
+//! - [`credential`]: certificates, keys and passwords, read again whenever etcd is dialled
 //! - [`core`]: PURE: a process's lease, registration and candidacy
 //! - [`etcd`]: the thread that registers this process, keeps its lease, watches, and campaigns
 //!
@@ -14,6 +15,7 @@
 //! the last view; only joining and a change of leader wait.
 pub mod connect;
 pub mod core;
+pub mod credential;
 pub mod desired;
 pub mod etcd;
 pub mod kept;
@@ -27,6 +29,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 pub use self::connect::{DatabaseUsage, EtcdOptions, FULL_REMEDY, ProbeError, Tls};
+pub use self::credential::Credential;
 pub use self::desired::{ChangedAdapters, DesiredState};
 pub use self::etcd::{DesiredStateSender, EtcdMembership};
 pub use self::serves::Serves;

@@ -12,7 +12,9 @@ use etcd_client::{Client, Permission};
 use shared::actor::placement::keep::{Change, Kept, KeptStart, Write};
 use shared::membership::kept::KeptActors;
 use shared::membership::ledger::{Ledger, LedgerError};
-use shared::membership::{EtcdMembership, EtcdOptions, FatalError, Record, Role, Tls, View};
+use shared::membership::{
+    Credential, EtcdMembership, EtcdOptions, FatalError, Record, Role, Tls, View,
+};
 use shared::protocol::actors::creation::{Creation, Instance, Needs, Restarted, Where};
 use tempfile::TempDir;
 use testkit::certificates::Certificates;
@@ -332,7 +334,7 @@ async fn an_etcd_with_tls_takes_those_whom_it_knows() {
     let Some(etcd) = Etcd::start_secure(folder.path(), &certificates).await.unwrap() else {
         return;
     };
-    let read = |path| std::fs::read(path).unwrap();
+    let read = |path| Credential::from(std::fs::read(path).unwrap());
     let (certificate, key) = certificates.pair("client");
     let identity = Some((read(certificate), read(key)));
     let tls = Tls { authority: read(certificates.authority()), identity: identity.clone() };
@@ -354,6 +356,42 @@ async fn an_etcd_with_tls_takes_those_whom_it_knows() {
 }
 
 #[tokio::test]
+async fn certificates_that_are_replaced_are_read_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let Some(certificates) = Certificates::make(folder.path()).unwrap() else { return };
+    let Some(mut etcd) = Etcd::start_secure(folder.path(), &certificates).await.unwrap() else {
+        return;
+    };
+    let (certificate, key) = certificates.pair("client");
+    let files = [certificates.authority(), certificate, key];
+    let followed = files.clone().map(|path| {
+        let name = path.display().to_string();
+        let read = move || std::fs::read(&path).map_err(|error| error.to_string());
+        Credential::read_again(name, read).unwrap()
+    });
+    let kept = files.map(|path| Credential::from(std::fs::read(path).unwrap()));
+    let member = |[authority, certificate, key]: [Credential; 3], node| {
+        let tls = Some(Tls { authority, identity: Some((certificate, key)) });
+        let options = EtcdOptions { tls, ..options(&etcd) };
+        EtcdMembership::start(options, record(node, 1), false).unwrap()
+    };
+    let (follows, keeps) = (member(followed, "follows"), member(kept, "keeps"));
+    for member in [&follows, &keeps] {
+        until(&mut member.view(), "it joins", |v| v.connected).await;
+    }
+    etcd.kill();
+    for member in [&follows, &keeps] {
+        until(&mut member.view(), "it notices", |v| !v.connected).await;
+    }
+    // Another authority, and other certificates by it.
+    Certificates::make(folder.path()).unwrap().unwrap();
+    etcd.restart().await.unwrap();
+    until(&mut follows.view(), "it has read them", |v| v.connected).await;
+    tokio::time::sleep(TTL).await;
+    assert!(!keeps.view().borrow().connected, "the old ones are of no use");
+}
+
+#[tokio::test]
 async fn an_etcd_with_users_gives_each_what_is_theirs() {
     let Some((_folder, etcd)) = etcd().await else { return };
     let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
@@ -369,7 +407,7 @@ async fn an_etcd_with_users_gives_each_what_is_theirs() {
     }
     client.auth_enable().await.unwrap();
     let as_user = |password: &str, cluster: &str| EtcdOptions {
-        user: Some(("tutti".to_owned(), password.to_owned())),
+        user: Some(("tutti".to_owned(), password.to_owned().into())),
         cluster: cluster.to_owned(),
         ..options(&etcd)
     };
@@ -416,7 +454,7 @@ async fn what_is_there_outlives_a_writer_that_cannot_read_it() {
     }
     client.auth_enable().await.unwrap();
     let user = |name: &str| EtcdOptions {
-        user: Some((name.to_owned(), "secret".to_owned())),
+        user: Some((name.to_owned(), "secret".to_owned().into())),
         ..options(&etcd)
     };
     let saved = Ledger::new(user("tutti")).save(epoch, b"second").await;

@@ -7,7 +7,8 @@ use std::time::Duration;
 use clap::Args;
 use coordinator::private_file;
 use shared::membership::{
-    CoordinatorAddress, EtcdMembership, EtcdOptions, FatalError, LEASE_TTL, Record, Role, Tls,
+    CoordinatorAddress, Credential, EtcdMembership, EtcdOptions, FatalError, LEASE_TTL, Record,
+    Role, Tls,
 };
 use shared::protocol::PROTOCOL_VERSION;
 use worker::run::address_towards;
@@ -111,7 +112,7 @@ pub(crate) fn options(args: &EtcdArgs, ttl: Duration) -> Result<Option<EtcdOptio
     }))
 }
 
-fn user(args: &EtcdArgs) -> Result<Option<(String, String)>, CliError> {
+fn user(args: &EtcdArgs) -> Result<Option<(String, Credential)>, CliError> {
     let Some(user) = &args.etcd_user else {
         return match &args.etcd_password_file {
             Some(_) => {
@@ -121,14 +122,14 @@ fn user(args: &EtcdArgs) -> Result<Option<(String, String)>, CliError> {
         };
     };
     let password = match &args.etcd_password_file {
-        Some(file) => private_text("--etcd-password-file", file)?,
-        None => std::env::var(PASSWORD).map_err(|_| {
+        Some(file) => credential("--etcd-password-file", file, private_text)?,
+        None => std::env::var(PASSWORD).map(Credential::from).map_err(|_| {
             CliError::Usage(format!(
                 "--etcd-user {user} needs a password: --etcd-password-file or {PASSWORD}"
             ))
         })?,
     };
-    Ok(Some((user.clone(), password.trim_end_matches(['\n', '\r']).to_owned())))
+    Ok(Some((user.clone(), password)))
 }
 
 fn tls(args: &EtcdArgs) -> Result<Option<Tls>, CliError> {
@@ -139,7 +140,8 @@ fn tls(args: &EtcdArgs) -> Result<Option<Tls>, CliError> {
     }
     let identity = match (&args.etcd_cert, &args.etcd_key) {
         (Some(certificate), Some(key)) => {
-            Some((read("--etcd-cert", certificate)?, private_text("--etcd-key", key)?.into_bytes()))
+            let certificate = credential("--etcd-cert", certificate, read)?;
+            Some((certificate, credential("--etcd-key", key, private_text)?))
         }
         (None, None) => None,
         _ => {
@@ -148,7 +150,9 @@ fn tls(args: &EtcdArgs) -> Result<Option<Tls>, CliError> {
         }
     };
     match (&args.etcd_ca, secure > 0) {
-        (Some(file), true) => Ok(Some(Tls { authority: read("--etcd-ca", file)?, identity })),
+        (Some(file), true) => {
+            Ok(Some(Tls { authority: credential("--etcd-ca", file, read)?, identity }))
+        }
         (None, true) => Err(CliError::Usage(
             "--etcd https://... needs --etcd-ca FILE, the authority that signed its certificate"
                 .to_owned(),
@@ -161,15 +165,27 @@ fn tls(args: &EtcdArgs) -> Result<Option<Tls>, CliError> {
     }
 }
 
-fn read(option: &str, file: &Path) -> Result<Vec<u8>, CliError> {
-    fs::read(file).map_err(|error| CliError::Usage(format!("{option} {}: {error}", file.display())))
+/// What a file has, as `read` reads it, now and whenever etcd is dialled.
+fn credential(
+    option: &str,
+    file: &Path,
+    read: impl Fn(&Path) -> Result<Vec<u8>, String> + Send + Sync + 'static,
+) -> Result<Credential, CliError> {
+    let name = format!("{option} {}", file.display());
+    let file = file.to_owned();
+    let found = Credential::read_again(name.clone(), move || read(&file));
+    found.map_err(|problem| CliError::Usage(format!("{name}: {problem}")))
+}
+
+fn read(file: &Path) -> Result<Vec<u8>, String> {
+    fs::read(file).map_err(|error| error.to_string())
 }
 
 /// Reads a file that nobody else may read.
-fn private_text(option: &str, file: &Path) -> Result<String, CliError> {
-    let at = |problem: String| CliError::Usage(format!("{option} {}: {problem}", file.display()));
-    private_file::check(file).map_err(at)?;
-    String::from_utf8(read(option, file)?).map_err(|_| at("it is not text".to_owned()))
+fn private_text(file: &Path) -> Result<Vec<u8>, String> {
+    private_file::check(file)?;
+    let text = String::from_utf8(read(file)?).map_err(|_| "it is not text".to_owned())?;
+    Ok(text.into_bytes())
 }
 
 /// Rejects two ways to find the coordinator.

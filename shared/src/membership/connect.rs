@@ -6,8 +6,9 @@ use etcd_client::{
     GetOptions, Identity, KeyValue, TlsOptions, Txn, TxnOp,
 };
 
-use super::PinnedRevision;
+use super::credential::Credential;
 use super::view::{Entry, Value, View};
+use super::{PinnedRevision, Record};
 
 /// Interval between checks that an idle connection still works.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
@@ -28,7 +29,7 @@ pub struct EtcdOptions {
     /// The cluster's name, which is the first part of all keys.
     pub cluster: String,
     /// User and password, if etcd requires them.
-    pub user: Option<(String, String)>,
+    pub user: Option<(String, Credential)>,
     /// Certificates, if the endpoints use TLS.
     pub tls: Option<Tls>,
     /// Time to live of a lease without keepalives, at least 2 s.
@@ -39,9 +40,9 @@ pub struct EtcdOptions {
 #[derive(Clone)]
 pub struct Tls {
     /// The authority that signed etcd's certificates.
-    pub authority: Vec<u8>,
+    pub authority: Credential,
     /// This process's own certificate and its key, if etcd requires one.
-    pub identity: Option<(Vec<u8>, Vec<u8>)>,
+    pub identity: Option<(Credential, Credential)>,
 }
 
 impl std::fmt::Debug for Tls {
@@ -61,7 +62,8 @@ impl std::fmt::Debug for EtcdOptions {
 }
 
 impl EtcdOptions {
-    /// Returns a client with this deadline for answers. Without a user, nothing is dialled yet.
+    /// Returns a client with this deadline for answers, with the credentials as they are now.
+    /// Without a user, nothing is dialled yet.
     ///
     /// # Errors
     /// When an address or certificate cannot be used, or the user is rejected.
@@ -73,13 +75,16 @@ impl EtcdOptions {
             .with_tcp_keepalive(KEEP_ALIVE)
             .with_require_leader(true);
         if let Some((user, password)) = &self.user {
+            let password = password.current();
+            let password = String::from_utf8_lossy(&password);
+            let password = password.trim_end_matches(['\n', '\r']);
             options = options.with_user(user, password).with_auto_token_refresh(true);
         }
         if let Some(tls) = &self.tls {
-            let authority = Certificate::from_pem(&tls.authority);
+            let authority = Certificate::from_pem(tls.authority.current());
             let mut with = TlsOptions::new().ca_certificate(authority);
             if let Some((certificate, key)) = &tls.identity {
-                with = with.identity(Identity::from_pem(certificate, key));
+                with = with.identity(Identity::from_pem(certificate.current(), key.current()));
             }
             options = options.with_tls(with);
         }
@@ -91,6 +96,19 @@ impl EtcdOptions {
     /// # Errors
     /// Why etcd cannot be asked.
     pub async fn pinned(&self, deadline: Duration) -> Result<Option<PinnedRevision>, String> {
+        Ok(self.listed(deadline).await?.pinned().cloned())
+    }
+
+    /// Which coordinator leads, asked once; `None` if none does.
+    ///
+    /// # Errors
+    /// Why etcd cannot be asked.
+    pub async fn leader(&self, deadline: Duration) -> Result<Option<Record>, String> {
+        Ok(self.listed(deadline).await?.leader.map(|leader| leader.record))
+    }
+
+    /// All that etcd knows of the cluster now.
+    async fn listed(&self, deadline: Duration) -> Result<View, String> {
         let ask = async {
             let mut client = self.connect(deadline).await?;
             let prefix = format!("/{}/", self.cluster);
@@ -103,7 +121,7 @@ impl EtcdOptions {
         let mut view = View::default();
         let entries = listed.kvs().iter().filter_map(|kv| entry(&self.cluster, kv)).collect();
         view.list(listed.header().map_or(0, |header| header.revision()), entries);
-        Ok(view.pinned().cloned())
+        Ok(view)
     }
 
     /// Checks whether a process with these options could be a member: etcd is reachable, accepts
