@@ -5,6 +5,7 @@
 //! API; any number of front ends serve one cluster. Its counters appear on the coordinator's
 //! `/metrics`; its own `/metrics` shows its process, and its HTTP under separate names.
 //!
+//! - `start_up`: what it answers until it serves
 //! - `dial`: dials until a coordinator answers
 //! - `adapters`: commands about LoRA adapters, which the coordinator carries out
 //! - `incoming`: what the link has received and nobody has handled yet
@@ -19,10 +20,11 @@ mod held;
 mod incoming;
 mod open_request;
 mod requests;
+mod start_up;
 mod uplink;
 mod usage;
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,17 +41,18 @@ use shared::wire::keyring::Keyring;
 use tokio::sync::oneshot;
 
 use self::dial::Dialler;
+use self::start_up::{Bound, OwnedServer, StartUp};
 use self::uplink::Uplink;
 use crate::adapters::{AdapterChanges, ServedAdapters};
 use crate::coordinator::{CLOSE_PATIENCE, TRACES_PATIENCE};
 use crate::engine::EngineHandle;
 use crate::http::gate::Gate;
-use crate::http::metrics::MetricsPage;
+use crate::http::metrics::{self, MetricsPage};
 use crate::http::models::Models;
 use crate::http::options::ApiOptions;
 use crate::http::params::Limits;
 use crate::http::server;
-use crate::http::state::AppState;
+use crate::http::state::{AppState, Readiness, ReadinessCheck};
 use crate::http::tls::scheme;
 use crate::metrics::FrontendStats;
 use crate::metrics::exposition::PageOptions;
@@ -68,6 +71,8 @@ pub struct FrontendOptions {
     pub node: String,
     /// The address that serves HTTP.
     pub listen: SocketAddr,
+    /// A separate address for probes and scrapes, if any.
+    pub metrics_listen: Option<SocketAddr>,
     /// The model folder; by default what the coordinator names.
     pub model: Option<PathBuf>,
     /// Where models of the hub come from, or why there is none.
@@ -113,10 +118,12 @@ pub enum FrontendError {
     #[error("the coordinator now serves another model than this front end was started for: {0}")]
     OtherModel(String),
     /// The address cannot be used.
-    #[error("cannot listen on {address} (--listen): {error}")]
+    #[error("cannot listen on {address} ({option}): {error}")]
     Listen {
         /// The address.
         address: SocketAddr,
+        /// The option that names it.
+        option: &'static str,
         /// The operating system's error.
         error: std::io::Error,
     },
@@ -151,12 +158,19 @@ impl Drop for CancelOnDrop {
     }
 }
 
+/// The readiness of a front end that takes no more requests once the gate is closed.
+fn closing(gate: Gate, check: ReadinessCheck) -> ReadinessCheck {
+    Arc::new(move || if gate.is_closed() { Readiness::ending() } else { check() })
+}
+
 /// A running front end.
 #[derive(Debug)]
 pub struct Frontend {
     http_addr: SocketAddr,
     scheme: &'static str,
     http: ServerHandle,
+    /// The server of probes and scrapes, and its URL.
+    probes: Option<(String, OwnedServer)>,
     gate: Gate,
     actors: ActorRuntime,
     stop: oneshot::Sender<()>,
@@ -165,20 +179,13 @@ pub struct Frontend {
 }
 
 impl Frontend {
-    /// Joins the coordinator, retrying until it answers, and starts to serve.
+    /// Joins the coordinator, retrying until it answers, and starts to serve. Meanwhile it answers
+    /// probes, and refuses everything else with what it waits for.
     ///
     /// # Errors
     /// [`FrontendError`].
     pub async fn start(options: FrontendOptions) -> Result<Self, FrontendError> {
-        let address = options.listen;
-        let failed = |error| FrontendError::Listen { address, error };
-        let bind = || {
-            let listener = TcpListener::bind(address)?;
-            listener.set_nonblocking(true)?;
-            let bound = listener.local_addr()?;
-            Ok((listener, bound))
-        };
-        let (listener, http_addr) = bind().map_err(failed)?;
+        let bound = Bound::new(options.listen, "--listen")?;
         let hello = FrontendHello {
             node: options.node.clone(),
             incarnation: Incarnation(options.run),
@@ -187,8 +194,30 @@ impl Frontend {
             slot: None,
         };
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
-        let joined = Dialler::new(&options, clock.clone()).dial(&hello, None).await?;
+        let stats = FrontendStats::new();
+        let page_options = PageOptions {
+            clock_start: since_1970().saturating_sub(clock.now()),
+            ..PageOptions::default()
+        };
+        let page = MetricsPage::frontend(stats.clone(), clock.clone(), page_options);
+        let (page, start_up, gate) = (Arc::new(page), StartUp::new(), Gate::default());
+        let tls = options.api.tls.clone();
+        let probes = match options.metrics_listen {
+            Some(address) => {
+                let bound = Bound::new(address, "--metrics-listen")?;
+                let url = format!("{}://{}", scheme(tls.as_ref()), bound.address);
+                let check = closing(gate.clone(), start_up.check());
+                let serve = |it| metrics::start(it, page.clone(), check, tls.as_ref());
+                Some((url, OwnedServer::start(&bound, serve)?))
+            }
+            None => None,
+        };
+        let waiting = |it| metrics::start_waiting(it, page.clone(), start_up.check(), tls.as_ref());
+        let waiting = OwnedServer::start(&bound, waiting)?;
+        let mut dialler = Dialler::new(&options, clock.clone()).telling(start_up.clone());
+        let joined = dialler.dial(&hello, None).await?;
         let serving = joined.2.serving.clone();
+        start_up.waits_for(format!("it loads what it needs of {}", serving.served_model_name));
         let folder = match &options.model {
             Some(folder) => folder.clone(),
             None => text_of(&serving.model, &options.hub).await?,
@@ -197,24 +226,16 @@ impl Frontend {
         if text.fingerprint != serving.text_fingerprint {
             return Err(FrontendError::OtherText { folder });
         }
-        let stats = FrontendStats::new();
         let (engine, commands) = EngineHandle::channel();
         let (threads, run) = (options.http_threads, options.run);
         let (api, secret) = (options.api.clone(), options.secret.clone());
-        let (gate, actors) = (Gate::default(), options.actors.clone());
+        let actors = options.actors.clone();
         let adapters = ServedAdapters::of(&serving.adapters);
         let (changes, asks) = AdapterChanges::channel();
         let uplink =
             Uplink::new(options, hello, serving.clone(), clock.clone(), stats.clone(), commands)
                 .behind(gate.clone())
                 .adapting(adapters.clone(), asks);
-        let page_options = PageOptions {
-            model_name: serving.served_model_name.clone(),
-            clock_start: since_1970().saturating_sub(clock.now()),
-            ..PageOptions::default()
-        };
-        let page = MetricsPage::frontend(stats.clone(), clock.clone(), page_options);
-        let page = Arc::new(page);
         let state = AppState::new(
             text,
             engine,
@@ -230,8 +251,11 @@ impl Frontend {
         .with_api(&api)
         .with_gate(gate.clone())
         .with_metrics(page);
-        let scheme = scheme(api.tls.as_ref());
-        let http = server::start(listener, state, threads).map_err(failed)?;
+        let readiness = state.readiness.clone();
+        waiting.end().await;
+        start_up.serves(readiness);
+        let (failed, http_addr) = (bound.failed(), bound.address);
+        let http = server::start(bound.listener, state, threads).map_err(failed)?;
         let handle = http.handle();
         actix::spawn(http);
         let (stop, stopped) = oneshot::channel();
@@ -241,8 +265,9 @@ impl Frontend {
                 let _ = end.send(error);
             }
         });
-        let traces = api.traces;
-        Ok(Self { http_addr, scheme, http: handle, gate, actors, stop, ended, traces })
+        let (traces, scheme) = (api.traces, scheme(tls.as_ref()));
+        let http = handle;
+        Ok(Self { http_addr, scheme, http, probes, gate, actors, stop, ended, traces })
     }
 
     /// The address that serves HTTP.
@@ -255,6 +280,12 @@ impl Frontend {
     #[must_use]
     pub fn http_url(&self) -> String {
         format!("{}://{}", self.scheme, self.http_addr)
+    }
+
+    /// The URL that serves probes and scrapes alone, if there is one.
+    #[must_use]
+    pub fn metrics_url(&self) -> Option<&str> {
+        self.probes.as_ref().map(|(url, _)| url.as_str())
     }
 
     /// Resolves when the front end cannot continue.

@@ -26,6 +26,7 @@ pub(crate) fn run(args: &FrontendArgs) -> Result<(), CliError> {
         actors: ActorRuntime::spoke(&node, run, Arc::new(SystemClock::start())),
         node,
         listen: args.listen,
+        metrics_listen: args.metrics_listen,
         model: args.model.clone(),
         hub: args.cache.hub(),
         api: api::options(&args.api, args.listen)?,
@@ -56,6 +57,9 @@ async fn serve(options: FrontendOptions, patience: Duration) -> Result<(), CliEr
     };
     let mut frontend = started.map_err(|error| CliError::Failed(error.to_string()))?;
     print_line(&format!("tutti frontend: {}", frontend.http_url()));
+    if let Some(url) = frontend.metrics_url() {
+        print_line(&format!("metrics only: {url}"));
+    }
     tokio::select! {
         () = signals.next() => {}
         error = frontend.failed() => return Err(CliError::Failed(error.to_string())),

@@ -209,6 +209,10 @@ pub(crate) struct FrontendArgs {
     pub(crate) api: ApiArgs,
     /// Model folder, for its tokenizer and chat template [default: where the coordinator has it; a
     /// model of the hub is downloaded, without its weights]
+    /// Also serve /metrics, /live and /ready on a separate address, for scrapers that must not
+    /// reach the API and for probes that must get through whatever clients do
+    #[arg(long, value_name = "IP:PORT")]
+    pub(crate) metrics_listen: Option<SocketAddr>,
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
     #[command(flatten)]

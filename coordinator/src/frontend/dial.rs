@@ -10,6 +10,7 @@ use shared::protocol::{FrontendHello, FrontendWelcome};
 use shared::wire::frame::FrameKind;
 use shared::wire::keyring::Keyring;
 
+use super::start_up::StartUp;
 use super::{FrontendError, FrontendOptions};
 
 /// The destination that welcomed the front end, the connection, and the welcome.
@@ -24,13 +25,20 @@ pub(super) struct Dialler {
     run: u64,
     attempts: u64,
     clock: Arc<dyn Clock>,
+    /// Told why no coordinator has welcomed this front end yet.
+    told: Option<StartUp>,
 }
 
 impl Dialler {
     /// Makes the dialler of a front end with these `options`.
     pub(super) fn new(options: &FrontendOptions, clock: Arc<dyn Clock>) -> Self {
         let (address, secret) = (options.coordinator.clone(), options.secret.clone());
-        Self { address, secret, run: options.run, attempts: 0, clock }
+        Self { address, secret, run: options.run, attempts: 0, clock, told: None }
+    }
+
+    /// Says there why it is still dialling.
+    pub(super) fn telling(self, told: StartUp) -> Self {
+        Self { told: Some(told), ..self }
     }
 
     /// Dials until a coordinator answers: at once the first time, after a short pause if the link
@@ -71,6 +79,12 @@ impl Dialler {
                 }
                 // One that has been welcomed belongs here, whoever answers now.
                 Err(JoinError::Retry(reason) | JoinError::Unproven(reason)) => {
+                    if let Some(told) = &self.told {
+                        let coordinator = &to.address;
+                        told.waits_for(format!(
+                            "it dials the coordinator at {coordinator}: {reason}"
+                        ));
+                    }
                     if let Some(seconds) = unreached.failed(self.clock.now()) {
                         let coordinator = to.address.as_str();
                         tracing::warn!(coordinator, %reason, seconds, "cannot join yet; dialling until it answers");

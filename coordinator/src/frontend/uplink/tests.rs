@@ -69,6 +69,7 @@ fn options(address: &str) -> (Arc<dyn Clock>, FrontendOptions) {
         coordinator: address.into(),
         node: "f".to_owned(),
         listen: ([127, 0, 0, 1], 0).into(),
+        metrics_listen: None,
         model: None,
         hub: Err("none".to_owned()),
         http_threads: 1,
