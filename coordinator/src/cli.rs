@@ -18,8 +18,8 @@
 //! - `api`, `etcd`, `lora`, `resources`, `speculative`, `vllm`: groups of options, and vLLM's names
 //!   for them
 //! - `secret`, `core_dumps`: the cluster secret; no core dumps that would contain it
-//! - `claims`, `heartbeat`, `open_files`, `signals`: GPUs in use, heartbeats, limits and signals of
-//!   a process
+//! - `claims`, `heartbeat`, `health`, `open_files`, `signals`: GPUs in use, heartbeats, probes,
+//!   limits and signals of a process
 //! - `hub`: models by their names on the hub
 //! - `traces`: starts the export of traces
 //! - `logging`, `output`: the log, and what is printed
@@ -36,6 +36,7 @@ mod etcd;
 mod flags;
 mod front;
 mod handing_over;
+mod health;
 mod heartbeat;
 mod host;
 mod http_client;

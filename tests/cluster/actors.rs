@@ -20,6 +20,7 @@ use testkit::client::Client;
 use testkit::fleet::Fleet;
 use testkit::local_cluster::LocalCluster;
 use tokio::sync::oneshot;
+use worker::health::WorkerHealth;
 use worker::run::WorkerOptions;
 
 use crate::etcd::Meeting;
@@ -58,6 +59,7 @@ impl Program {
             actors: actors.clone(),
             hub: Err("none".to_owned()),
             drain_timeout: Duration::from_secs(2),
+            health: WorkerHealth::default(),
         };
         let thread = std::thread::spawn(move || {
             actix_web::rt::System::new().block_on(async move {

@@ -24,6 +24,7 @@
 //! - [`pages`]: `/metrics` of every role of a running cluster
 //! - [`placing`]: which workers form a replica
 //! - [`priorities`]: urgent requests before others
+//! - `probes`: what processes answer to probes, also before they serve
 //! - [`prefixes`]: prompts with common prefixes
 //! - [`recovery`]: how long clients wait when something breaks; the figures of docs/benchmarks.md
 //! - [`resharding`]: the tensor-parallel degree follows the members
@@ -81,6 +82,7 @@ mod prefixes;
 mod priorities;
 mod recovery;
 mod resharding;
+mod probes;
 mod rotation;
 mod scaling;
 mod scraping;

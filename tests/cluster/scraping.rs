@@ -13,6 +13,7 @@ use shared::protocol::NodeResources;
 use testkit::fleet::Fleet;
 use testkit::scrape::Scrape;
 use worker::device::{CpuDevice, DeviceChoice};
+use worker::health::WorkerHealth;
 use worker::run::WorkerOptions;
 
 use crate::{STORY, greedy, up};
@@ -131,6 +132,7 @@ fn embed_worker(coordinator: &str, node: &str, application: Metrics) {
         actors: ActorRuntime::spoke(node, 1, Arc::new(SystemClock::start())),
         hub: Err("none".to_owned()),
         drain_timeout: worker::run::DRAIN_TIMEOUT,
+        health: WorkerHealth::default(),
     };
     std::thread::spawn(move || {
         actix_web::rt::System::new().block_on(async move {

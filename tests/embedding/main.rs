@@ -32,6 +32,7 @@ use shared::metrics::application::Metrics;
 use shared::protocol::NodeResources;
 use shared::protocol::actors::creation::{Needs, Where};
 use worker::device::{CpuDevice, DeviceChoice};
+use worker::health::WorkerHealth;
 use worker::run::WorkerOptions;
 
 /// A message: some text. Both sides must know this type.
@@ -104,6 +105,7 @@ fn main() -> Result<(), String> {
         actors,
         hub: Err("this program has no cache for models of the hub".to_owned()),
         drain_timeout: worker::run::DRAIN_TIMEOUT,
+        health: WorkerHealth::default(),
     };
     let end = actix::System::new()
         .block_on(worker::run::run(options, std::future::pending()))

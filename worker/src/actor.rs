@@ -180,6 +180,7 @@ impl WorkerActor {
         self.link = None;
         self.leave_peer(reason);
         self.uplink.set(None);
+        self.uplink.health().unlinked(reason.to_owned());
         self.executor.abort_all();
         let pause = self.pause();
         self.dial(ctx, pause);
@@ -203,6 +204,7 @@ impl WorkerActor {
 
     /// Ends: says goodbye, first letting the process's named actors finish if it is told to end.
     fn leave(&mut self, ctx: &mut Context<Self>, end: WorkerEnd) {
+        self.uplink.health().ends();
         if !matches!(end, WorkerEnd::Shutdown { .. }) {
             return self.say_goodbye(ctx, end);
         }
@@ -287,11 +289,15 @@ impl WorkerActor {
             }
         };
         let queued = match message {
-            ToWorker::Form(form) => self.executor.command(ExecutorCommand::Form(form)),
+            ToWorker::Form(form) => {
+                self.uplink.health().forms(form.epoch);
+                self.executor.command(ExecutorCommand::Form(form))
+            }
             ToWorker::Start(start) => self.executor.command(ExecutorCommand::Start(start)),
             ToWorker::Step(plan) => self.executor.command(ExecutorCommand::Step(plan)),
             ToWorker::Adapter(change) => self.executor.command(ExecutorCommand::Adapter(change)),
             ToWorker::Abort { epoch } => {
+                self.uplink.health().aborted(epoch);
                 self.executor.abort(epoch);
                 Ok(())
             }

@@ -4,6 +4,7 @@
 //! - [`run`]: puts a worker together
 //! - [`actor`]: the link to the coordinator, messages in and out
 //! - [`executor`]: the OS thread that owns a rank and runs one command at a time
+//! - [`health`]: whether it is linked, and serves or is free to
 //! - [`outbox`]: sends the executor's messages and measurements
 //! - [`rank`]: the seam between message handling and arithmetic
 //! - [`engine_rank`]: a rank on some device; [`device`]: CPU cores or a GPU
@@ -23,6 +24,7 @@ pub mod device;
 pub mod engine;
 pub mod engine_rank;
 pub mod executor;
+pub mod health;
 pub mod model;
 pub mod outbox;
 pub mod rank;

@@ -113,10 +113,12 @@ impl Outbox for LinkOutbox {
             FromWorker::Adapter(done) => done.epoch,
             FromWorker::Stats(_) | FromWorker::Logs(_) | FromWorker::Goodbye { .. } => Epoch(0),
         };
+        self.uplink.health().told(link, &message);
         self.uplink.tell_over(link, epoch, &message);
     }
 
     fn step_finished(&mut self, result: &StepResult) -> WorkerStats {
+        self.uplink.health().stepped(result.epoch);
         if !self.uplink.measures() {
             return WorkerStats::default();
         }

@@ -25,6 +25,7 @@ use crate::actor::{StopWorker, Uplink, WorkerActor, WorkerConfig, WorkerEnd};
 use crate::device::DeviceChoice;
 use crate::engine_rank::EngineRank;
 use crate::executor::Executor;
+use crate::health::WorkerHealth;
 use crate::outbox::LinkOutbox;
 
 /// Usual value of [`WorkerOptions::drain_timeout`].
@@ -74,6 +75,8 @@ pub struct WorkerOptions {
     /// How long the process's named actors may take to finish what they have when it is told to end
     /// ([`DRAIN_TIMEOUT`]).
     pub drain_timeout: Duration,
+    /// Where the worker records whether it is ready.
+    pub health: WorkerHealth,
 }
 
 /// Runs a worker on the current actix system until it ends; when `stop` resolves, the worker leaves
@@ -100,7 +103,7 @@ pub async fn run(
         }
     };
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
-    let uplink = Uplink::default();
+    let uplink = Uplink::recording(options.health);
     let (lost, device_lost) = oneshot::channel();
     let nvml = options.nvml.clone();
     let outbox = LinkOutbox::new(uplink.clone(), options.application, options.nvml)

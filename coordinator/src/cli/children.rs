@@ -25,6 +25,7 @@ use tokio::process::{Child, ChildStderr, Command};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::MissedTickBehavior;
 
+use super::health::ReadyWorkers;
 use super::heartbeat::{EVERY, HeartbeatMonitor};
 use super::logging::{self, COLOURS};
 
@@ -79,15 +80,17 @@ pub(crate) struct Children {
     wanted: watch::Sender<u32>,
     /// Workers that kept failing and are not restarted any more.
     given_up: BTreeSet<u32>,
+    ready: ReadyWorkers,
 }
 
 impl Children {
-    /// Starts `count` workers, each watched by its own task.
+    /// Starts `count` workers, each watched by its own task, which says there whether it is ready.
     pub(crate) fn start(
         command: WorkerCommand,
         count: u32,
         events: mpsc::Sender<ChildEvent>,
         kick: watch::Receiver<UnresponsiveNodes>,
+        ready: ReadyWorkers,
     ) -> Self {
         let (stop, _) = watch::channel(false);
         let command = Arc::new(command);
@@ -100,6 +103,7 @@ impl Children {
             count: 0,
             wanted: watch::channel(0).0,
             given_up: BTreeSet::new(),
+            ready,
         };
         while children.count < count {
             children.add();
@@ -166,8 +170,10 @@ impl Children {
             stopped: self.stop.subscribe(),
             kick: self.kick.clone(),
             wanted: self.wanted.subscribe(),
+            ready: self.ready.clone(),
             index,
         };
+        self.ready.set(&watcher.node, false);
         self.tasks.retain(|task| !task.is_finished());
         self.tasks.push(tokio::spawn(watcher.run()));
     }
@@ -198,6 +204,7 @@ struct Watcher {
     kick: watch::Receiver<UnresponsiveNodes>,
     /// Number of workers wanted: a worker above it is not restarted, however it ended.
     wanted: watch::Receiver<u32>,
+    ready: ReadyWorkers,
 }
 
 impl Watcher {
@@ -248,6 +255,7 @@ impl Watcher {
     }
 
     async fn send_left(&self) {
+        self.ready.forget(&self.node);
         self.send_event(ChildEvent::Left { node: self.node.clone() }).await;
     }
 
@@ -286,7 +294,9 @@ impl Watcher {
         tail: Tail,
     ) -> Option<ExitStatus> {
         let pid = child.id().unwrap_or_default();
-        let status = self.watch(child, monitor).await?;
+        let status = self.watch(child, monitor).await;
+        self.ready.set(&self.node, false);
+        let status = status?;
         let (node, stderr) = (self.node.clone(), tail.lines().await);
         let ended = ProcessExit { node, pid, status: status.to_string(), stderr };
         self.send_event(ChildEvent::Ended(ended)).await;
@@ -313,11 +323,14 @@ impl Watcher {
                         let _ = child.start_kill();
                     }
                 }
-                _ = look.tick() => if monitor.is_dead() {
-                    let (node, pid) = (&self.node, child.id());
-                    tracing::error!(node, pid, "the worker's heartbeat stopped; killing it");
-                    let _ = child.start_kill();
-                },
+                _ = look.tick() => {
+                    if monitor.is_dead() {
+                        let (node, pid) = (&self.node, child.id());
+                        tracing::error!(node, pid, "the worker's heartbeat stopped; killing it");
+                        let _ = child.start_kill();
+                    }
+                    self.ready.set(&self.node, monitor.is_ready());
+                }
                 _ = self.stopped.changed() => {
                     drop(monitor);
                     if tokio::time::timeout(self.command.patience, child.wait()).await.is_err() {
@@ -397,7 +410,7 @@ mod tests {
         };
         let (events, mut ends) = mpsc::channel(1);
         let (_kick, kicked) = watch::channel(UnresponsiveNodes::new());
-        let children = Children::start(command, workers, events, kicked);
+        let children = Children::start(command, workers, events, kicked, ReadyWorkers::default());
         let mut told = [0; 4];
         while told.iter().sum::<usize>() < wanted {
             let event = tokio::time::timeout(Duration::from_secs(30), ends.recv()).await;

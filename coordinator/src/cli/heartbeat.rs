@@ -3,8 +3,9 @@
 //!
 //! Heartbeats come from the thread that runs the process's actors, not from a dedicated one, which
 //! would go on beating in a process that is otherwise dead. A worker started by our own parent
-//! process beats into its stdin, a socket whose other end tells it when the parent is gone; a
-//! systemd service with `WatchdogSec=` beats to systemd.
+//! process beats into its stdin, a socket whose other end tells it when the parent is gone, and
+//! says with each heartbeat whether it is ready; a systemd service with `WatchdogSec=` beats to
+//! systemd.
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::linux::net::SocketAddrExt as _;
@@ -16,15 +17,19 @@ use tokio::time::{MissedTickBehavior, interval};
 
 /// Interval of a worker's heartbeats and of its parent's checks.
 pub(super) const EVERY: Duration = Duration::from_secs(1);
-/// A heartbeat, and the announcement of an end, which may take its time.
+/// A heartbeat, that of a worker that is ready, and the announcement of an end, which may take its
+/// time.
 const BEAT: u8 = b'.';
+const READY: u8 = b'+';
 const FAREWELL: u8 = b'!';
 /// Checks in a row without a heartbeat after which a process is dead.
 const MISSED_CHECKS_MAX: u32 = 10;
+/// Checks in a row without a heartbeat after which a process does not count as ready.
+const SILENT_CHECKS_MAX: u32 = 3;
 
 /// Resolves when the parent is gone, which the end of stdin shows if `tells`; otherwise never.
-/// Sends heartbeats meanwhile, if somebody listens.
-pub(super) async fn parent_gone(tells: bool) {
+/// Sends heartbeats meanwhile, if somebody listens, and says whether this process `is_ready`.
+pub(super) async fn parent_gone(tells: bool, is_ready: impl Fn() -> bool + 'static) {
     if !tells {
         return std::future::pending().await;
     }
@@ -33,7 +38,7 @@ pub(super) async fn parent_gone(tells: bool) {
         // A separate task: it beats as long as this thread runs tasks, whatever becomes of the one
         // that waits here.
         Some(stream) => drop(actix::spawn(async move {
-            beat(stream).await;
+            beat(stream, is_ready).await;
             let _ = sender.send(());
         })),
         None => drop(std::thread::spawn(move || {
@@ -62,7 +67,7 @@ fn stdin_socket() -> Option<UnixStream> {
 }
 
 /// Sends heartbeats until the other end is closed.
-async fn beat(beats: UnixStream) {
+async fn beat(beats: UnixStream, is_ready: impl Fn() -> bool) {
     let stream = beats.try_clone().and_then(tokio::net::UnixStream::from_std);
     let Ok(stream) = stream else { return std::future::pending().await };
     let mut timer = interval(EVERY);
@@ -72,7 +77,7 @@ async fn beat(beats: UnixStream) {
         tokio::select! {
             _ = timer.tick() => {
                 // A parent that reads nothing is stopped itself: it has enough of them.
-                let _ = (&beats).write(&[BEAT]);
+                let _ = (&beats).write(&[if is_ready() { READY } else { BEAT }]);
             }
             ready = stream.readable() => {
                 let read = ready.and_then(|()| stream.try_read(&mut bytes));
@@ -94,6 +99,8 @@ pub(super) struct HeartbeatMonitor {
     missed: MissedBeats,
     /// Whether the child has announced its end.
     ends: bool,
+    /// Whether its last heartbeat said that it is ready.
+    ready: bool,
 }
 
 impl HeartbeatMonitor {
@@ -101,7 +108,10 @@ impl HeartbeatMonitor {
     pub(super) fn pair() -> std::io::Result<(Self, OwnedFd)> {
         let (stream, child) = UnixStream::pair()?;
         stream.set_nonblocking(true)?;
-        Ok((Self { stream, missed: MissedBeats::default(), ends: false }, child.into()))
+        Ok((
+            Self { stream, missed: MissedBeats::default(), ends: false, ready: false },
+            child.into(),
+        ))
     }
 
     /// Call it every [`EVERY`]; returns whether the child is dead.
@@ -113,11 +123,17 @@ impl HeartbeatMonitor {
                 Ok(n) => {
                     heard = true;
                     self.ends |= bytes[..n].contains(&FAREWELL);
+                    self.ready = bytes[..n].last() == Some(&READY);
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(_) => return self.missed.check(heard) && !self.ends,
             }
         }
+    }
+
+    /// Whether the child is ready, as it last said, and still says it.
+    pub(super) fn is_ready(&self) -> bool {
+        self.ready && self.missed.checks <= SILENT_CHECKS_MAX
     }
 }
 
@@ -207,6 +223,13 @@ mod tests {
         assert!(!monitor.is_dead());
         assert!((0..9).all(|_| !monitor.is_dead()));
         assert!(monitor.is_dead());
+        assert!(!monitor.is_ready());
+        child.write_all(&[BEAT, READY]).unwrap();
+        assert!(!monitor.is_dead() && monitor.is_ready());
+        assert!((0..3).all(|_| !monitor.is_dead() && monitor.is_ready()));
+        assert!(!monitor.is_dead() && !monitor.is_ready(), "it has not said so for a while");
+        child.write_all(&[READY, BEAT]).unwrap();
+        assert!(!monitor.is_dead() && !monitor.is_ready());
         child.write_all(&[FAREWELL]).unwrap();
         assert!((0..100).all(|_| !monitor.is_dead()), "it ends by itself");
         drop(child);
@@ -219,7 +242,7 @@ mod tests {
         let heard = actix::System::new().block_on(async move {
             let child = UnixStream::from(child);
             child.set_nonblocking(true).unwrap();
-            let beating = actix::spawn(beat(child));
+            let beating = actix::spawn(beat(child, || true));
             tokio::time::sleep(Duration::from_millis(200)).await;
             let mut bytes = [0u8; 8];
             let heard = (&monitor.stream).read(&mut bytes);

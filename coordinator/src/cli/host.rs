@@ -8,6 +8,7 @@ use tokio::sync::{mpsc, watch};
 use coordinator::cluster::view::UnresponsiveNodes;
 
 use super::children::{ChildEvent, Children, WorkerCommand};
+use super::health::{self, ReadyWorkers};
 use super::heartbeat::{beat_to_systemd, parent_gone};
 use super::options::parse_node;
 use super::output::print_line;
@@ -40,10 +41,12 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString], workers: u32) -> Result
         let (events, ends) = mpsc::channel(64);
         // Missing heartbeats reveal frozen workers; nothing else reports them here.
         let (_kick, kicked) = watch::channel(UnresponsiveNodes::new());
-        let mut children = Children::start(command, workers, events, kicked);
+        let ready = ReadyWorkers::default();
+        health::serve(args.health_listen, ready.check())?;
+        let mut children = Children::start(command, workers, events, kicked, ready);
         let outcome = tokio::select! {
             () = signals.next() => Ok(()),
-            () = parent_gone(args.exit_with_stdin) => Ok(()),
+            () = parent_gone(args.exit_with_stdin, || false) => Ok(()),
             outcome = supervise(&mut children, ends) => outcome,
         };
         children.stop().await;
@@ -76,7 +79,7 @@ fn command(
 
 /// Returns the options of each worker: those given, except those that differ between workers.
 fn worker_arguments(given: &[OsString]) -> Vec<OsString> {
-    const OWN: [&str; 4] = ["--workers", "--node", "--device", "--threads"];
+    const OWN: [&str; 5] = ["--workers", "--node", "--device", "--threads", "--health-listen"];
     let mut given = given.iter().skip(1);
     let mut passed = Vec::with_capacity(given.len());
     while let Some(argument) = given.next() {
@@ -152,5 +155,6 @@ mod tests {
         assert_eq!(passed("tutti worker --nodes --threads 3"), given("worker --nodes"));
         assert_eq!(passed("tutti worker --workers"), given("worker"));
         assert_eq!(passed("tutti worker --exit-with-stdin"), given("worker"), "once");
+        assert_eq!(passed("tutti worker --health-listen 0.0.0.0:8002"), given("worker"));
     }
 }

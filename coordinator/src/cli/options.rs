@@ -175,6 +175,10 @@ pub(crate) struct WorkerArgs {
     /// hosts reach it [default: any port on the address that leads to the coordinator]
     #[arg(long, value_name = "IP:PORT")]
     pub(crate) collective_listen: Option<SocketAddr>,
+    /// Address of /live and /ready, for probes, if any: /ready answers 200 while this worker is
+    /// linked to its coordinator and serves, or is a spare; of several (--workers), while all are
+    #[arg(long, value_name = "IP:PORT")]
+    pub(crate) health_listen: Option<SocketAddr>,
     #[command(flatten)]
     pub(crate) resources: ResourceArgs,
     #[command(flatten)]

@@ -11,6 +11,7 @@ use tokio::sync::{mpsc, watch};
 
 use self::progress::LoadBar;
 use super::children::{ChildEvent, Children, WorkerCommand};
+use super::health::ReadyWorkers;
 use super::options::{TENSOR_PARALLEL, Workers};
 use super::output::print_line;
 use super::serve::{ModelHints, WeightsLocation, check_model, coordinator_options, finish};
@@ -73,7 +74,7 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         let (events, ends) = mpsc::channel(64);
         let (kick, kicked) = watch::channel(UnresponsiveNodes::new());
         let least = args.serving.min_tensor_parallel.unwrap_or(degree).min(degree);
-        let mut children = Children::start(command, workers, events, kicked);
+        let mut children = Children::start(command, workers, events, kicked, ReadyWorkers::default());
         let outcome = tokio::select! {
             () = async {
                 signals.next().await;

@@ -13,13 +13,14 @@ use shared::wire::auth::Secret;
 use tokio::sync::oneshot;
 use worker::actor::WorkerEnd;
 use worker::device::prepare_nccl;
+use worker::health::WorkerHealth;
 use worker::run::WorkerOptions;
 
 use super::heartbeat::{beat_to_systemd, farewell, parent_gone};
 use super::options::Workers;
 use super::output::{error_line, leave_at_once};
 use super::signals::Signals;
-use super::{CliError, WorkerArgs, devices, etcd, host, logging, secret};
+use super::{CliError, WorkerArgs, devices, etcd, health, host, logging, secret};
 
 /// Returns the interface of NCCL's connections, as far as it is known.
 fn nccl_interface(args: &WorkerArgs) -> Option<&str> {
@@ -54,7 +55,7 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
     let coordinator = args.coordinator.as_deref();
     let (coordinator, mut membership) =
         etcd::find(coordinator, &args.etcd, Role::Worker, &node, incarnation)?;
-    let clock = Arc::new(SystemClock::start());
+    let (clock, health) = (Arc::new(SystemClock::start()), WorkerHealth::default());
     let options = WorkerOptions {
         coordinator,
         actors: ActorRuntime::spoke(&node, incarnation, clock),
@@ -70,11 +71,18 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
         log,
         hub: args.cache.hub(),
         drain_timeout: worker::run::DRAIN_TIMEOUT,
+        health: health.clone(),
     };
-    let gone = parent_gone(args.exit_with_stdin);
+    let is_child = args.exit_with_stdin;
+    let is_ready = health.clone();
+    let gone = parent_gone(is_child, move || is_ready.readiness().is_ok());
+    // Whoever supervises several workers answers for all of them; a configuration file names the
+    // address to them, too.
+    let listen = args.health_listen.filter(|_| !is_child);
     let is_child = args.exit_with_stdin;
     let (end, told) = actix::System::new().block_on(async move {
         let mut signals = Signals::listen()?;
+        health::serve(listen, health::of_worker(health))?;
         beat_to_systemd();
         // The first signal makes it leave, the second ends it at once.
         let (leave, left) = oneshot::channel();

@@ -98,6 +98,7 @@ impl WorkerActor {
             self.report_every(ctx, interval);
         }
         let number = self.executor.new_link();
+        self.uplink.health().linked(number);
         self.logged = 0;
         let (addr, generation) = (ctx.address(), self.generation);
         let actors = self.config.actors.clone();
@@ -142,6 +143,8 @@ impl Handler<DialOutcome> for WorkerActor {
             }
             // One that has been welcomed belongs here, whoever answers now.
             Err(JoinError::Retry(reason) | JoinError::Unproven(reason)) => {
+                let why = format!("it dials the one at {coordinator}: {reason}");
+                self.uplink.health().unlinked(why);
                 match self.unreached.failed(self.config.clock.now()) {
                     Some(seconds) => {
                         tracing::warn!(coordinator, %reason, seconds, "cannot join yet; dialling until it answers");
@@ -152,7 +155,10 @@ impl Handler<DialOutcome> for WorkerActor {
                 let pause = self.pause();
                 self.dial(ctx, pause);
             }
-            Err(JoinError::Fetch(to_fetch)) => self.fetch(ctx, to_fetch),
+            Err(JoinError::Fetch(to_fetch)) => {
+                self.uplink.health().unlinked("it downloads the model first".to_owned());
+                self.fetch(ctx, to_fetch);
+            }
             Err(JoinError::Refused(reason)) => {
                 self.finish(ctx, WorkerEnd::Refused { reason });
             }

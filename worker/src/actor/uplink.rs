@@ -6,6 +6,8 @@ use shared::actor::peer::PeerAddr;
 use shared::ids::{Epoch, WorkerId};
 use shared::protocol::{FromWorker, HeldShard};
 
+use crate::health::WorkerHealth;
+
 /// A link, with its number at the executor.
 type NumberedLink = (u64, PeerAddr<FromWorker>);
 
@@ -18,9 +20,21 @@ pub struct Uplink {
     measures: Arc<AtomicBool>,
     /// The weights that the executor holds.
     shard: Arc<Mutex<Option<HeldShard>>>,
+    health: WorkerHealth,
 }
 
 impl Uplink {
+    /// One whose link and messages are recorded there, too.
+    #[must_use]
+    pub fn recording(health: WorkerHealth) -> Self {
+        Self { health, ..Self::default() }
+    }
+
+    /// Where the link and what goes over it are recorded.
+    pub(crate) fn health(&self) -> &WorkerHealth {
+        &self.health
+    }
+
     /// Sends a message of `epoch`; without a link it is dropped, since its epoch has ended.
     pub fn tell(&self, epoch: Epoch, message: &FromWorker) {
         self.tell_if(|_| true, epoch, message);
