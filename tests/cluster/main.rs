@@ -18,13 +18,14 @@
 //! - [`full_etcd`]: what etcd stores, and what happens when it is full
 //! - [`front_ends`]: separate front-end processes
 //! - [`hosts`]: all workers of a host, started by one command
+//! - `json_logs`: logs for programs
 //! - [`loading`]: LoRA adapters loaded and unloaded while requests run
 //! - [`misfits`]: standbys with other options or another secret than the leader's
 //! - [`overrides`]: keys laid over a model's `config.json`
 //! - [`pages`]: `/metrics` of every role of a running cluster
 //! - [`placing`]: which workers form a replica
-//! - [`priorities`]: urgent requests before others
 //! - `probes`: what processes answer to probes, also before they serve
+//! - [`priorities`]: urgent requests before others
 //! - [`prefixes`]: prompts with common prefixes
 //! - [`recovery`]: how long clients wait when something breaks; the figures of docs/benchmarks.md
 //! - [`resharding`]: the tensor-parallel degree follows the members
@@ -72,6 +73,7 @@ mod failures;
 mod front_ends;
 mod full_etcd;
 mod hosts;
+mod json_logs;
 mod loading;
 mod misfits;
 mod openai_client;
@@ -80,9 +82,9 @@ mod pages;
 mod placing;
 mod prefixes;
 mod priorities;
+mod probes;
 mod recovery;
 mod resharding;
-mod probes;
 mod rotation;
 mod scaling;
 mod scraping;

@@ -13,7 +13,7 @@ use super::{CliError, devices, hub, logging};
 const PROMPT_TOKENS: u32 = 512;
 
 pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
-    logging::init("warn");
+    logging::init_at("warn");
     let model = match &args.model {
         Some(model) => hub::folder(model, &args.hub, ModelPart::Weights)?,
         None => demo_model()?,

@@ -20,7 +20,7 @@ use coordinator::cluster::records::ProcessExit;
 use coordinator::cluster::view::UnresponsiveNodes;
 use shared::actor::supervise::{Decision, RestartPolicy, Supervisor};
 use shared::clock::{Clock, SystemClock};
-use shared::log::{LogLimits, SharedLog};
+use shared::log::{LogLimits, LogWriter, SharedLog};
 use tokio::process::{Child, ChildStderr, Command};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::MissedTickBehavior;
@@ -367,15 +367,25 @@ impl Tail {
             std::thread::Builder::new().name("worker-stderr".to_owned()).spawn(move || {
                 let mut chunk = [0u8; LINES_MAX];
                 let mut held = 0;
+                // Its log's own lines are forwarded as text.
+                let keeps = !logging::is_json();
                 while let Ok(n @ 1..) = from.read(&mut chunk[held..]) {
-                    let _ = kept.write_all(&chunk[held..held + n]);
+                    if keeps {
+                        let _ = kept.write_all(&chunk[held..held + n]);
+                    }
                     held += n;
                     // Whole lines, so that those of several workers do not mix.
                     let end = chunk[..held].iter().rposition(|byte| *byte == b'\n');
                     let whole = end.map_or(if held == LINES_MAX { held } else { 0 }, |end| end + 1);
+                    if !keeps {
+                        keep_others(&mut kept, &chunk[..whole]);
+                    }
                     logging::pass_on(&chunk[..whole]);
                     chunk.copy_within(whole..held, 0);
                     held -= whole;
+                }
+                if !keeps {
+                    keep_others(&mut kept, &chunk[..held]);
                 }
                 logging::pass_on(&chunk[..held]);
                 drop(kept);
@@ -390,6 +400,13 @@ impl Tail {
     async fn lines(self) -> Vec<String> {
         let _ = tokio::time::timeout(TAIL_PATIENCE, self.closed).await;
         self.log.ring().last(LogLimits::SENT.lines)
+    }
+}
+
+/// Keeps the lines that are no objects of a log.
+fn keep_others(kept: &mut LogWriter, text: &[u8]) {
+    for line in text.split_inclusive(|byte| *byte == b'\n').filter(|line| !line.starts_with(b"{")) {
+        let _ = kept.write_all(line);
     }
 }
 

@@ -15,9 +15,9 @@ use super::work::{cores, default_node, random};
 use super::{CliError, FrontendArgs, api, etcd, logging, secret};
 
 pub(crate) fn run(args: &FrontendArgs) -> Result<(), CliError> {
-    logging::init(&args.common.log_level);
-    let secret = secret::read(&args.common)?;
     let (node, run) = (args.node.clone().unwrap_or_else(default_node), random());
+    logging::init(&args.common, "frontend", &node);
+    let secret = secret::read(&args.common)?;
     let coordinator = args.coordinator.as_deref();
     let (coordinator, mut membership) =
         etcd::find(coordinator, &args.etcd, Role::Frontend, &node, run)?;

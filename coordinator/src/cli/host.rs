@@ -25,7 +25,8 @@ const TRIED_AGAIN: Duration = Duration::from_secs(300);
 
 /// Runs `workers` workers, with the options `given` to this process.
 pub(crate) fn run(args: &WorkerArgs, given: &[OsString], workers: u32) -> Result<(), CliError> {
-    let _log = logging::init(&args.common.log_level);
+    let name = args.node.clone().unwrap_or_else(default_node);
+    let _log = logging::init(&args.common, "workers", &name);
     if let Some(address) = args.collective_listen.filter(|address| address.port() != 0) {
         return Err(CliError::Usage(format!(
             "--collective-listen {address} is for one worker, but there are {workers}: use port 0"
@@ -33,7 +34,7 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString], workers: u32) -> Result
     }
     let shared = devices::share_out(&args.compute, Some(workers), Some(1))?;
     let on = shared.text;
-    let command = command(args, given, shared.devices, workers)?;
+    let command = command(args, given, name, shared.devices, workers)?;
     actix::System::new().block_on(async move {
         let mut signals = Signals::listen()?;
         beat_to_systemd();
@@ -57,12 +58,12 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString], workers: u32) -> Result
 fn command(
     args: &WorkerArgs,
     given: &[OsString],
+    name: String,
     devices: Vec<String>,
     workers: u32,
 ) -> Result<WorkerCommand, CliError> {
     let program = std::env::current_exe()
         .map_err(|error| CliError::Failed(format!("cannot find this program's file: {error}")))?;
-    let name = args.node.clone().unwrap_or_else(default_node);
     parse_node(&format!("{name}-{}", workers.saturating_sub(1)))
         .map_err(|problem| CliError::Usage(format!("--node {name}, with a number: {problem}")))?;
     let mut passed = worker_arguments(given);
@@ -154,7 +155,7 @@ mod tests {
         );
         assert_eq!(passed("tutti worker --nodes --threads 3"), given("worker --nodes"));
         assert_eq!(passed("tutti worker --workers"), given("worker"));
-        assert_eq!(passed("tutti worker --exit-with-stdin"), given("worker"), "once");
         assert_eq!(passed("tutti worker --health-listen 0.0.0.0:8002"), given("worker"));
+        assert_eq!(passed("tutti worker --exit-with-stdin"), given("worker"), "once");
     }
 }

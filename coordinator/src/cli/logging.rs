@@ -2,6 +2,10 @@
 //! lines in memory, for those who ask after the process is gone.
 //!
 //! A separate thread writes to stderr: its reader may stall, and no logging call waits for it.
+//!
+//! - `json`: lines as JSON
+mod json;
+
 use std::fs::File;
 use std::io::{IsTerminal as _, Write as _};
 use std::os::fd::AsFd as _;
@@ -14,9 +18,12 @@ use tracing::field::{Field, Visit};
 use tracing::subscriber::Interest;
 use tracing::{Event, Metadata};
 use tracing_subscriber::filter::{FilterExt as _, LevelFilter};
-use tracing_subscriber::layer::{Context, Filter, Layer as _, SubscriberExt as _};
+use tracing_subscriber::layer::{Context, Filter, SubscriberExt as _};
 use tracing_subscriber::util::SubscriberInitExt as _;
-use tracing_subscriber::{EnvFilter, fmt};
+use tracing_subscriber::{EnvFilter, Layer, Registry, fmt};
+
+pub(crate) use self::json::LogSource;
+use super::options::{CommonArgs, LogFormat};
 
 /// Set by `tutti up` for its workers, whose stderr it passes on to a terminal.
 pub(crate) const COLOURS: &str = "TUTTI_LOG_COLOURS";
@@ -56,9 +63,20 @@ const MODULES: [&str; 15] = [
 
 static STDERR: OnceLock<LineQueue> = OnceLock::new();
 
-/// Installs the global subscriber; later calls change nothing. Returns the last lines, of level
-/// info and above whatever goes to stderr.
-pub(crate) fn init(level: &str) -> SharedLog {
+/// Who writes the log, if its lines are JSON.
+static AS_JSON: OnceLock<LogSource> = OnceLock::new();
+
+/// Installs the global subscriber of a role; later calls change nothing. Returns the last lines, of
+/// level info and above whatever goes to stderr, as text.
+pub(crate) fn init(args: &CommonArgs, process: &'static str, node: &str) -> SharedLog {
+    if args.log_format == LogFormat::Json {
+        let _ = AS_JSON.set(LogSource { process, node: node.to_owned() });
+    }
+    init_at(&args.log_level)
+}
+
+/// The same for a command, with text on stderr.
+pub(crate) fn init_at(level: &str) -> SharedLog {
     let variable = std::env::var_os(VARIABLE).map(|it| it.to_string_lossy().into_owned());
     let (filter, problem) = filter_of(variable.as_deref(), level);
     let filter = match SECRETIVE.parse() {
@@ -71,11 +89,13 @@ pub(crate) fn init(level: &str) -> SharedLog {
     }
     let to_stderr = fmt::layer()
         .with_writer(|| Stderr)
-        .with_target(false)
-        .with_ansi(colours)
         // A closed stderr is no reason to panic.
-        .log_internal_errors(false)
-        .with_filter(filter.and(NotAtTheEnd));
+        .log_internal_errors(false);
+    let to_stderr: Box<dyn Layer<Registry> + Send + Sync> = match AS_JSON.get() {
+        Some(source) => to_stderr.with_ansi(false).event_format(source.clone()).boxed(),
+        None => to_stderr.with_ansi(colours).with_target(false).boxed(),
+    };
+    let to_stderr = to_stderr.with_filter(filter.and(NotAtTheEnd));
     let log = SharedLog::default();
     let kept = log.clone();
     let to_memory = fmt::layer()
@@ -167,7 +187,16 @@ impl Visit for NoWorkers {
 /// lock.
 fn queue() -> Option<LineQueue> {
     let stderr = std::io::stderr().as_fd().try_clone_to_owned().ok()?;
-    LineQueue::start("log", File::from(stderr)).ok()
+    LineQueue::start_telling("log", File::from(stderr), dropped).ok()
+}
+
+/// Says how many lines were dropped.
+fn dropped(lines: u64) -> String {
+    let note = format!("{lines} lines dropped here: the reader was too slow");
+    match AS_JSON.get() {
+        Some(source) => source.said("WARN", &note),
+        None => note,
+    }
 }
 
 /// The process's stderr, through the queue if there is one.
@@ -187,9 +216,28 @@ impl std::io::Write for Stderr {
     }
 }
 
-/// Writes another process's output to stderr.
+/// Writes a line beside the log to stderr, as the log's lines are.
+pub(crate) fn say(level: &str, line: &str) {
+    let line = match AS_JSON.get() {
+        Some(source) => source.said(level, line),
+        None => line.to_owned(),
+    };
+    let _ = Stderr.write_all(format!("{line}\n").as_bytes());
+}
+
+/// Whether the log's lines are JSON.
+pub(crate) fn is_json() -> bool {
+    AS_JSON.get().is_some()
+}
+
+/// Writes whole lines of the stderr of a process of ours to stderr.
 pub(crate) fn pass_on(text: &[u8]) {
-    let _ = Stderr.write_all(text);
+    let _ = match AS_JSON.get().filter(|_| !text.is_empty()) {
+        Some(source) => {
+            Stderr.write_all(source.passed_on(&String::from_utf8_lossy(text)).as_bytes())
+        }
+        None => Stderr.write_all(text),
+    };
 }
 
 /// Waits until everything logged is written: at most a second, since nobody may be reading.
@@ -208,7 +256,7 @@ fn log_panics() {
         let place = panic.location().map(ToString::to_string).unwrap_or_default();
         let trace = std::backtrace::Backtrace::capture();
         if trace.status() == std::backtrace::BacktraceStatus::Captured {
-            pass_on(format!("{trace}\n").as_bytes());
+            say("ERROR", &trace.to_string());
         }
         tracing::error!(thread, place, message, "panicked");
         // This may be the process's last line.

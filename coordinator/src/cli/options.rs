@@ -11,7 +11,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
-use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 use coordinator::http::admin::OWN_NODE;
 use shared::protocol::PROTOCOL_VERSION;
 use shared::protocol::actors::ACTOR_NAME_MAX;
@@ -209,14 +209,14 @@ pub(crate) struct FrontendArgs {
     /// Address to serve HTTP on
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8010")]
     pub(crate) listen: SocketAddr,
-    #[command(flatten)]
-    pub(crate) api: ApiArgs,
-    /// Model folder, for its tokenizer and chat template [default: where the coordinator has it; a
-    /// model of the hub is downloaded, without its weights]
     /// Also serve /metrics, /live and /ready on a separate address, for scrapers that must not
     /// reach the API and for probes that must get through whatever clients do
     #[arg(long, value_name = "IP:PORT")]
     pub(crate) metrics_listen: Option<SocketAddr>,
+    #[command(flatten)]
+    pub(crate) api: ApiArgs,
+    /// Model folder, for its tokenizer and chat template [default: where the coordinator has it; a
+    /// model of the hub is downloaded, without its weights]
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
     #[command(flatten)]
@@ -229,6 +229,25 @@ pub(crate) struct FrontendArgs {
     pub(crate) drain_timeout: u64,
 }
 
+/// Form of the log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LogFormat {
+    /// For people
+    Text,
+    /// For programs that gather logs
+    Json,
+}
+
+impl LogFormat {
+    /// Its name on the command line.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Text => "text",
+            Self::Json => "json",
+        }
+    }
+}
+
 /// Options of every role.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct CommonArgs {
@@ -238,6 +257,10 @@ pub(crate) struct CommonArgs {
     /// Log level: error, warn, info, debug or trace; RUST_LOG takes precedence if set
     #[arg(long, value_name = "LEVEL", default_value = "info", value_parser = ["error", "warn", "info", "debug", "trace"])]
     pub(crate) log_level: String,
+    /// Form of the log on stderr: text, or json: an object per line, with timestamp, level, target,
+    /// message, fields, process, node and pid
+    #[arg(long, value_name = "FORMAT", value_enum, default_value_t = LogFormat::Text)]
+    pub(crate) log_format: LogFormat,
     /// NVIDIA's management library (NVML), for the GPU series of /metrics [default:
     /// libnvidia-ml.so.1, if the system's loader finds it]
     #[arg(long, value_name = "FILE")]

@@ -34,7 +34,7 @@ pub(crate) fn unwritten() -> Option<String> {
 
 /// Prints an error line to stderr, after what was logged; waits briefly until it is written.
 pub(crate) fn error_line(message: &str) {
-    logging::pass_on(format!("error: {message}\n").as_bytes());
+    logging::say("ERROR", &format!("error: {message}"));
     logging::flush();
 }
 

@@ -163,7 +163,7 @@ pub(crate) fn run(args: &RunBatchArgs) -> Result<(), CliError> {
             let timeout;
             (now, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
             if timeout.timed_out() {
-                logging::pass_on((now.line(all - earlier, began) + "\n").as_bytes());
+                logging::say("INFO", &now.line(all - earlier, began));
             }
         }
     });

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use coordinator::coordinator::{Coordinator, CoordinatorOptions, LogStats, ModelSources};
+use coordinator::http::admin::OWN_NODE;
 use coordinator::metrics::log_line::Field;
 use coordinator::replica::driver::DriverLimits;
 
@@ -28,7 +29,7 @@ const CLUSTER_LISTEN: SocketAddr =
 const ETCD_PATIENCE: Duration = Duration::from_secs(5);
 
 pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
-    let log = logging::init(&args.common.log_level);
+    let log = logging::init(&args.common, "coordinator", OWN_NODE);
     let lease = Duration::from_secs(args.leader_lease);
     let etcd = etcd::options(&args.etcd, lease)?;
     let model = ModelHints {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use coordinator::cluster::view::{ClusterView, UnresponsiveNodes};
 use coordinator::coordinator::Coordinator;
-use coordinator::http::admin::ScaleWorkers;
+use coordinator::http::admin::{OWN_NODE, ScaleWorkers};
 use tokio::sync::{mpsc, watch};
 
 use self::progress::LoadBar;
@@ -37,7 +37,7 @@ pub(crate) fn check_numbers(args: &UpArgs) -> Result<(), CliError> {
 }
 
 pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
-    let log = logging::init(&args.common.log_level);
+    let log = logging::init(&args.common, "up", OWN_NODE);
     let shared = devices::share_out(
         &args.compute,
         args.workers.and_then(Workers::number),
@@ -129,6 +129,8 @@ fn worker_command(
         coordinator.cluster_addr().to_string(),
         "--log-level".to_owned(),
         args.common.log_level.clone(),
+        "--log-format".to_owned(),
+        args.common.log_format.name().to_owned(),
         "--gpu-memory-utilization".to_owned(),
         args.compute.gpu_memory_utilization.to_string(),
         "--cuda-exchange".to_owned(),

@@ -165,7 +165,7 @@ pub(crate) fn understood(args: &[OsString]) -> Result<Vec<OsString>, clap::Error
         match dropped.map_err(|message| refused(&message))? {
             Some(note) if is_server => {
                 if let Some(note) = note {
-                    logging::pass_on(format!("note: {note}\n").as_bytes());
+                    logging::say("INFO", &format!("note: {note}"));
                 }
             }
             _ => kept.push(argument.clone()),

@@ -41,7 +41,8 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
     // While this is still the only thread.
     let interface = nccl_interface(args);
     let prepared = prepare_nccl(interface);
-    let log = logging::init(&args.common.log_level);
+    let (node, incarnation) = (args.node.clone().unwrap_or_else(default_node), random());
+    let log = logging::init(&args.common, "worker", &node);
     if !prepared {
         tracing::warn!(
             interface,
@@ -50,7 +51,6 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
     }
     let device = devices::choose(&args.compute, args.compute.threads.unwrap_or_else(cores))?;
     let secret = secret::read(&args.common)?;
-    let (node, incarnation) = (args.node.clone().unwrap_or_else(default_node), random());
     let offer = args.resources.offer()?;
     let coordinator = args.coordinator.as_deref();
     let (coordinator, mut membership) =
@@ -79,11 +79,10 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
     // Whoever supervises several workers answers for all of them; a configuration file names the
     // address to them, too.
     let listen = args.health_listen.filter(|_| !is_child);
-    let is_child = args.exit_with_stdin;
     let (end, told) = actix::System::new().block_on(async move {
         let mut signals = Signals::listen()?;
-        health::serve(listen, health::of_worker(health))?;
         beat_to_systemd();
+        health::serve(listen, health::of_worker(health))?;
         // The first signal makes it leave, the second ends it at once.
         let (leave, left) = oneshot::channel();
         let left = async { left.await.unwrap_or_else(|_| "it is told to end".to_owned()) };

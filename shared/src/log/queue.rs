@@ -30,10 +30,12 @@ pub struct LineQueue(Arc<Handle>);
 #[derive(Debug)]
 struct Handle(Arc<Shared>);
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
+    /// Says that so many lines were dropped.
+    note: fn(u64) -> String,
 }
 
 #[derive(Debug, Default)]
@@ -52,15 +54,15 @@ impl State {
     }
 
     /// Takes all queued text, followed by a note about dropped lines.
-    fn take(&mut self) -> Vec<u8> {
+    fn take(&mut self, note: fn(u64) -> String) -> Vec<u8> {
         let mut text = std::mem::take(&mut self.waiting);
         let dropped = std::mem::take(&mut self.dropped);
         if dropped > 0 {
             if text.last().is_some_and(|last| *last != b'\n') {
                 text.push(b'\n');
             }
-            let note = format!("{dropped} lines dropped here: the reader was too slow\n");
-            text.extend_from_slice(note.as_bytes());
+            text.extend_from_slice(note(dropped).as_bytes());
+            text.push(b'\n');
         }
         text
     }
@@ -83,7 +85,7 @@ impl Shared {
                     state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 }
                 state.writing = true;
-                state.take()
+                state.take(self.note)
             };
             write_all(&mut out, &text);
             self.state().writing = false;
@@ -112,7 +114,21 @@ impl LineQueue {
     /// # Errors
     /// When the operating system refuses a thread.
     pub fn start(name: &str, out: impl Write + Send + 'static) -> io::Result<Self> {
-        let shared = Arc::new(Shared::default());
+        let note = |lines| format!("{lines} lines dropped here: the reader was too slow");
+        Self::start_telling(name, out, note)
+    }
+
+    /// The same, where `note` makes the line that says how many lines were dropped.
+    ///
+    /// # Errors
+    /// When the operating system refuses a thread.
+    pub fn start_telling(
+        name: &str,
+        out: impl Write + Send + 'static,
+        note: fn(u64) -> String,
+    ) -> io::Result<Self> {
+        let (state, changed) = (Mutex::default(), Condvar::new());
+        let shared = Arc::new(Shared { state, changed, note });
         let writer = shared.clone();
         std::thread::Builder::new().name(name.to_owned()).spawn(move || writer.write_on(out))?;
         Ok(Self(Arc::new(Handle(shared))))
