@@ -71,20 +71,25 @@ impl Standby {
     }
 }
 
+/// Beginning of what a standby reports.
+const STANDS_BY: &str = "this coordinator stands by: ";
+
 /// Reports who leads, in one sentence.
 #[must_use]
 pub fn reason(view: &View) -> String {
-    match &view.leader {
-        Some(leader) if view.connected => {
-            format!("this coordinator stands by: {} leads", url(&leader.record.http))
-        }
-        Some(leader) => format!(
-            "this coordinator stands by: {} led when etcd last answered",
-            url(&leader.record.http)
-        ),
-        None if view.connected => "this coordinator stands by: no coordinator leads yet".to_owned(),
-        None => "this coordinator stands by: etcd does not answer".to_owned(),
-    }
+    let what = match &view.leader {
+        Some(leader) if view.connected => format!("{} leads", url(&leader.record.http)),
+        Some(leader) => format!("{} led when etcd last answered", url(&leader.record.http)),
+        None if view.connected => "no coordinator leads yet".to_owned(),
+        None => "etcd does not answer".to_owned(),
+    };
+    format!("{STANDS_BY}{what}")
+}
+
+/// Whether a server's message is that of a standby.
+#[must_use]
+pub fn is_reason(message: &str) -> bool {
+    message.starts_with(STANDS_BY)
 }
 
 /// The URL of a leader's HTTP from its record: an address, or a full URL if it is not plain HTTP.

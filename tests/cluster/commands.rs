@@ -1,7 +1,7 @@
 //! Operators' commands to a running coordinator: the next leader knows them.
 use serde_json::json;
 use testkit::client::Client;
-use testkit::local_cluster::LocalCluster;
+use testkit::local_cluster::{LocalCluster, tutti_binary};
 use testkit::scrape::Scrape;
 
 use crate::etcd::{Meeting, PATIENCE, serves, sum, until};
@@ -76,4 +76,39 @@ async fn what_operators_said_outlives_the_leader() {
     assert!(ok, "{said}");
     replicas(&leader, 3.0).await;
     assert_eq!(status(&leader).await["commands"]["scaled"], json!(false));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_leads_is_found_through_etcd() {
+    let Some(meeting) = Meeting::new().await else { return };
+    let soon = ["--leader-lease", "2"];
+    let mut first = meeting.coordinator_of("1", &soon).await;
+    let _worker = meeting.worker(0);
+    first.wait_ready().await.unwrap();
+    let second = meeting.coordinator_of("1", &soon).await;
+    let endpoint = meeting.etcd.endpoint();
+    let run = |args: &[&str]| {
+        let args = [args, &["--etcd", &endpoint]].concat();
+        let output = std::process::Command::new(tutti_binary()).args(args).output().unwrap();
+        let said = [output.stdout, output.stderr].concat();
+        (output.status.success(), String::from_utf8_lossy(&said).into_owned())
+    };
+    let leads = |base: &str| {
+        let (ok, said) = run(&["status", "--json"]);
+        let status: serde_json::Value = serde_json::from_str(&said).unwrap_or_default();
+        let nodes = status["nodes"].as_array().cloned().unwrap_or_default();
+        assert!(ok && !nodes.is_empty(), "{base}: {said}");
+        status
+    };
+    leads(first.base());
+    let (ok, said) = run(&["scale", "--replicas", "1"]);
+    assert!(ok, "{said}");
+    // The leader is gone, and its key still there: the command waits for the next one.
+    LocalCluster::signal(first.pid(), "KILL").unwrap();
+    let status = leads(second.base());
+    assert_eq!(status["max_replicas"], json!(1), "{status}");
+    let (ok, said) = run(&["logs", "worker-0"]);
+    assert!(ok && said.contains("joined"), "{said}");
+    let (ok, said) = run(&["status", "--server", second.base()]);
+    assert!(!ok && said.contains("--server") && said.contains("--etcd"), "{said}");
 }

@@ -1,23 +1,26 @@
 //! `tutti status`, `tutti logs`, `tutti scale`, `tutti drain`, `tutti adapters`,
 //! `tutti actors`, `tutti reset-prefix-cache`: the operator's commands to a running coordinator.
+//!
+//! - `ask`: how they ask it
+mod ask;
+
 use std::path::Path;
 use std::time::Duration;
 
 use coordinator::cluster::status::{Actor, AdapterStatus, NodeLogs, Status};
-use coordinator::http::admin::{DrainRequest, KillRequest, RESET, ScaleRequest, TOKEN_PURPOSE};
+use coordinator::http::admin::{DrainRequest, KillRequest, RESET, ScaleRequest};
 use serde_json::{Value, json};
 use shared::clock::since_1970;
 
+use self::ask::{ask, ask_within};
+use super::CliError;
 use super::options::{
-    ActorsArgs, AdapterCommand, AdaptersArgs, DrainArgs, LoadArgs, LogsArgs, OperatorArgs,
-    ResetPrefixCacheArgs, ScaleArgs, StatusArgs, UnloadArgs,
+    ActorsArgs, AdapterCommand, AdaptersArgs, DrainArgs, LoadArgs, LogsArgs, ResetPrefixCacheArgs,
+    ScaleArgs, StatusArgs, UnloadArgs,
 };
 use super::output::print_line;
-use super::{CliError, http_client, secret};
 
-/// Time limit for an answer.
-const DEADLINE: Duration = Duration::from_secs(10);
-/// The same for an adapter to be loaded, which may have to be downloaded first.
+/// Time limit for an adapter to be loaded, which may have to be downloaded first.
 const LOAD_DEADLINE: Duration = Duration::from_secs(960);
 
 pub(crate) fn status(args: &StatusArgs) -> Result<(), CliError> {
@@ -180,59 +183,6 @@ pub(crate) fn adapters(args: &AdaptersArgs) -> Result<(), CliError> {
         }
     }
     Ok(())
-}
-
-/// Asks the coordinator; POSTs if there is a body.
-fn ask(
-    args: &OperatorArgs,
-    path: &str,
-    query: &[(&str, String)],
-    body: Option<Value>,
-) -> Result<Value, CliError> {
-    ask_within(DEADLINE, args, path, query, body)
-}
-
-/// The same, with another time limit.
-fn ask_within(
-    deadline: Duration,
-    args: &OperatorArgs,
-    path: &str,
-    query: &[(&str, String)],
-    body: Option<Value>,
-) -> Result<Value, CliError> {
-    let url = format!("{}{path}", http_client::base_url(&args.server));
-    let agent = http_client::make_agent(&url, deadline, &args.trust, 1)?;
-    let failed = |error: ureq::Error| CliError::Failed(http_client::describe_failure(&url, &error));
-    let token = secret::read_file(args.cluster_secret_file.as_deref())?
-        .map(|secrets| format!("Bearer {}", secrets.first().token(TOKEN_PURPOSE)));
-    let mut response = match body {
-        None => {
-            let query = query.iter().map(|(key, value)| (*key, value.as_str()));
-            let request = agent.get(&url).query_pairs(query);
-            match &token {
-                Some(token) => request.header("authorization", token),
-                None => request,
-            }
-            .call()
-        }
-        Some(body) => {
-            let request = agent.post(&url);
-            match &token {
-                Some(token) => request.header("authorization", token),
-                None => request,
-            }
-            .send_json(body)
-        }
-    }
-    .map_err(failed)?;
-    let text = response.body_mut().read_to_string().map_err(failed)?;
-    // Some answers are a sentence.
-    let answer: Value = serde_json::from_str(&text).unwrap_or(Value::String(text));
-    if response.status().is_success() {
-        return Ok(answer);
-    }
-    let message = answer["error"]["message"].as_str().map(str::to_owned);
-    Err(CliError::Failed(message.unwrap_or_else(|| format!("{url}: {}", response.status()))))
 }
 
 fn table(status: &Status) -> Vec<String> {

@@ -6,6 +6,7 @@ use coordinator::http::admin::LOCAL_WORKERS_MAX;
 use shared::model_config::ConfigOverrides;
 use shared::protocol::{Dtype, KvCacheDtype, Quantization};
 
+use super::super::etcd::EtcdArgs;
 use super::super::http_client::TrustArgs;
 use super::super::hub::HubArgs;
 use super::compute::{ComputeArgs, CudaArgs};
@@ -14,9 +15,17 @@ use super::serving::{parse_dtype, parse_kv_cache_dtype, parse_quantization};
 /// Options of the commands that talk to a running coordinator.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct OperatorArgs {
-    /// The coordinator's HTTP address, http:// (may be omitted) or https://
-    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
+    /// The coordinator's HTTP address, http:// (may be omitted) or https://, unless the one that
+    /// leads is found through --etcd
+    #[arg(
+        long,
+        value_name = "URL",
+        default_value = "http://127.0.0.1:8000",
+        conflicts_with = "etcd"
+    )]
     pub(crate) server: String,
+    #[command(flatten)]
+    pub(crate) etcd: EtcdArgs,
     #[command(flatten)]
     pub(crate) trust: TrustArgs,
     /// File with the cluster's secret, if it has one
