@@ -125,6 +125,7 @@ fn step(on: bool, batch: u32, steps: u32) {
         max_queued_requests: 1024,
         prefix_caching: false,
         hidden_size: 2,
+        vocab_size: u32::MAX,
         speculation: None,
         max_steps_in_flight: 2,
     };

@@ -5,13 +5,16 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use coordinator::http::params::Limits;
+use coordinator::text::model::{TextModel, TextOptions};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use serde_json::{Value, json};
 use shared::metrics::labels::{LabelValue as _, RejectReason};
+use shared::model_config::ConfigOverrides;
 use testkit::client::Client;
+use testkit::models::demo;
 
-use crate::rig::Rig;
+use crate::rig::{Rig, Script};
 
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
@@ -28,6 +31,46 @@ async fn a_body_has_so_many_values() {
     let message = reply.body["error"]["message"].as_str().unwrap();
     assert_eq!(reply.status, 400);
     assert!(message.contains(&format!("values, the limit is {most}")), "{message}");
+}
+
+/// The tokenizer has a token that its model lacks: what is told is the field, the token and the
+/// size of the vocabulary, and nothing reaches the engine, whose ranks could not compute it.
+#[tokio::test]
+async fn a_text_with_a_token_that_the_model_lacks_is_refused() {
+    let whole = TextModel::load(&demo()).unwrap();
+    let lacks = *whole.encode("Once", false).unwrap().iter().max().unwrap();
+    let overrides = ConfigOverrides::parse(&format!("{{\"vocab_size\": {lacks}}}")).unwrap();
+    let options = TextOptions { config_overrides: overrides, ..TextOptions::default() };
+    let text = TextModel::load_with(&demo(), &options).unwrap();
+    let rig = Rig::of(Script { text: "a".to_owned(), ..Script::default() }, text);
+    for (path, field, asked) in [
+        (COMPLETIONS, "prompt", json!({"prompt": "Once"})),
+        (COMPLETIONS, "prompt", json!({"prompt": ["a", "Once"]})),
+        (CHAT, "messages", json!({"messages": [{"role": "user", "content": "Once"}]})),
+        (
+            "/v1/messages",
+            "messages",
+            json!({"max_tokens": 1, "messages": [{"role": "user", "content": "Once"}]}),
+        ),
+        ("/v1/responses", "input", json!({"input": "Once"})),
+        ("/v1/embeddings", "input", json!({"input": ["a", "Once"]})),
+        ("/v1/embeddings", "input", json!({"input": "Once", "truncate_prompt_tokens": 2})),
+        ("/tokenize", "prompt", json!({"prompt": "Once"})),
+    ] {
+        let reply = rig.client.post(path, &asked).await.unwrap();
+        assert_eq!(reply.status, 400, "{path}: {}", reply.body);
+        let error = &reply.body["error"];
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains(&format!("token {lacks} (\"Once\")")), "{path}: {message}");
+        assert!(message.contains(&format!("has {lacks} tokens")), "{path}: {message}");
+        if path != "/v1/messages" {
+            assert_eq!(error["param"], field, "{path}");
+        }
+    }
+    assert!(rig.seen.lock().unwrap().requests.is_empty());
+    let reply =
+        rig.client.post(COMPLETIONS, &json!({"prompt": "a", "max_tokens": 1})).await.unwrap();
+    assert_eq!(reply.status, 200, "{}", reply.body);
 }
 
 /// A refusal counts once, under the reason of the bound that was hit, wherever it is checked.

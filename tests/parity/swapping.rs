@@ -254,6 +254,7 @@ fn run_load<B: Backend>(
         max_steps_in_flight: 2,
         prefix_caching,
         hidden_size: 2,
+        vocab_size: u32::MAX,
         speculation,
     })
     .unwrap();

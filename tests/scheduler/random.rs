@@ -162,6 +162,7 @@ fn config() -> impl Strategy<Value = SchedulerConfig> {
             max_steps_in_flight: steps,
             prefix_caching: caching,
             hidden_size,
+            vocab_size: u32::MAX,
             speculation: speculation.filter(|_| seqs > 1).map(|it| Speculation {
                 num_speculative_tokens: it.num_speculative_tokens.min(seqs - 1),
                 ..it

@@ -29,6 +29,7 @@ pub(crate) fn sizes() -> SchedulerConfig {
         max_steps_in_flight: 2,
         prefix_caching: true,
         hidden_size: 2,
+        vocab_size: u32::MAX,
         speculation: None,
     }
 }

@@ -308,6 +308,19 @@ fn without_a_bound_the_cache_is_the_bound() {
 }
 
 #[test]
+fn a_token_that_the_model_lacks_is_refused_with_its_request_alone() {
+    let mut rig = Rig::new(SchedulerConfig { vocab_size: 50, ..config() });
+    rig.ready(64);
+    let other = rig.submit(prompt(3)).unwrap();
+    let prompt = vec![1, 50, 2];
+    let poison = rig.submit(ClientRequest { prompt, ..ClientRequest::default() });
+    let Err(EngineError::Broke { message }) = poison else { panic!("{poison:?}") };
+    assert!(message.contains("token 50 of a vocabulary of 50"), "{message}");
+    rig.drain();
+    assert_eq!(rig.requests[&other].1.tokens[0].len(), 5);
+}
+
+#[test]
 fn answers_of_another_epoch_or_step_change_nothing() {
     let mut rig = ready();
     rig.submit(prompt(3)).unwrap();

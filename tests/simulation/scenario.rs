@@ -227,6 +227,7 @@ impl Scenario {
             hidden_size: 2,
             speculation: speculation(seed, max_num_seqs),
         };
+            vocab_size: u32::MAX,
         let limits = DriverLimits {
             step_timeout: Duration::from_secs(random.pick(&[2, 5, 10, 60])),
             // Apart from the rest.

@@ -113,6 +113,7 @@ impl PreparedCoordinator {
             max_steps_in_flight: STEPS_IN_FLIGHT,
             prefix_caching: options.prefix_caching,
             hidden_size: text.numbers(),
+            vocab_size: text.vocab_size,
             speculation: options.speculation,
         };
         scheduling.validate()?;

@@ -22,6 +22,8 @@ pub struct SchedulerConfig {
     /// Length of an embedding: the model's hidden size, or 0 if unknown. For a model that sorts
     /// texts into classes, their number.
     pub hidden_size: u32,
+    /// Ids of tokens are below this.
+    pub vocab_size: u32,
     /// Whether sequences draft tokens, and how.
     pub speculation: Option<Speculation>,
 }

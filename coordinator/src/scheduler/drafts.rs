@@ -341,6 +341,7 @@ mod tests {
         };
         let config = SchedulerConfig {
             hidden_size: 64,
+            vocab_size: u32::MAX,
             block_size: 16,
             max_model_len: 1 << 17,
             max_num_seqs,

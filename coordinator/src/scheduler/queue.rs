@@ -82,11 +82,17 @@ impl Scheduler {
     ///
     /// # Errors
     /// [`EngineError::QueueFull`], [`EngineError::TooLarge`], [`EngineError::Unavailable`] if a
-    /// request with the same number runs; nothing has changed then.
+    /// request with the same number runs, [`EngineError::Broke`] if it has a token that the model
+    /// lacks; nothing has changed then.
     pub fn submit(&mut self, mut request: GenerateRequest) -> Result<Vec<SeqId>, EngineError> {
         if self.requests.contains_key(&request.id) {
             let message = format!("request number {} is already running", request.id.0);
             return Err(EngineError::Unavailable { message });
+        }
+        if let Some(token) = self.unknown_token(&request) {
+            let vocab = self.config.vocab_size;
+            let message = format!("a prompt has token {token} of a vocabulary of {vocab}");
+            return Err(EngineError::Broke { message });
         }
         let queued = QueueLoad::of(request.prompt.len(), request.sampling.len());
         let goes_on = request.resumed.is_some();
@@ -138,6 +144,14 @@ impl Scheduler {
         let owner = Request { live, end_tokens, admitted, swapped, scheduled, ran_in, queued };
         self.own(request.id, owner);
         Ok(ids)
+    }
+
+    /// A token of a request that is none of the model's. Ranks would end their epoch for it, one
+    /// replica after the other.
+    fn unknown_token(&self, request: &GenerateRequest) -> Option<u32> {
+        let accepted = request.resumed.iter().flat_map(|resumed| &resumed.choices);
+        let logs = accepted.map(|choice| &choice.tokens).chain([&request.prompt]);
+        logs.flatten().copied().find(|token| *token >= self.config.vocab_size)
     }
 
     /// Ends a request whose client is gone. Unknown requests are ignored.

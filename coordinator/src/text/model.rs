@@ -89,6 +89,8 @@ pub struct TextModel {
     /// Whether its weights lack an output head, as far as the files on this host tell: it makes
     /// embeddings and no text then.
     pub lacks_head: bool,
+    /// Which tokens of the tokenizer the model lacks, if any, in one sentence.
+    pub lacks_tokens: Option<String>,
     /// Whether the operator chose the chat template.
     pub is_template_chosen: bool,
     /// How an embedding is pooled from the tokens' vectors, or why embeddings are not supported.
@@ -200,6 +202,10 @@ impl TextModel {
         let harmony_ends = harmony::ENDS.iter().filter_map(|text| special.get(*text)).copied();
         let harmony_ends = harmony_ends.filter(|id| *id < vocab_size).collect();
         let dialect = Dialect::of(&tokenizer);
+        let lacks_tokens = missing_tokens(&tokenizer, vocab_size);
+        if let Some(lacks) = &lacks_tokens {
+            tracing::warn!(folder = %folder.display(), "{lacks}");
+        }
         let tokenizer = Arc::new(tokenizer);
         Ok(Self {
             tokenizer,
@@ -217,6 +223,7 @@ impl TextModel {
             },
             lacks_head: classifier.is_none() && head::is_missing(folder, &config),
             classifier,
+            lacks_tokens,
             is_template_chosen: chat_template.is_some(),
             dialect,
             special,
@@ -273,13 +280,24 @@ impl TextModel {
     /// Tokenizes text.
     ///
     /// # Errors
-    /// The tokenizer's error.
+    /// The tokenizer's error, or a token that the model lacks.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, String> {
         let encoding = self
             .tokenizer
             .encode_fast(text, add_special_tokens)
             .map_err(|error| error.to_string())?;
-        Ok(encoding.get_ids().to_vec())
+        self.of_model(encoding.get_ids().to_vec())
+    }
+
+    /// Checks that the model has these tokens of a text: a tokenizer may have more.
+    fn of_model(&self, tokens: Vec<u32>) -> Result<Vec<u32>, String> {
+        let vocab = self.vocab_size;
+        let Some(token) = tokens.iter().find(|token| **token >= vocab) else { return Ok(tokens) };
+        let text = self.tokenizer.id_to_token(*token).unwrap_or_default();
+        Err(format!(
+            "the text has token {token} ({text:?}), which the model lacks: its vocabulary has \
+             {vocab} tokens"
+        ))
     }
 
     /// Number of special tokens that are put around a text.
@@ -292,7 +310,7 @@ impl TextModel {
     /// around them.
     ///
     /// # Errors
-    /// The tokenizer's error.
+    /// The tokenizer's error, or a token that the model lacks.
     pub fn encode_beginning(
         &self,
         text: &str,
@@ -307,7 +325,7 @@ impl TextModel {
         let encoding = tokenizer.post_process(encoding, None, add_special_tokens);
         let mut tokens = encoding.map_err(failed)?.get_ids().to_vec();
         tokens.truncate(max);
-        Ok(tokens)
+        self.of_model(tokens)
     }
 
     /// A choice's text, which continues that of `prompt`, if given.
@@ -363,6 +381,19 @@ fn load_template(
         }
     });
     template.transpose()
+}
+
+/// Tells which tokens of a tokenizer are beyond the model's vocabulary. Added tokens sometimes are,
+/// where the model was not made larger with its tokenizer.
+fn missing_tokens(tokenizer: &Tokenizer, vocab_size: u32) -> Option<String> {
+    let all = tokenizer.get_vocab(true);
+    let missing = all.iter().filter(|(_, id)| **id >= vocab_size);
+    let count = missing.clone().count();
+    let (text, id) = missing.min_by_key(|(_, id)| **id)?;
+    Some(format!(
+        "the tokenizer has {count} tokens that the model lacks, from {id} ({text:?}) on, since its \
+         vocab_size is {vocab_size}: requests with them are refused"
+    ))
 }
 
 /// FNV-1a hash over the names and contents of the files that concern text, and of what the operator

@@ -58,14 +58,22 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
     }
     let options = TextOptions { config_overrides: overrides, ..TextOptions::default() };
     findings.push(match TextModel::load_with(&folder, &options) {
-        Ok(text) => Finding::ok(
-            TOKENIZER,
-            format!(
-                "{} tokens{}",
-                text.vocab_size,
-                if text.template.is_some() { ", with a chat template" } else { "" }
+        Ok(text) => match &text.lacks_tokens {
+            Some(lacks) => Finding::warn(
+                TOKENIZER,
+                lacks,
+                "use config.json, weights and tokenizer.json of the same model; until then, texts \
+                 without these tokens are served",
             ),
-        ),
+            None => Finding::ok(
+                TOKENIZER,
+                format!(
+                    "{} tokens{}",
+                    text.vocab_size,
+                    if text.template.is_some() { ", with a chat template" } else { "" }
+                ),
+            ),
+        },
         Err(error) => Finding::fail(
             TOKENIZER,
             error.to_string(),

@@ -92,6 +92,7 @@ fn cluster_with(lora: Lora) -> (Addr<ClusterActor>, watch::Receiver<ClusterView>
             max_steps_in_flight: 2,
             prefix_caching: true,
             hidden_size: 2,
+            vocab_size: u32::MAX,
             speculation: None,
         })?;
         let limits = DriverLimits {

@@ -10,6 +10,7 @@ use crate::scheduler::{EpochEnd, HandedOver, SchedulerConfig};
 fn scheduler(max_queued_requests: u32) -> Scheduler {
     let config = SchedulerConfig {
         hidden_size: 64,
+        vocab_size: u32::MAX,
         block_size: 16,
         max_model_len: 1 << 17,
         max_num_seqs: 4,

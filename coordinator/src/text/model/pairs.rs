@@ -14,14 +14,14 @@ impl TextModel {
     /// made from.
     ///
     /// # Errors
-    /// The template's or the tokenizer's error.
+    /// The template's or the tokenizer's error, or a token that the model lacks.
     pub fn encode_pair(
         &self,
         query: &str,
         document: &str,
         add_special_tokens: bool,
     ) -> Result<Vec<u32>, RenderError> {
-        let failed = |error: String| RenderError::Template(error);
+        let failed = |error: String| RenderError::Conversation(error);
         if let Some(template) = self.template.as_ref().filter(|_| self.is_template_chosen) {
             let turn = |role: &str, text: &str| json!({"role": role, "content": text});
             let turns = vec![turn("query", query), turn("document", document)];
@@ -33,7 +33,8 @@ impl TextModel {
             return self.encode(&[query, document].concat(), add_special_tokens).map_err(failed);
         }
         let encoding = self.tokenizer.encode_fast((query, document), add_special_tokens);
-        Ok(encoding.map_err(|error| failed(error.to_string()))?.get_ids().to_vec())
+        let encoding = encoding.map_err(|error| failed(error.to_string()))?;
+        self.of_model(encoding.get_ids().to_vec()).map_err(failed)
     }
 
     /// Returns the beginning of a text that has at most `max` tokens, as vLLM cuts it: no character

@@ -135,6 +135,37 @@ fn sizes_are_those_of_the_text_model() {
     assert!(error.contains("config.json: key max_position_embeddings must be"), "{error}");
 }
 
+/// A tokenizer with more tokens than its model: ranks could not compute a text with one of them.
+#[test]
+fn a_token_that_the_model_lacks_is_named_and_is_part_of_no_prompt() {
+    let load = |vocab: u32| {
+        let config_overrides = ConfigOverrides::parse(&format!("{{\"vocab_size\": {vocab}}}"));
+        let config_overrides = config_overrides.unwrap();
+        TextModel::load_with(
+            &folders()[0],
+            &TextOptions { config_overrides, ..TextOptions::default() },
+        )
+    };
+    let whole = TextModel::load(&folders()[0]).unwrap();
+    assert_eq!(whole.lacks_tokens, None);
+    let tokens = whole.encode("Once", true).unwrap();
+    let (last, all) = (*tokens.iter().max().unwrap(), whole.tokenizer.get_vocab_size(true));
+    // The last one that it has, and the first that it lacks.
+    assert_eq!(load(last + 1).unwrap().encode("Once", true), Ok(tokens));
+    let small = load(last).unwrap();
+    let lacks = small.lacks_tokens.clone().unwrap();
+    let count = all - last as usize;
+    assert!(lacks.contains(&format!("{count} tokens")), "{lacks}");
+    assert!(lacks.contains(&format!("from {last} (\"Once\")")), "{lacks}");
+    let pair = small.encode_pair("a", "Once", true).map_err(|error| error.to_string());
+    for refused in [small.encode("Once", false), small.encode_beginning("Once a", true, 2), pair] {
+        let told = refused.unwrap_err();
+        assert!(told.contains(&format!("token {last} (\"Once\")")), "{told}");
+        assert!(told.contains(&format!("has {last} tokens")), "{told}");
+    }
+    assert!(small.encode("a b", true).is_ok(), "other texts are served");
+}
+
 /// As if the file had been edited; front ends must have the same.
 #[test]
 fn keys_laid_over_the_configuration_count_for_text_too() {
