@@ -135,6 +135,9 @@ impl Receiver {
 
     fn submit(&self, submit: SubmitRequest) -> bool {
         let frontends = &self.frontends;
+        let Some(id) = self.engine_id(submit.id) else {
+            return self.protocol_violation(&id_out_of_range(submit.id));
+        };
         let visit = frontends.gate.enter();
         let late = visit.is_none();
         let Some(events) = self.requests.begin(submit.id, submit.choices_left(), visit) else {
@@ -151,13 +154,15 @@ impl Receiver {
             frontends.refuse(&EventSender::Remote(events), error);
             return true;
         };
-        let request = match self.engine_id(submit.id) {
-            Some(id) => frontends.request(id, submit, adapter),
-            None => Err(id_out_of_range(submit.id)),
-        };
-        let request = match request {
+        let request = match frontends.request(id, submit, adapter) {
             Ok(request) => Box::new(request),
-            Err(reason) => return self.protocol_violation(&reason),
+            Err(message) => {
+                // Its front end lets no such request through, so one of the two has a defect. The
+                // link's other requests must not end with it, nor be sent again with it.
+                tracing::error!(frontend = %self.id, reason = message, "sent a bad request");
+                frontends.refuse(&EventSender::Remote(events), EngineError::Broke { message });
+                return true;
+            }
         };
         if PendingRequests::is_needed_for(&request) {
             self.pending.prepare(self.frontends.clone(), request, events);

@@ -1,11 +1,11 @@
-//! What the coordinator accepts on a front end's link: nothing that a working front end would not
-//! send.
+//! What the coordinator accepts on a front end's link: no request that a working front end would
+//! not send.
 use std::path::Path;
 
 use shared::actor::link::{CloseReason, LinkEvent};
 use shared::clock::{ManualClock, SystemClock};
-use shared::metrics::catalogue::{HTTP_REQUESTS, PROCESS_CPU, REPORTS_REFUSED};
-use shared::metrics::labels::Method;
+use shared::metrics::catalogue::{HTTP_REQUESTS, PROCESS_CPU, REPORTS_REFUSED, REQUESTS_REJECTED};
+use shared::metrics::labels::{Method, RejectReason};
 use shared::metrics::{Limits as MetricLimits, LocalStats, encode_snapshot};
 use shared::protocol::{
     AcceptedChoice, BadWords, FromFrontend, GuideSpec, SubmitRequest, ThinkingBudget,
@@ -191,24 +191,29 @@ fn request() -> SubmitRequest {
 /// Turns a valid request into another one.
 type Change<'a> = &'a dyn Fn(&mut SubmitRequest);
 
+/// Whose front end lets such a request through has others that must not be cancelled for it.
 #[test]
-fn requests_that_would_harm_a_rank_end_the_link() {
+fn requests_that_would_harm_a_rank_are_refused_and_the_link_stays() {
     let (receiver, mut taken) = receiver();
+    let refused = || {
+        let merged = receiver.frontends.hub.merged();
+        merged.counter_sum_of(REQUESTS_REJECTED, RejectReason::Unavailable)
+    };
     let mut submit = |change: Change<'_>| {
-        let mut submit = request();
+        let (mut submit, before) = (request(), refused());
         change(&mut submit);
         let kept = receiver.message(FromFrontend::Submit(Box::new(submit)));
-        assert_eq!(kept, taken.try_recv().is_ok(), "taken, or the link's end");
-        kept
+        (kept, taken.try_recv().is_ok(), refused() - before)
     };
-    assert!(submit(&|_| ()), "what is allowed");
+    assert_eq!(submit(&|_| ()), (true, true, 0), "what is allowed");
+    let other_link = submit(&|it| it.id = RequestId(1 << LINK_SHIFT));
+    assert_eq!(other_link, (false, false, 0), "another link's number");
     let nothing_ends_it =
         ThinkingBudget { tokens: 1, open: None, closes: Vec::new(), is_open: true };
-    let wrong: [(&str, Change<'_>); 14] = [
+    let wrong: [(&str, Change<'_>); 13] = [
         ("no prompt", &|it| it.prompt.clear()),
         ("a long prompt", &|it| it.prompt = vec![1; 101]),
         ("no token", &|it| it.prompt[0] = u32::MAX),
-        ("another link's number", &|it| it.id = RequestId(1 << LINK_SHIFT)),
         ("log-probabilities", &|it| it.sampling.logprobs = Some(LOGPROBS_MAX + 1)),
         ("biases", &|it| it.sampling.logit_bias = vec![(1, 0.0); 1025]),
         ("a temperature", &|it| it.sampling.temperature = f32::NAN),
@@ -221,7 +226,7 @@ fn requests_that_would_harm_a_rank_end_the_link() {
         ("an empty stop string", &|it| it.stops[3].clear()),
     ];
     for (what, change) in wrong {
-        assert!(!submit(change), "{what}");
+        assert_eq!(submit(change), (true, false, 1), "{what}");
     }
 }
 
@@ -231,7 +236,7 @@ fn with_accepted(submit: &mut SubmitRequest, first: AcceptedChoice) {
 }
 
 #[test]
-fn what_was_never_accepted_ends_the_link() {
+fn what_was_never_accepted_is_refused() {
     let (receiver, _taken) = receiver();
     let goes_on = |tokens: Vec<u32>| AcceptedChoice::GoesOn(tokens);
     let kept = |change: Change<'_>| {
