@@ -18,7 +18,7 @@
 //!   logs and ends of worker processes
 //! - [`dispatch`]: which replica gets which request; [`affinity`]: where a prompt's beginning was
 //!   computed; [`candidates`]: which replica is the best; [`migration`], [`sharing`]: requests
-//!   between replicas
+//!   between replicas (`outgrown`: those that no cache has room for)
 //! - [`view`], [`status`]: what others and operators see
 pub mod absence;
 pub mod actor;
@@ -31,6 +31,7 @@ pub mod effect;
 mod failing_ranks;
 mod formation;
 pub mod migration;
+mod outgrown;
 mod pending_answers;
 pub mod placement;
 mod quarantine;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use coordinator::cluster::candidates::Candidate;
 use coordinator::cluster::migration::{Migrations, QueueShare};
-use coordinator::engine::{EngineError, EngineEvent, EventSender, GenerateRequest};
+use coordinator::engine::{EngineError, EngineEvent, EventSender, FinishReason, GenerateRequest};
 use coordinator::metrics::Hub;
 use coordinator::replica::core::ReplicaCore;
 use coordinator::replica::driver::MovedRequest;
@@ -12,7 +12,7 @@ use coordinator::scheduler::EpochEnd;
 use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId};
 use tokio::sync::mpsc;
 
-use crate::agreement::{SentMessages, WORKERS, core, request};
+use crate::agreement::{SentMessages, WORKERS, core, request, result};
 
 const BLOCKS: u32 = 4;
 
@@ -117,6 +117,84 @@ fn it_waits_where_there_may_be_room_and_else_is_told_that_there_is_none() {
         panic!("not unavailable")
     };
     assert!(message.contains("the 4 blocks") && message.contains("has 2"), "{message}");
+}
+
+/// A replica with a request without a bound, which has written more than half of the cache when
+/// the replica comes back with half of it. Returns what it gives up.
+fn outgrown_without_bound(
+    hub: &Hub,
+) -> (Vec<MovedRequest>, mpsc::Receiver<EngineEvent>, ReplicaCore) {
+    let (mut core, mut sent) = (core(hub.observer()), SentMessages::default());
+    let at = Duration::from_millis(1);
+    core.epoch_formed(at, Epoch(1), BLOCKS, 0, WORKERS.to_vec(), &mut sent);
+    let (sender, events) = mpsc::channel(64);
+    let open = GenerateRequest {
+        prompt: vec![1; 16],
+        max_tokens: BLOCKS * 16 - 16,
+        open_ended: true,
+        ..request()
+    };
+    core.submit(at, open, EventSender::Local(sender), &mut sent);
+    let mut answered = 0;
+    while events.len() < 20 {
+        let plan = sent.plans[answered].clone();
+        answered += 1;
+        WORKERS.iter().for_each(|it| core.step_done(at, *it, result(&plan, 5), &mut sent));
+    }
+    assert!(core.epoch_ended(at, Epoch(1), EpochEnd::Failed));
+    let half = BLOCKS / 2;
+    let moved = core.epoch_formed(at, Epoch(2), half, 0, WORKERS.to_vec(), &mut sent);
+    (moved, events, core)
+}
+
+#[test]
+fn what_has_no_bound_goes_on_where_there_is_room_and_else_ends_with_what_it_has() {
+    let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
+    let (here, small) = (candidate(0, true, BLOCKS * 8), candidate(1, true, BLOCKS * 8));
+    let unknown = candidate(2, false, u32::MAX);
+    let ends = |candidates: &[Candidate], at: u32| {
+        let (moved, mut events, mut core) = outgrown_without_bound(&hub);
+        assert_eq!(moved.len(), 1);
+        let mut migrations = Migrations::default();
+        migrations.expect(ReplicaId(0));
+        let mut placed = migrations.place_or_end(ReplicaId(0), moved, candidates);
+        assert!(placed.outgrown.is_empty() && placed.unplaced.is_empty());
+        let (to, requests) = placed.by_replica.remove(0);
+        assert_eq!((to, placed.by_replica.len()), (ReplicaId(at), 0));
+        if at != 0 {
+            return;
+        }
+        let tokens = |events: &mut mpsc::Receiver<EngineEvent>| -> Vec<EngineEvent> {
+            std::iter::from_fn(|| events.try_recv().ok()).collect()
+        };
+        assert!(tokens(&mut events).iter().all(|it| matches!(it, EngineEvent::Token { .. })));
+        core.adopt(Duration::from_millis(2), requests, &mut SentMessages::default());
+        let [EngineEvent::Finished { choice: 0, reason: FinishReason::Length, .. }] =
+            tokens(&mut events)[..]
+        else {
+            panic!("it does not end")
+        };
+    };
+    ends(&[here, candidate(1, true, BLOCKS * 16), unknown], 1);
+    // One that has never served may never come.
+    ends(&[here, small, unknown], 0);
+    ends(&[here], 0);
+    // Where it was does not serve any more: another one ends it, unless there may be room again.
+    let broken = |room| candidate(0, false, room);
+    ends(&[broken(BLOCKS * 8), small], 1);
+    ends(&[broken(BLOCKS * 16), small], 0);
+    // One whose client leaves while it is on its way has nothing to end.
+    let (moved, ..) = outgrown_without_bound(&hub);
+    let mut migrations = Migrations::default();
+    migrations.expect(ReplicaId(0));
+    migrations.cancelled(moved[0].id());
+    let placed = migrations.place_or_end(ReplicaId(0), moved, &[here]);
+    assert_eq!((placed.cancelled.len(), placed.by_replica.len()), (1, 0));
+    // A request with a bound is told that there is no room.
+    let (moved, ..) = outgrown(&hub);
+    migrations.expect(ReplicaId(0));
+    let placed = migrations.place_or_end(ReplicaId(0), moved, &[here, small]);
+    assert_eq!((placed.outgrown.len(), placed.by_replica.len()), (1, 0));
 }
 
 #[test]

@@ -179,9 +179,19 @@ impl Rig {
         self.in_flight.clear();
         self.worker = Some(FakeWorker::new(self.config, num_blocks, self.host_blocks));
         let (epoch, host_blocks) = (Epoch(self.epoch), self.host_blocks);
-        self.scheduler.replica_ready(epoch, num_blocks, host_blocks, &mut self.effects);
+        let outgrown =
+            self.scheduler.replica_ready(epoch, num_blocks, host_blocks, &mut self.effects);
         // The previous epoch, if it still existed, has ended.
         self.running.clear();
+        // There is no other replica: what has outgrown this one ends here.
+        for handed in outgrown.into_iter().rev() {
+            for (there, here) in self.scheduler.adopt(handed).expect("no bound was set") {
+                if let Some(token) = self.stop_tokens.remove(&there) {
+                    self.stop_tokens.insert(here, token);
+                }
+            }
+        }
+        self.scheduler.end_outgrown(&mut self.effects);
         self.settle();
     }
 
@@ -441,7 +451,9 @@ impl Rig {
                 let (client, got) = self.requests.get_mut(&request).unwrap();
                 let tokens = &got.tokens[choice as usize];
                 let guide = client.guide_of(choice);
-                finish_reason_is_right(client, guide, tokens, reason, self.config.max_model_len);
+                let room = self.scheduler.gauges().blocks_total * self.config.block_size;
+                let sizes = (self.config.max_model_len, room);
+                finish_reason_is_right(client, guide, tokens, reason, sizes);
                 assert_eq!(got.embedded, client.pooling.is_some(), "{request}");
                 assert!(got.reasons[choice as usize].replace(reason).is_none());
                 assert_eq!(last, got.ended());
@@ -632,7 +644,7 @@ fn finish_reason_is_right(
     guide: Option<Box<dyn TokenGuide>>,
     tokens: &[u32],
     reason: FinishReason,
-    max_model_len: u32,
+    (max_model_len, cache): (u32, u32),
 ) {
     let ends = |at: usize| {
         let may = at + 1 >= client.min_tokens as usize;
@@ -652,8 +664,10 @@ fn finish_reason_is_right(
         FinishReason::Length => {
             let room = max_model_len - client.prompt.len() as u32;
             let most = client.max_tokens.min(room);
-            // The cache may have room for fewer.
-            assert!(tokens.len() as u32 == most || client.open_ended && !tokens.is_empty());
+            // The cache may have room for fewer: the one that it is in, not one before.
+            let is_full = (client.prompt.len() + tokens.len()) as u32 >= cache;
+            let by_cache = client.open_ended && !tokens.is_empty() && is_full;
+            assert!(tokens.len() as u32 == most || by_cache, "{} of {most}", tokens.len());
             assert!(tokens.len() as u32 <= most);
         }
         FinishReason::Complete => {

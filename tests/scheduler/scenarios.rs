@@ -307,6 +307,37 @@ fn without_a_bound_the_cache_is_the_bound() {
     assert_eq!(error, EngineError::TooLarge { needed: 3, available: 2 });
 }
 
+/// A replica that comes back larger, or another one, goes on as if the cache had never been small.
+#[test]
+fn a_small_cache_is_the_bound_only_while_it_lasts() {
+    let open = ClientRequest { max_tokens: 300, open_ended: true, ..prompt(40) };
+    let steps = |rig: &mut Rig| {
+        for _ in 0..10 {
+            rig.plan();
+            rig.deliver();
+        }
+    };
+    for moves in [false, true] {
+        let mut rig = Rig::new(config());
+        rig.ready(8);
+        let id = rig.submit(open.clone()).unwrap();
+        steps(&mut rig);
+        rig.lost();
+        rig.ready(6);
+        steps(&mut rig);
+        match moves {
+            false => {
+                rig.lost();
+                rig.ready(64);
+            }
+            true => rig.move_on_to(64),
+        }
+        rig.drain();
+        let got = &rig.requests[&id].1;
+        assert_eq!((got.tokens[0].len(), &*got.reasons), (300, &[Some(FinishReason::Length)][..]));
+    }
+}
+
 #[test]
 fn a_token_that_the_model_lacks_is_refused_with_its_request_alone() {
     let mut rig = Rig::new(SchedulerConfig { vocab_size: 50, ..config() });

@@ -200,6 +200,7 @@ impl Clients {
             adapter,
             end_tokens: client.ends.end_tokens.clone(),
             arrived: Duration::from_micros(now),
+            open_ended: client.open_ended,
             traced: index.is_multiple_of(3),
             ..GenerateRequest::new(
                 RequestId(index as u64),
@@ -269,9 +270,9 @@ impl Clients {
     pub(crate) fn held_at(&self, life: Life, replica: ReplicaId) -> Vec<Held> {
         let at = self.at.get(&(life, replica)).into_iter().flatten();
         at.map(|index| {
-            let Open { client, left, .. } = &self.open[*index];
-            let needed = client.prompt.len() as u32 + client.ends.max_tokens;
-            Held { seed: client.seed, n: client.n, needed, left: left.is_some() }
+            let open = &self.open[*index];
+            let Open { client, left, .. } = open;
+            Held { seed: client.seed, n: client.n, needed: open.needs(), left: left.is_some() }
         })
         .collect()
     }
@@ -355,6 +356,15 @@ impl Open {
         self.accepted().into_iter().enumerate().any(stuck)
     }
 
+    /// The room that a KV cache must have for it: one token more than it has, without a bound.
+    fn needs(&self) -> u32 {
+        let most = match self.client.open_ended {
+            true => 1 + self.accepted().into_iter().max().unwrap_or(0) as u32,
+            false => u32::MAX,
+        };
+        self.client.prompt.len() as u32 + self.client.ends.max_tokens.min(most)
+    }
+
     /// Prompt tokens of all choices.
     fn prompts(&self) -> u64 {
         u64::from(self.client.n) * self.client.prompt.len() as u64
@@ -382,10 +392,19 @@ impl Open {
     }
 
     fn finished_reason(&self) -> FinishedReason {
-        let by_length =
-            self.client.expected.iter().any(|(_, reason)| *reason == FinishReason::Length);
+        let expected = self.client.expected.iter().map(|(_, reason)| *reason);
+        let mut ends =
+            expected.zip(&self.reasons).map(|(expected, found)| found.unwrap_or(expected));
+        let by_length = ends.any(|reason| reason == FinishReason::Length);
         if by_length { FinishedReason::Length } else { FinishedReason::Stop }
     }
+}
+
+/// Whether this part of a text is all that a KV cache of `room` tokens has room for, so that it
+/// ends there: its client set no bound.
+fn fills(client: &Client, text: &[u32], got: &[u32], room: Option<u32>) -> bool {
+    let len = (client.prompt.len() + got.len()) as u32;
+    client.open_ended && text.starts_with(got) && room.is_some_and(|room| len >= room)
 }
 
 impl World {
@@ -462,6 +481,8 @@ impl World {
         let open = &mut self.clients.open[index];
         let prompts = open.prompts();
         let coordinator = &mut *self.coordinator;
+        let replica = open.replica.and_then(|id| coordinator.running(id));
+        let room = replica.and_then(|it| it.room);
         let tally = &mut coordinator.tally;
         let is_suspect = open.is_suspect();
         let Some(events) = &mut open.events else { return Ok(false) };
@@ -514,8 +535,12 @@ impl World {
                         return Err("finishes without its embedding".to_owned());
                     }
                     let (text, expected) = &open.client.expected[choice as usize];
-                    if reason != *expected || *text != open.got[choice as usize] {
-                        let got = &open.got[choice as usize];
+                    let got = &open.got[choice as usize];
+                    let whole = reason == *expected && text == got;
+                    let full =
+                        reason == FinishReason::Length && fills(&open.client, text, got, room);
+                    self.report.filled += u64::from(full && !whole);
+                    if !whole && !full {
                         return Err(format!(
                             "choice {choice} is {got:?}, {reason:?}; undisturbed it is {text:?}, \
                              {expected:?}"

@@ -112,6 +112,8 @@ pub(crate) struct Report {
     pub(crate) preemptions: u64,
     /// Of these, those that went to host memory.
     pub(crate) swapped: u64,
+    /// Choices without a bound that ended where the KV cache did.
+    pub(crate) filled: u64,
     /// Steps whose ranks were done before their masks were there.
     pub(crate) masks_awaited: u64,
     /// Prompt tokens that were in the KV cache.

@@ -126,6 +126,7 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
                 all.adapters_refused += report.adapters_refused;
                 all.preemptions += report.preemptions;
                 all.swapped += report.swapped;
+                all.filled += report.filled;
                 all.masks_awaited += report.masks_awaited;
                 all.fenced += report.fenced;
                 all.lasted += report.lasted;

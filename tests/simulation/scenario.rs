@@ -125,6 +125,8 @@ pub(crate) struct Client {
     /// The name of its adapter; empty for none.
     pub(crate) adapter: &'static str,
     pub(crate) ends: Ends,
+    /// Whether it sets no bound: the KV cache is one, too.
+    pub(crate) open_ended: bool,
     /// Set if it asks for an embedding, not tokens.
     pub(crate) pooling: Option<Pooling>,
     pub(crate) leaves: Option<(Time, Leaving)>,
@@ -225,9 +227,9 @@ impl Scenario {
             max_steps_in_flight: random.pick(&[1, 2, 2, 2]),
             prefix_caching: random.chance(80),
             hidden_size: 2,
+            vocab_size: u32::MAX,
             speculation: speculation(seed, max_num_seqs),
         };
-            vocab_size: u32::MAX,
         let limits = DriverLimits {
             step_timeout: Duration::from_secs(random.pick(&[2, 5, 10, 60])),
             // Apart from the rest.
@@ -271,6 +273,7 @@ impl Scenario {
         };
         scenario.add_clients(random);
         scenario.add_faults(random);
+        scenario.add_open_ended(seed);
         scenario.add_hang(seed);
         scenario.add_bad_ranks(seed);
         scenario.add_adapters(seed);
@@ -351,7 +354,8 @@ impl Scenario {
             None => (0..n).map(|choice| undisturbed(&prompt, seed, choice, &ends)).collect(),
         };
         let adapter = ["", "1", "2"][adapter_of(seed) as usize];
-        Client { at, prompt, n, seed, adapter, ends, pooling, leaves, expected }
+        let open_ended = false;
+        Client { at, prompt, n, seed, adapter, ends, open_ended, pooling, leaves, expected }
     }
 
     /// When a process is started again, if ever.
@@ -413,6 +417,40 @@ impl Scenario {
                 _ => Fault::FailForm { slot, permanent: random.chance(30) },
             };
             self.faults.push((at, fault));
+        }
+    }
+
+    /// Lets clients set no bound, where KV caches may hold less than the longest sequence, and more
+    /// or less from epoch to epoch. Depends only on the seed, like the following.
+    fn add_open_ended(&mut self, seed: u64) {
+        let random = &mut Random::new(seed ^ 20_734);
+        if !random.chance(25) {
+            return;
+        }
+        // Enough for the longest prompt and a token.
+        let fewest = random.range(13, 15);
+        self.blocks = (fewest, fewest + random.pick(&[1, 3, 8]));
+        let (smallest, longest) =
+            (fewest as u32 * self.engine.block_size, self.engine.max_model_len);
+        for client in self.clients.iter_mut().filter(|it| it.ends.max_tokens > 0) {
+            let len = client.prompt.len() as u32;
+            if len + client.ends.max_tokens <= smallest && !random.chance(20) {
+                continue;
+            }
+            client.open_ended = true;
+            client.ends.max_tokens = longest - len;
+            // What ends some texts early is theirs by chance; others are to reach the bound.
+            if random.chance(50) {
+                client.ends.end_tokens.clear();
+                client.ends.stop_token = None;
+            }
+            // Where its client hears nothing, nobody knows whether the cache has ended it.
+            if let Some((_, leaving)) = &mut client.leaves {
+                *leaving = Leaving::Cancels;
+            }
+            let (prompt, seed, ends) = (&client.prompt, client.seed, &client.ends);
+            let text = |choice| undisturbed(prompt, seed, choice, ends);
+            client.expected = (0..client.n).map(text).collect();
         }
     }
 

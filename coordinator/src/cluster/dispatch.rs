@@ -296,7 +296,7 @@ impl Dispatch {
         let known = known.into_iter();
         let candidates: Vec<Candidate> =
             known.map(|id| self.candidate(id).unwrap_or_else(|| Candidate::unknown(id))).collect();
-        let placed = self.migrations.place(from, requests, candidates.into_iter());
+        let placed = self.migrations.place_or_end(from, requests, &candidates);
         let Placements { by_replica, cancelled, unplaced, outgrown } = placed;
         for (id, requests) in by_replica {
             if let Some(running) = self.running.get_mut(&id) {

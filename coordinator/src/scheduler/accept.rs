@@ -279,7 +279,7 @@ impl Scheduler {
         let num_output = seq.num_output();
         let may_end = num_output >= seq.sampling.min_tokens;
         let full =
-            num_output >= seq.max_tokens || seq.tokens.len() as u32 >= self.config.max_model_len;
+            num_output >= seq.output_max() || seq.tokens.len() as u32 >= self.config.max_model_len;
         let Some(owner) = self.requests.get(&request) else { return };
         let ends = may_end && owner.end_tokens.contains(&token);
         effects.push(Effect::Token { request, choice, token, logprobs });

@@ -98,7 +98,7 @@ impl DraftRoom {
 impl Sequence {
     /// Maximum length of a draft: the sequence gets one token more than are accepted.
     fn drafts_most(&self, max_model_len: u32) -> u32 {
-        let left = self.max_tokens.saturating_sub(self.num_output());
+        let left = self.output_max().saturating_sub(self.num_output());
         left.min(max_model_len.saturating_sub(self.tokens.len() as u32)).saturating_sub(1)
     }
 
@@ -207,7 +207,7 @@ impl Scheduler {
                 if is_last != are_last {
                     continue;
                 }
-                let room = seq.num_prompt.saturating_add(seq.max_tokens).min(max_model_len);
+                let room = seq.num_prompt.saturating_add(seq.output_max()).min(max_model_len);
                 if behind.is_none() {
                     let more = NgramDrafter::bytes_of(config, room as usize);
                     if bytes.saturating_add(more) > INDICES_MAX {

@@ -22,8 +22,8 @@ pub enum EpochEnd {
 
 impl Scheduler {
     /// Begins an epoch: the ranks are formed with `num_blocks` empty KV blocks and `host_blocks` in
-    /// host memory, and know no sequence. Ends open-ended requests that have outgrown a smaller
-    /// cache. Returns requests that this cache can never hold: another replica may have room.
+    /// host memory, and know no sequence. Returns requests that this cache can never hold, or whose
+    /// open-ended sequences have outgrown it: another replica may have room.
     pub fn replica_ready(
         &mut self,
         epoch: Epoch,
@@ -45,7 +45,6 @@ impl Scheduler {
                 sequence.fit(room);
             }
         }
-        self.end_outgrown(effects);
         let too_large: IdSet<RequestId> = self
             .waiting
             .iter()
@@ -97,7 +96,7 @@ impl Scheduler {
         self.blocks = BlockPool::default();
     }
 
-    /// Ends open-ended sequences that are longer than the KV cache they came to.
+    /// Ends open-ended sequences that are longer than the KV cache they came to: no other has room.
     pub fn end_outgrown(&mut self, effects: &mut Vec<Effect>) {
         if self.epoch.is_none() {
             return;

@@ -53,6 +53,13 @@ impl HandedOver {
         u32::try_from(longest.unwrap_or(0)).unwrap_or(u32::MAX).saturating_add(1)
     }
 
+    /// Whether it can end with what it has where a KV cache has no more room: its client set no
+    /// bound, and something was accepted.
+    #[must_use]
+    pub fn may_end_by_length(&self) -> bool {
+        self.sequences.iter().any(|sequence| sequence.open_ended && sequence.num_output() > 0)
+    }
+
     /// How many places in a batch it takes.
     #[must_use]
     pub fn num_sequences(&self) -> u32 {

@@ -30,6 +30,8 @@ pub(super) struct Sequence {
     pub(super) tokens: Tokens,
     pub(super) num_prompt: u32,
     pub(super) max_tokens: u32,
+    /// Output tokens that the present epoch's KV cache has room for, if the client set no bound.
+    pub(super) room: u32,
     /// [`GenerateRequest::open_ended`](crate::engine::GenerateRequest::open_ended)
     pub(super) open_ended: bool,
     /// Constrains its tokens; has seen those accepted.
@@ -110,6 +112,7 @@ impl Sequence {
             tokens,
             num_prompt,
             max_tokens: request.max_tokens,
+            room: u32::MAX,
             open_ended: request.open_ended,
             guide,
             blocks: Vec::new(),
@@ -158,12 +161,17 @@ impl Sequence {
         if self.open_ended { room_wanted(accepted, all) } else { all }
     }
 
-    /// Lowers `max_tokens` to what a cache of `tokens` tokens has room for, if the client set none.
-    /// A sequence without room for one more token is left alone.
+    /// Bounds the output by a cache of `tokens` tokens, if the client set no bound, until another
+    /// cache is there: the next one may be larger. A sequence without room for one more token is
+    /// left alone.
     pub(super) fn fit(&mut self, tokens: u32) {
-        if self.open_ended && self.tokens_needed() <= tokens {
-            self.max_tokens = self.max_tokens.min(tokens - self.num_prompt);
-        }
+        let fits = self.open_ended && self.tokens_needed() <= tokens;
+        self.room = if fits { tokens.saturating_sub(self.num_prompt) } else { u32::MAX };
+    }
+
+    /// Maximum number of output tokens in the present epoch.
+    pub(super) fn output_max(&self) -> u32 {
+        self.max_tokens.min(self.room)
     }
 
     /// Whether the client set no `max_tokens` and the sequence can no longer grow in a cache of
@@ -191,7 +199,7 @@ impl Sequence {
     /// steps in flight are answered.
     pub(super) fn num_wanted(&self, max_model_len: u32) -> u32 {
         let output_ahead = self.len_ahead() - self.num_prompt;
-        let complete = output_ahead >= self.max_tokens || self.len_ahead() >= max_model_len;
+        let complete = output_ahead >= self.output_max() || self.len_ahead() >= max_model_len;
         if complete && (self.max_tokens > 0 || self.computed >= self.num_prompt) {
             return 0;
         }

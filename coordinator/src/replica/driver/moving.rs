@@ -44,6 +44,12 @@ impl MovedRequest {
         self.handed.tokens_to_begin()
     }
 
+    /// Whether it can end with what it has where a KV cache has no more room.
+    #[must_use]
+    pub fn may_end_by_length(&self) -> bool {
+        self.handed.may_end_by_length()
+    }
+
     /// How many places in a batch it takes.
     #[must_use]
     pub fn num_sequences(&self) -> u32 {
