@@ -340,9 +340,9 @@ fn no_more_are_admitted_than_a_step_has_room_for_masks() {
 #[test]
 fn guided_sequences_go_on_where_they_were_after_preemption_loss_and_a_move() {
     let mut rig = Rig::new(config());
-    rig.ready(9);
+    rig.ready(5);
     for seed in 0..4 {
-        let prompt = (0..20).map(|at| (seed as u32 * 7 + at) % 50).collect();
+        let prompt = (0..30).map(|at| (seed as u32 * 7 + at) % 50).collect();
         rig.submit(ClientRequest { seed, prompt, ..guided(40) }).unwrap();
     }
     let mut moments = 0;
@@ -350,11 +350,11 @@ fn guided_sequences_go_on_where_they_were_after_preemption_loss_and_a_move() {
         let (planned, delivered) = (rig.plan(), at % 3 != 2 && rig.deliver());
         if at % 41 == 40 {
             rig.lost();
-            rig.ready(9);
+            rig.ready(5);
         }
         if at % 67 == 66 {
             rig.move_on();
-            rig.ready(9);
+            rig.ready(5);
             moments += 1;
         }
         if !planned && !delivered && rig.scheduler.gauges().in_flight == 0 {

@@ -338,6 +338,20 @@ fn a_small_cache_is_the_bound_only_while_it_lasts() {
     }
 }
 
+/// What runs goes on: a prompt that takes the last free blocks would be preempted with the next
+/// block that another sequence begins, and computed again.
+#[test]
+fn a_prompt_waits_for_more_blocks_than_its_own_while_others_run() {
+    let mut rig = Rig::new(SchedulerConfig { prefix_caching: false, ..config() });
+    rig.ready(8);
+    rig.submit(ClientRequest { max_tokens: 20, ..prompt(30) }).unwrap();
+    rig.plan();
+    rig.deliver();
+    rig.submit(ClientRequest { seed: 1, ..prompt(80) }).unwrap();
+    rig.drain();
+    assert_eq!((rig.preemptions, rig.totals.recomputed, rig.totals.prompt), (0, 0, 110));
+}
+
 #[test]
 fn a_token_that_the_model_lacks_is_refused_with_its_request_alone() {
     let mut rig = Rig::new(SchedulerConfig { vocab_size: 50, ..config() });

@@ -318,29 +318,48 @@ impl Scheduler {
     }
 
     /// Whether a waiting sequence finds too few free blocks; if not, `found` has its cached blocks.
-    /// After a shortage, it is looked up again only when enough may have changed: a long prompt at
-    /// the head of the queue waits for many steps and has thousands of blocks.
     fn must_wait(&mut self, slot: usize) -> bool {
-        let Some(seq) = &self.sequences[slot] else { return false };
-        let (id, length) = (seq.id, seq.tokens.len() as u32);
-        let (gains, num_free) = (self.blocks.gains(), self.blocks.num_free());
-        let mut known = self.waits_for.filter(|waits| (waits.seq, waits.length) == (id, length));
-        // Each gain saves at most one block.
-        known = known
-            .filter(|waits| waits.blocks.saturating_sub(gains - waits.gains) > num_free.into());
-        if known.is_some() && !self.running.is_empty() && !cfg!(debug_assertions) {
+        let known = self.is_known_to_wait(slot);
+        if known && !cfg!(debug_assertions) {
             return true;
         }
         self.look_up(slot);
+        let Some(seq) = &self.sequences[slot] else { return false };
         // With room for one more token, so that its first output does not get it preempted.
-        let wanted = self.config.blocks_for(length + 1) - self.found.len() as u32;
+        let wanted = self.config.blocks_for(seq.tokens.len() as u32 + 1) - self.found.len() as u32;
         let found_free = self.found.iter().filter(|found| found.is_free).count() as u32;
-        let blocks = wanted + found_free;
-        let waits = blocks > num_free && !self.running.is_empty();
-        debug_assert!(waits || known.is_none() || self.running.is_empty(), "{known:?}: {blocks}");
-        self.waits_for =
-            waits.then_some(super::BlockWait { seq: id, length, blocks: blocks.into(), gains });
+        let waits = self.is_short_of(slot, wanted + found_free);
+        debug_assert!(waits || !known, "{wanted} and {found_free}, {:?}", self.waits_for);
         waits
+    }
+
+    /// Whether a waiting sequence was short of blocks, and still must be: it is looked up again
+    /// only when enough may have changed. A long prompt at the head of the queue waits for many
+    /// steps and has thousands of blocks.
+    pub(super) fn is_known_to_wait(&self, slot: usize) -> bool {
+        let Some(seq) = &self.sequences[slot] else { return false };
+        let key = (seq.id, seq.tokens.len() as u32);
+        let known = self.waits_for.filter(|waits| (waits.seq, waits.length) == key);
+        // Each gain saves at most one block.
+        let blocks = known.map(|it| it.blocks.saturating_sub(self.blocks.gains() - it.gains));
+        !self.running.is_empty() && blocks.is_some_and(|blocks| blocks > self.free_to_admit())
+    }
+
+    /// Whether a waiting sequence that needs so many free blocks has to wait, which is noted. One
+    /// that nothing runs beside is admitted in any case.
+    pub(super) fn is_short_of(&mut self, slot: usize, blocks: u32) -> bool {
+        let Some(seq) = &self.sequences[slot] else { return false };
+        let (seq, length, blocks) = (seq.id, seq.tokens.len() as u32, u64::from(blocks));
+        let waits = !self.running.is_empty() && blocks > self.free_to_admit();
+        let gains = self.blocks.gains();
+        self.waits_for = waits.then_some(super::BlockWait { seq, length, blocks, gains });
+        waits
+    }
+
+    /// Free blocks for sequences that wait. Each running one keeps a block for its next tokens:
+    /// otherwise those that run would soon preempt who came last, and what it computed is lost.
+    fn free_to_admit(&self) -> u64 {
+        u64::from(self.blocks.num_free()).saturating_sub(self.running.len() as u64)
     }
 
     /// Finds the cached blocks of a waiting sequence. At least one token is left to compute, for

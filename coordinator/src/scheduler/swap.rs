@@ -102,33 +102,37 @@ impl Scheduler {
         slot: usize,
         builder: &mut PlanBuilder<'_>,
     ) -> bool {
-        self.look_up(slot);
-        let Some(seq) = &mut self.sequences[slot] else { return false };
+        let Some(seq) = &self.sequences[slot] else { return false };
+        let Some(swapped) = &seq.swapped else { return false };
         let count = seq.num_wanted(self.config.max_model_len).min(builder.budget);
+        // Its last token is in flight, or drafts whose outcome is unknown.
         let waits = count == 0 || seq.waits_for_token(self.config.max_model_len);
-        let Some(swapped) = seq.swapped.take_if(|_| !waits) else {
-            // Its last token is in flight, or drafts whose outcome is unknown.
+        let host_blocks = swapped.host.len();
+        if waits || !weight::may_swap(builder.step.swap_in_bytes, host_blocks) {
             return false;
-        };
+        }
+        // It may have more blocks than it needs: those of drafts that were not accepted.
+        let table = self.config.blocks_for(seq.computed + count).max(host_blocks as u32);
+        // As at admission.
+        let ahead = self.config.blocks_for(seq.len_ahead() + 1).max(table);
         // Others may have computed more of the same tokens, but what the workers know of this
         // sequence ends at `computed`.
         let full = (seq.computed / self.config.block_size) as usize;
+        let known = self.is_known_to_wait(slot);
+        if known && !cfg!(debug_assertions) {
+            return false;
+        }
+        self.look_up(slot);
         self.found.truncate(full);
         let num_found = self.found.len() as u32;
         let found_free = self.found.iter().filter(|found| found.is_free).count() as u32;
-        // It may have more blocks than it needs: those of drafts that were not accepted.
-        let table = self.config.blocks_for(seq.computed + count).max(swapped.host.len() as u32);
-        let now = table - num_found + found_free;
-        // As at admission, plus a block for each running sequence: otherwise these would soon
-        // preempt it again.
-        let ahead = self.config.blocks_for(seq.len_ahead() + 1).max(table);
-        let wanted = ahead - num_found + found_free + self.running.len() as u32;
-        let num_free = self.blocks.num_free();
-        let fits = now <= num_free && (wanted <= num_free || self.running.is_empty());
-        if !fits || !weight::may_swap(builder.step.swap_in_bytes, swapped.host.len()) {
-            seq.swapped = Some(swapped);
+        let short = self.is_short_of(slot, ahead - num_found + found_free);
+        debug_assert!(short || !known, "{ahead}, {num_found}, {found_free}: {:?}", self.waits_for);
+        if short || table - num_found + found_free > self.blocks.num_free() {
             return false;
         }
+        let Some(seq) = &mut self.sequences[slot] else { return false };
+        let Some(swapped) = seq.swapped.take() else { return false };
         self.share_found(slot);
         let Some(seq) = &mut self.sequences[slot] else { return false };
         builder.step.swap_in_bytes += weight::swap(swapped.host.len());
