@@ -260,6 +260,11 @@ impl Scheduler {
         (self.sequences.len() - self.free_slots.len()) as u32
     }
 
+    /// The requests of the admitted sequences, once for each.
+    pub fn running_requests(&self) -> impl Iterator<Item = RequestId> {
+        self.running().map(|seq| seq.request)
+    }
+
     /// Masks still being computed as of the last [`Scheduler::masks`]; a step waits for them.
     #[must_use]
     pub fn masks_awaited(&self) -> &[AwaitedMask] {

@@ -56,12 +56,21 @@ struct LiveRequest {
     by_length: bool,
     /// Since when no epoch has been under way at its replica; meaningless while one is.
     waits_since: Duration,
-    /// When it reached the server, if it has not been in a step, here or at an earlier coordinator.
+    /// When it was submitted, if it has not been in a step, here or at an earlier coordinator. Its
+    /// client may have waited for longer: other texts of the same request go before it.
     unscheduled_since: Option<Duration>,
     /// Whether it has been in a step of this coordinator.
     has_run: bool,
     /// Set if it is traced.
     notes: Option<Notes>,
+}
+
+impl LiveRequest {
+    /// Whether its client is gone, or has long stopped reading.
+    fn is_gone(&mut self, now: Duration) -> bool {
+        let waiting = self.events.waiting();
+        self.events.is_closed() || self.reading.is_stuck(now, waiting)
+    }
 }
 
 /// A step in flight.
@@ -91,6 +100,10 @@ pub struct ReplicaDriver {
     effects: Vec<Effect>,
     /// Requests whose client is gone, found while events were delivered.
     gone: Vec<RequestId>,
+    /// When the clients of all requests were last looked at.
+    looked_for_gone: Duration,
+    /// No request can have waited too long for its first step before this.
+    overdue_from: Duration,
     /// For how long each pending mask has been waited for, and when that was last updated.
     masks_late: IdMap<AwaitedMask, Duration>,
     looked_for_masks: Duration,
@@ -127,6 +140,8 @@ impl ReplicaDriver {
             stop_checks: IdMap::default(),
             effects: Vec::new(),
             gone: Vec::new(),
+            looked_for_gone: now,
+            overdue_from: Duration::MAX,
             masks_late: IdMap::default(),
             looked_for_masks: now,
             in_flight: VecDeque::new(),
@@ -240,10 +255,11 @@ impl ReplicaDriver {
                     summary,
                     by_length: false,
                     waits_since,
-                    unscheduled_since: (!has_begun).then_some(arrived),
+                    unscheduled_since: (!has_begun).then_some(now),
                     has_run: false,
                     notes,
                 };
+                self.note_wait(live.unscheduled_since);
                 self.live.insert(id, live);
                 if let Some(resumed) = resumed {
                     let ends = resumed.choices.iter().map(|choice| choice.end);

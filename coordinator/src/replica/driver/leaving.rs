@@ -15,18 +15,36 @@ const MASK_PATIENCE: Duration = Duration::from_secs(10);
 /// Time between two looks counts as at most this much: no masks are computed while this process is
 /// stopped.
 const LOOK_MAX: Duration = Duration::from_secs(1);
+/// Interval at which the clients of all requests are looked at, and up to how many requests that is
+/// done at every tick. Of more, those that wait are looked at less often than those that run.
+const GONE_INTERVAL: Duration = Duration::from_millis(500);
+const LOOKED_AT_MAX: usize = 1024;
 /// Approximate number of choices of abandoned requests dropped at a time.
 const CHOICES_DROPPED: u32 = 4096;
 
 impl ReplicaDriver {
     /// Finds requests whose clients are gone, or have long stopped reading.
     pub(super) fn find_gone(&mut self, now: Duration) {
-        let gone = self.live.iter_mut().filter_map(|(id, live)| {
-            let waiting = live.events.waiting();
-            let is_gone = live.events.is_closed() || live.reading.is_stuck(now, waiting);
-            is_gone.then_some(*id)
-        });
-        self.gone.extend(gone);
+        let Self { live, scheduler, gone, looked_for_gone, .. } = self;
+        let all =
+            live.len() <= LOOKED_AT_MAX || now.saturating_sub(*looked_for_gone) >= GONE_INTERVAL;
+        if all {
+            *looked_for_gone = now;
+            gone.extend(live.iter_mut().filter_map(|(id, live)| live.is_gone(now).then_some(*id)));
+            return;
+        }
+        for id in scheduler.running_requests() {
+            if live.get_mut(&id).is_some_and(|live| live.is_gone(now)) {
+                gone.push(id);
+            }
+        }
+    }
+
+    /// Notes that a request waits for its first step, if it does.
+    pub(super) fn note_wait(&mut self, unscheduled_since: Option<Duration>) {
+        if let (Some(since), Some(max)) = (unscheduled_since, self.limits.max_queue_wait) {
+            self.overdue_from = self.overdue_from.min(since.saturating_add(max));
+        }
     }
 
     /// Ends requests whose masks are overdue: a whole step waits for them, and must not take longer
@@ -64,11 +82,18 @@ impl ReplicaDriver {
     /// Ends requests that have waited too long for their first step: their clients are better off
     /// with another server, and may have left already.
     pub(super) fn drop_overdue(&mut self, now: Duration) {
-        let Some(max) = self.limits.max_queue_wait else { return };
-        let waited = |since: Duration| now.saturating_sub(since) >= max;
-        let overdue =
-            self.live.iter().filter(|(_, live)| live.unscheduled_since.is_some_and(waited));
-        let mut ids: Vec<RequestId> = overdue.map(|(id, _)| *id).collect();
+        let Some(max) = self.limits.max_queue_wait.filter(|_| now >= self.overdue_from) else {
+            return;
+        };
+        let mut ids: Vec<RequestId> = Vec::new();
+        self.overdue_from = Duration::MAX;
+        for (id, live) in &self.live {
+            let Some(since) = live.unscheduled_since else { continue };
+            match since.saturating_add(max) {
+                until if now >= until => ids.push(*id),
+                until => self.overdue_from = self.overdue_from.min(until),
+            }
+        }
         if ids.is_empty() {
             return;
         }

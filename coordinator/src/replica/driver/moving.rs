@@ -124,6 +124,7 @@ impl ReplicaDriver {
                         }
                     }
                     self.observer.record().routed(&mut live.track, self.id);
+                    self.note_wait(live.unscheduled_since);
                     self.live.insert(id, live);
                 }
                 Err(refused) => {
