@@ -12,7 +12,9 @@ use coordinator::replica::core::{ReplicaCore, TICK};
 use coordinator::replica::driver::DriverLimits;
 use coordinator::scheduler::{Effect, Scheduler, SchedulerConfig};
 use shared::ids::{Epoch, Incarnation, RequestId};
-use shared::metrics::catalogue::{REQUEST_SUCCESS, REQUESTS_EXPIRED};
+use shared::metrics::catalogue::{
+    REQUEST_SUCCESS, REQUESTS_EXPIRED, REQUESTS_IN_FLIGHT, REQUESTS_RUNNING, REQUESTS_WAITING,
+};
 use shared::metrics::labels::{FinishedReason, LabelValue as _};
 use shared::protocol::StepPlan;
 use shared::sampling::SamplingParams;
@@ -203,6 +205,39 @@ fn clients_that_vanish_are_missed_beside_a_long_queue() {
         core.tick(at + tick * TICK, &mut sent);
     }
     assert_eq!(aborted(), 2);
+}
+
+/// A replica's actor panics, and its requests with it.
+#[test]
+fn requests_that_are_lost_with_their_replica_are_in_flight_no_more() {
+    let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
+    let mut core = core(hub.observer());
+    let (mut sent, at) = (SentMessages::default(), Duration::from_secs(1));
+    core.epoch_formed(at, Epoch(1), 8, 0, WORKERS.to_vec(), &mut sent);
+    // One is in both steps in flight, and four wait.
+    let events: Vec<_> = (0..5)
+        .map(|id| {
+            let (sender, taken) = mpsc::channel(64);
+            let request = GenerateRequest { id: RequestId(id), ..request() };
+            core.submit(at, request, EventSender::Local(sender), &mut sent);
+            taken
+        })
+        .collect();
+    let held = || {
+        let merged = hub.merged();
+        [
+            merged.gauge_sum(REQUESTS_IN_FLIGHT),
+            merged.gauge_sum(REQUESTS_RUNNING),
+            merged.gauge_sum(REQUESTS_WAITING),
+        ]
+    };
+    assert_eq!(held(), [5.0, 1.0, 4.0]);
+    drop(core);
+    assert_eq!(held(), [0.0; 3]);
+    let merged = hub.merged();
+    assert_eq!(merged.counter_sum_of(REQUEST_SUCCESS, FinishedReason::Error), 5);
+    assert_eq!(merged.counter_sum(REQUEST_SUCCESS), 5, "each once");
+    assert!(events.iter().all(mpsc::Receiver::is_closed));
 }
 
 /// Searching for each among those already handed over would take minutes.

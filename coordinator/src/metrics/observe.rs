@@ -20,7 +20,7 @@ mod speculation;
 mod swap;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use shared::ids::{ReplicaId, WorkerId};
@@ -50,6 +50,7 @@ pub struct Observer {
 /// The locked cells. Keep it short-lived, and do not hold it across an `await`.
 #[derive(Debug)]
 pub struct Recording<'a> {
+    observer: &'a Observer,
     cells: Option<MutexGuard<'a, Cells>>,
     /// Gaps between tokens not counted yet: their length and number. The sequences of a batch
     /// usually have equal gaps, so a step counts them at once.
@@ -219,7 +220,19 @@ impl Observer {
         // A panic elsewhere leaves plain numbers behind, which stay usable.
         let cells = self.cells.as_deref();
         let cells = cells.map(|cells| cells.lock().unwrap_or_else(PoisonError::into_inner));
-        Recording { cells, gaps: (Duration::ZERO, 0), gap_of: None }
+        Recording { observer: self, cells, gaps: (Duration::ZERO, 0), gap_of: None }
+    }
+
+    /// Like [`Observer::record`], but `None` if the cells are locked. For a thread that panics: it
+    /// may have locked them itself.
+    fn try_record(&self) -> Option<Recording<'_>> {
+        let cells = match self.cells.as_deref().map(Mutex::try_lock) {
+            None => None,
+            Some(Ok(cells)) => Some(cells),
+            Some(Err(TryLockError::Poisoned(error))) => Some(error.into_inner()),
+            Some(Err(TryLockError::WouldBlock)) => return None,
+        };
+        Some(Recording { observer: self, cells, gaps: (Duration::ZERO, 0), gap_of: None })
     }
 
     /// Returns all totals at one moment, with a sequence number that grows with each call.

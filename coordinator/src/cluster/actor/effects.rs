@@ -211,6 +211,7 @@ impl ClusterActor {
             tracing::error!(replica = %id, "the replica's actor ended; restarting it");
             self.replicas.remove(&id);
             if let Some(epoch) = self.dispatch.crashed(id) {
+                self.hub.observer().record().failover(id);
                 self.core.epoch_failed(now, id, epoch, "its actor has ended", effects);
             }
         }

@@ -3,6 +3,7 @@
 //! A [`RequestTrack`] travels with the request. It knows which gauge the request is counted in, so
 //! that no event can make running, waiting and in flight disagree.
 use std::sync::Arc;
+use std::thread::panicking;
 use std::time::Duration;
 
 use shared::ids::ReplicaId;
@@ -17,11 +18,14 @@ use crate::adapters::AdapterUse;
 use crate::engine::{EngineError, EventSender, Resumed};
 
 /// One accepted request. End it with [`Recording::finished`], [`Recording::aborted`],
-/// [`Recording::failed`] or [`Recording::handed_over`]; dropped without, it stays in flight for
-/// ever.
+/// [`Recording::failed`] or [`Recording::handed_over`]. Dropped without, it counts as failed, like
+/// the requests of a replica whose actor panics; it must not be dropped so while a [`Recording`] of
+/// the same thread lasts.
 #[derive(Debug)]
-#[must_use = "a request that is never ended stays in flight"]
+#[must_use = "a request that is dropped counts as failed"]
 pub struct RequestTrack {
+    /// Counts it as in flight; `None` once it has ended.
+    observer: Option<Observer>,
     place: RequestGauge,
     /// The adapter it is computed with.
     adapter: AdapterUse,
@@ -92,13 +96,15 @@ impl RequestSummary {
 
 impl RequestTrack {
     /// Sets the adapter it is computed with.
-    pub fn with_adapter(self, adapter: AdapterUse) -> Self {
-        Self { adapter, ..self }
+    pub fn with_adapter(mut self, adapter: AdapterUse) -> Self {
+        self.adapter = adapter;
+        self
     }
 
     /// Sets whether it asks for an embedding rather than text.
-    pub fn pooling(self, pools: bool) -> Self {
-        Self { pools, ..self }
+    pub fn pooling(mut self, pools: bool) -> Self {
+        self.pools = pools;
+        self
     }
 
     /// Notes tokens that another coordinator accepted and counted.
@@ -120,6 +126,16 @@ impl RequestTrack {
     /// Notes that one of its sequences was preempted.
     pub(super) fn preempted(&mut self) {
         self.preemptions += 1;
+    }
+}
+
+impl Drop for RequestTrack {
+    fn drop(&mut self) {
+        let Some(observer) = self.observer.take() else { return };
+        let recording = if panicking() { observer.try_record() } else { Some(observer.record()) };
+        if let Some(cells) = recording.and_then(|mut it| it.cells.take()).as_deref_mut() {
+            cells.leave(self, FinishedReason::Error);
+        }
     }
 }
 
@@ -146,6 +162,7 @@ impl Recording<'_> {
             waiting_for_replica.up(stats);
         }
         RequestTrack {
+            observer: Some(self.observer.clone()),
             place: RequestGauge::NoReplica,
             adapter: AdapterUse::default(),
             pools: false,
@@ -270,11 +287,12 @@ impl Recording<'_> {
     /// All choices are complete. `reason` is length if any of them ended by length.
     pub fn finished(
         &mut self,
-        track: RequestTrack,
+        mut track: RequestTrack,
         reason: FinishedReason,
         summary: RequestSummary,
         now: Duration,
     ) {
+        track.observer = None;
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.end(&track, reason, summary);
         if matches!(reason, FinishedReason::Stop | FinishedReason::Length) {
@@ -286,20 +304,23 @@ impl Recording<'_> {
 
     /// The client left or cancelled. Its latencies are not observed: they tell when it lost
     /// patience, not how fast we are.
-    pub fn aborted(&mut self, track: RequestTrack, summary: RequestSummary) {
+    pub fn aborted(&mut self, mut track: RequestTrack, summary: RequestSummary) {
+        track.observer = None;
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.end(&track, FinishedReason::Abort, summary);
     }
 
     /// This coordinator ends, and the next one goes on with the request. What is observed of a
     /// request when it ends is observed there.
-    pub fn handed_over(&mut self, track: RequestTrack) {
+    pub fn handed_over(&mut self, mut track: RequestTrack) {
+        track.observer = None;
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.leave(&track, FinishedReason::HandedOver);
     }
 
     /// The request was given up. Its latencies are not observed.
-    pub fn failed(&mut self, track: RequestTrack, summary: RequestSummary) {
+    pub fn failed(&mut self, mut track: RequestTrack, summary: RequestSummary) {
+        track.observer = None;
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.end(&track, FinishedReason::Error, summary);
     }
