@@ -632,7 +632,10 @@ fn the_form_of_messages_is_pinned() {
     let masks = StepMasks { epoch: Epoch(3), step: StepId(300), masks };
     assert_eq!(
         hex(codec::encode(&ToWorker::Masks(masks)).unwrap()),
-        "0603fb2c010400".to_owned() + "01000205fc70110100" + "010101fb2c01" + "010202fcffffffff01"
+        "0603fb2c010400".to_owned()
+            + "01000205fc70110100"
+            + "010101fb2c01"
+            + "010208ffffffff01000000"
     );
     let embedding = EngineEvent::Embedding(vec![1.0, -0.5]);
     assert_eq!(hex(codec::encode(&embedding).unwrap()), "01020000803f000000bf");

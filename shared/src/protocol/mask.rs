@@ -14,8 +14,8 @@ pub enum TokenMask {
     /// All tokens of the vocabulary except these are allowed: ascending, each once.
     Except(Vec<u32>),
     /// A bitmap of `words(vocab)` words: bit `i % 32` of word `i / 32` is set if token `i` is
-    /// allowed; bits beyond the vocabulary are 0.
-    Bits(Vec<u32>),
+    /// allowed; bits beyond the vocabulary are 0. It travels as bytes: bit `i % 8` of byte `i / 8`.
+    Bits(#[serde(with = "as_bytes")] Vec<u32>),
 }
 
 /// Number of words in the bitmap of a vocabulary of `vocab` tokens.
@@ -33,10 +33,9 @@ impl TokenMask {
         let word = |at: usize| bits.get(at).copied().unwrap_or(0) & valid(vocab, at);
         let rest = |at: usize| !word(at) & valid(vocab, at);
         // Find the smallest form without visiting each token.
-        let (mut only, mut except, mut dense, mut count) = (0, 0, 0, 0);
+        let (mut only, mut except, mut count) = (0, 0, 0);
         for at in 0..words(vocab) {
             let (yes, valid) = (word(at), valid(vocab, at));
-            dense += number(yes);
             let (ones, first) = (yes.count_ones() as usize, at as u32 * WORD);
             count += ones;
             if first > ONE_BYTE_BELOW && valid == u32::MAX {
@@ -47,10 +46,13 @@ impl TokenMask {
                 except += weight_of_ids(first, valid & !yes);
             }
         }
+        let others = vocab as usize - count;
+        (only, except) = (only + length(count), except + length(others));
+        let dense = weight_of_words(words(vocab));
         if only <= except && only <= dense {
             Self::Only(list_of(vocab, count, word))
         } else if except <= dense {
-            Self::Except(list_of(vocab, vocab as usize - count, rest))
+            Self::Except(list_of(vocab, others, rest))
         } else {
             Self::Bits((0..words(vocab)).map(word).collect())
         }
@@ -133,15 +135,19 @@ impl TokenMask {
     /// Returns the mask's exact encoded size in bytes, for the bounds on messages.
     #[must_use]
     pub fn weight(&self) -> usize {
-        let (Self::Only(numbers) | Self::Except(numbers) | Self::Bits(numbers)) = self;
-        1 + length(numbers.len()) + numbers.iter().copied().map(number).sum::<usize>()
+        1 + match self {
+            Self::Only(tokens) | Self::Except(tokens) => {
+                length(tokens.len()) + tokens.iter().copied().map(number).sum::<usize>()
+            }
+            Self::Bits(words) => weight_of_words(words.len()),
+        }
     }
 
     /// Returns the maximum encoded size, in bytes, of a mask from [`from_bits`](Self::from_bits)
     /// over a vocabulary of `vocab` tokens.
     #[must_use]
     pub const fn weight_max(vocab: u32) -> usize {
-        1 + length(words(vocab)) + words(vocab) * number(u32::MAX)
+        1 + weight_of_words(words(vocab))
     }
 }
 
@@ -174,6 +180,41 @@ const fn weight_of_ids(first: u32, word: u32) -> usize {
     // In all other words, every id takes the same number of bytes.
     let (low, high) = (low.count_ones() as usize, (word & !low).count_ones() as usize);
     low * number(first) + high * number(first + (WORD - 1))
+}
+
+/// Encoded bytes of a bitmap of so many words.
+const fn weight_of_words(words: usize) -> usize {
+    let bytes = words * size_of::<u32>();
+    length(bytes) + bytes
+}
+
+/// Words as bytes, the lowest first, encoded in one piece: number by number, most would take a byte
+/// more, and all of them much longer.
+mod as_bytes {
+    use serde::de::Error as _;
+    use serde::{Deserializer, Serializer};
+
+    use crate::wire::bytes;
+
+    pub(super) fn serialize<S: Serializer>(
+        words: &[u32],
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        let mut all = Vec::with_capacity(size_of_val(words));
+        words.iter().for_each(|word| all.extend_from_slice(&word.to_le_bytes()));
+        bytes::serialize(&all, serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Vec<u32>, D::Error> {
+        let all = bytes::deserialize(deserializer)?;
+        let (words, rest) = all.as_chunks();
+        if !rest.is_empty() {
+            return Err(D::Error::custom("a mask's bits are no whole words"));
+        }
+        Ok(words.iter().map(|word| u32::from_le_bytes(*word)).collect())
+    }
 }
 
 /// Numbers below this take one byte (bincode's varint encoding).
@@ -266,6 +307,17 @@ mod tests {
             assert_eq!(right.check(9), Ok(()));
         }
         assert_eq!(TokenMask::Bits(vec![0, 1 << 31]).check(64), Ok(()));
+    }
+
+    #[test]
+    fn bits_travel_as_bytes() {
+        let mask = TokenMask::Bits(vec![0x8000_0001, u32::MAX, 0]);
+        let encoded = codec::encode(&mask).unwrap();
+        // The form, the number of bytes, token 0 first.
+        assert_eq!(encoded, [2, 12, 1, 0, 0, 0x80, 0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0]);
+        assert_eq!(codec::decode_message::<TokenMask>(&encoded), Ok(mask));
+        let cut = codec::decode_message::<TokenMask>(&[2, 3, 1, 0, 0]);
+        assert!(matches!(cut, Err(codec::CodecError::Decode(_))), "{cut:?}");
     }
 
     #[test]
