@@ -182,11 +182,10 @@ impl ReplicaDriver {
         self.scheduler.num_sequences()
     }
 
-    /// Number of blocks of its KV cache that no sequence holds.
+    /// Number of blocks of its KV cache that a request that comes now may have.
     #[must_use]
     pub fn num_free_blocks(&self) -> u32 {
-        let gauges = self.scheduler.gauges();
-        gauges.blocks_total.saturating_sub(gauges.blocks_used)
+        u32::try_from(self.scheduler.free_to_admit()).unwrap_or(u32::MAX)
     }
 
     /// Whether a step is sent and not answered.

@@ -358,7 +358,8 @@ impl Scheduler {
 
     /// Free blocks for sequences that wait. Each running one keeps a block for its next tokens:
     /// otherwise those that run would soon preempt who came last, and what it computed is lost.
-    fn free_to_admit(&self) -> u64 {
+    #[must_use]
+    pub fn free_to_admit(&self) -> u64 {
         u64::from(self.blocks.num_free()).saturating_sub(self.running.len() as u64)
     }
 
