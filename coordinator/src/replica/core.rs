@@ -34,7 +34,7 @@ pub struct ReplicaLoad {
     pub queued: AtomicU32,
     /// Their sequences that have not ended.
     pub sequences: AtomicU32,
-    /// Number of blocks of its KV cache that no sequence holds.
+    /// Number of blocks of its KV cache that a request that comes may have.
     pub free_blocks: AtomicU32,
     /// How many requests have reached it so far, from wherever; wraps around.
     pub taken: AtomicU32,
