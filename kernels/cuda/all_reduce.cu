@@ -396,7 +396,8 @@ struct SentRow {
             }
         }
     }
-    // `to`: where the row begins in the slot. Forgets it, or it would take registers until the next.
+    // `to`: where the row begins in the slot. Forgets it, or it would take registers until the
+    // next.
     template <uint32_t RANKS>
     __device__ __forceinline__ void push(const Lane& lane, uint32_t to, const float* row,
                                          uint32_t width) {

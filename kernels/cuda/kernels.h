@@ -300,8 +300,8 @@ __global__ void tutti_qk_scale(float* qkv, const float* squares, const float* we
  * with the same sizes and grids in the same order, each rank on one stream. A grid has at most
  * `peers->blocks` blocks, all of which must be able to run at once, beside those of other ranks on
  * the same GPU. Unless `peers->shares_gpu`, a launch releases the next kernel before it waits for
- * other ranks, otherwise after its last exchange. Sums are f32, as a binary tree over the ranks: (0 + 1) + (2 + 3). They have the
- * same bits on every rank and as with tutti_tree_sum. No launch waits longer than `peers->spin_ns`
+ * other ranks, otherwise after its last exchange. Sums are f32, as a binary tree over the ranks:
+ * (0 + 1) + (2 + 3). They have the same bits on every rank and as with tutti_tree_sum. No launch waits longer than `peers->spin_ns`
  * for another rank: then, or when the host sets *abort, it sets *outcome and returns, and all later
  * launches do nothing. Results are undefined once *outcome is not 0. A launch leaves no state that
  * the host would have to reset, so graphs can replay it. */

@@ -118,8 +118,8 @@ __device__ __forceinline__ void heads_product(TUTTI_HEADS_PRODUCT_ARGUMENTS) {
 #pragma unroll
     for (uint32_t held = 0; held < HELD; held++) {
         if (is_whole(held * CHUNK)) {
-            // Where the warp meets, a branch stays one. The assembler would make the loads conditional
-            // instead, and put them off until after the wait.
+            // Where the warp meets, a branch stays one. The assembler would make the loads
+            // conditional instead, and put them off until after the wait.
             __syncwarp();
 #pragma unroll
             for (uint32_t i = 0; i < LOADS; i++) {
@@ -324,8 +324,8 @@ struct Weighed {
 
 // Attention of up to 16 heads of a row, whose q begins at `q`, over the tokens from `begin` to
 // `end`; `first` is `begin` or a multiple of 16 before it. Then calls finish(head, dim, two sums)
-// for all dims, and returns what they are to be divided by. With `waits`, waits for preceding kernels
-// once it has looked up where the first tokens are and prefetched them.
+// for all dims, and returns what they are to be divided by. With `waits`, waits for preceding
+// kernels once it has looked up where the first tokens are and prefetched them.
 template <class Kv, class Finish>
 __device__ __forceinline__ Weighed attend(const tutti_bf16* q, uint32_t heads, const Kv* k_cache,
                                           const Pages& pages, uint32_t begin, uint32_t first,

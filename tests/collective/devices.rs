@@ -267,7 +267,7 @@ fn a_rank_that_stands_still_holds_up_no_other() {
 #[test]
 fn a_deadline_ends_the_wait_and_the_next_group_works() {
     let ranks = Ranks::new(2);
-    ranks.join(Duration::from_millis(500));
+    ranks.join(Duration::from_secs(2));
     let error = ranks.tell(0, |backend| sum(backend, 1.0)).recv_timeout(SOON).unwrap().unwrap_err();
     let stalled = matches!(
         error,

@@ -7,8 +7,8 @@
 //! - `speed`: bandwidth; decode and prefill of random models of known shapes
 //! - `ranks-peers`: two and four ranks that can access each other's memory, on one GPU and on two,
 //!   four and eight if there are as many, and one rank that is killed or frozen
-//! - `ranks-nccl`: one rank; two on two GPUs or, if NCCL supports it, on one, and one of them killed
-//!   or frozen; four and eight on as many
+//! - `ranks-nccl`: one rank; two on two GPUs or, if NCCL supports it, on one, and one killed or
+//!   frozen; four and eight on as many
 //! - `ranks-threads`: the latency of a sum when two and four ranks run concurrently on one GPU
 //! - `torch`: decode of the same shapes by torch, as a CUDA graph, and products by its cuBLAS
 //! - `sanitizer`: `operations` in small sizes within NVIDIA's compute-sanitizer, once for each of

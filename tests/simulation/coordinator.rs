@@ -3,6 +3,7 @@
 //! another only through the checkpoint of its totals.
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use coordinator::adapters::{Leaving, ServedAdapters};
@@ -133,6 +134,12 @@ impl Coordinator {
 
     pub(crate) fn num_connected(&self) -> usize {
         self.connected.len()
+    }
+
+    /// Whether one of a replica's ranks is silent.
+    pub(crate) fn is_doubtful(&self, id: ReplicaId) -> bool {
+        let load = self.dispatch.load(id);
+        load.is_some_and(|load| load.doubtful.load(Ordering::Relaxed))
     }
 }
 

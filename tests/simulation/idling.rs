@@ -75,10 +75,6 @@ impl World {
     /// does a request wait for long while a replica has a place and room for it.
     pub(crate) fn check_idling(&mut self) {
         let (life, dispatch) = (self.coordinator.life, &self.coordinator.dispatch);
-        let doubtful = |id: &ReplicaId| {
-            let load = dispatch.load(*id);
-            load.is_some_and(|load| load.doubtful.load(std::sync::atomic::Ordering::Relaxed))
-        };
         let seen = |id: &ReplicaId| {
             let (epoch, room) = (dispatch.epoch(*id)?, dispatch.room(*id)?);
             let held = self.clients.held_at(life, *id);
@@ -89,7 +85,8 @@ impl World {
             let waiting = waits.map(|held| (held.seed, held.needed)).collect();
             Some(Serving { id: *id, room, held, waiting })
         };
-        let heard = self.coordinator.replicas.keys().filter(|id| !doubtful(id));
+        let ids = self.coordinator.replicas.keys();
+        let heard = ids.filter(|id| !self.coordinator.is_doubtful(**id));
         let serving: Vec<Serving> = heard.filter_map(seen).collect();
         self.check_none_idles(&serving);
         self.check_none_waits(&serving);

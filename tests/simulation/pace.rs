@@ -136,9 +136,14 @@ impl World {
         for (replica, epoch) in serving {
             let before = self.coordinator.paces.overdue.get(&replica).copied().unwrap_or_default();
             let least = self.least(before).as_micros() as Time;
-            let now = self.now;
+            let (now, silent) = (self.now, self.coordinator.is_doubtful(replica));
             let Some(steps) = self.coordinator.paces.steps.get_mut(&epoch) else { continue };
             if steps.sent.is_empty() {
+                continue;
+            }
+            if silent {
+                // The silence of a rank has a limit of its own.
+                steps.still_since = None;
                 continue;
             }
             let since = *steps.still_since.get_or_insert(now);

@@ -400,8 +400,8 @@ class World : public emulate::PeerMemory {
         }
     }
 
-    // Checks that a block that exchanges data has let the next kernel begin if its rank has the GPU to
-    // itself, and has not if other ranks need the room.
+    // Checks that a block that exchanges data has let the next kernel begin if its rank has the GPU
+    // to itself, and has not if other ranks need the room.
     void follows_the_release() const {
         const bool shares = ranks[running->rank].table.shares_gpu != 0;
         if (shares && running->released != 0) {

@@ -165,8 +165,8 @@ impl Driver {
         Ok(can != 0)
     }
 
-    /// Whether NVIDIA's multi-process service lets other processes' kernels run on a GPU at the same
-    /// time as this one's.
+    /// Whether NVIDIA's multi-process service lets kernels of other processes run on a GPU at the
+    /// same time as this one's.
     ///
     /// # Errors
     /// [`KernelError`].

@@ -1,8 +1,8 @@
 //! Which replica gets a request, given what each publishes.
 use shared::sampling::SamplingParams;
-use tokio::sync::mpsc;
 
 use super::*;
+use crate::engine::{EngineCommand, EngineHandle};
 
 const MAX_NUM_SEQS: u32 = 16;
 const BLOCK: u32 = 16;
@@ -16,6 +16,16 @@ struct Seen {
     shareable: u32,
     queued: u32,
     free_blocks: u32,
+}
+
+/// A request and where its events go, as they come from the front end.
+fn coming(request: GenerateRequest) -> (Box<GenerateRequest>, EventSender) {
+    let (handle, mut commands) = EngineHandle::channel();
+    let _generation = handle.submit(request).unwrap();
+    let Ok(EngineCommand::Submit { request, events }) = commands.try_recv() else {
+        panic!("no request")
+    };
+    (request, events)
 }
 
 struct Rig {
@@ -66,10 +76,9 @@ impl Rig {
         let prompt = (0..prompt).map(|at| at + self.submitted as u32 * 100_000).collect();
         let sampling = vec![SamplingParams::greedy(); n];
         let request = GenerateRequest::new(RequestId(self.submitted), prompt, sampling, max_tokens);
-        let request = Box::new(GenerateRequest { open_ended, ..request });
-        let (events, _) = mpsc::channel(1);
+        let (request, events) = coming(GenerateRequest { open_ended, ..request });
         let mut messages = Vec::new();
-        self.dispatch.submit(request, EventSender::Local(events), &mut messages).unwrap();
+        self.dispatch.submit(request, events, &mut messages).unwrap();
         let [(id, ToReplica::Submit { .. })] = &messages[..] else { panic!("{messages:?}") };
         id.0
     }
@@ -221,9 +230,7 @@ fn silent_ranks_epochs_and_ends_are_told_to_those_whom_they_concern() {
     rig.dispatch.removed(ReplicaId(1), &mut messages);
     assert!(matches!(messages[2], (ReplicaId(1), ToReplica::Retire)));
     assert_eq!(rig.dispatch.crashed(ReplicaId(0)), Some(Epoch(2)));
-    let (request, events) =
-        (GenerateRequest::new(RequestId(9), vec![1], Vec::new(), 1), mpsc::channel(1).0);
-    assert!(
-        rig.dispatch.submit(Box::new(request), EventSender::Local(events), &mut messages).is_err()
-    );
+    let greedy = vec![SamplingParams::greedy()];
+    let (request, events) = coming(GenerateRequest::new(RequestId(9), vec![1], greedy, 1));
+    assert!(rig.dispatch.submit(request, events, &mut messages).is_err());
 }
