@@ -481,8 +481,7 @@ impl World {
         let open = &mut self.clients.open[index];
         let prompts = open.prompts();
         let coordinator = &mut *self.coordinator;
-        let replica = open.replica.and_then(|id| coordinator.running(id));
-        let room = replica.and_then(|it| it.room);
+        let room = open.replica.and_then(|id| coordinator.dispatch.room(id));
         let tally = &mut coordinator.tally;
         let is_suspect = open.is_suspect();
         let Some(events) = &mut open.events else { return Ok(false) };

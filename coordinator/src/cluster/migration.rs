@@ -11,7 +11,7 @@ use crate::replica::driver::MovedRequest;
 pub struct QueueShare {
     /// Maximum number of requests.
     pub most: u32,
-    /// Maximum number of tokens of each: the other replica has no more room.
+    /// Maximum number of tokens that each should find room for: the other replica has no more.
     pub room: u32,
 }
 

@@ -88,8 +88,8 @@ impl Message {
         message.insert("role".to_owned(), "assistant".into());
         message.insert("content".to_owned(), json!(content));
         message.insert("refusal".to_owned(), Value::Null);
-        // vLLM's name and DeepSeek's: clients know one or the other. Null without any, since some read
-        // them unasked, and a missing field is an error in theirs.
+        // vLLM's name and DeepSeek's: clients know one or the other. Null without any, since some
+        // read them unasked, and a missing field is an error there.
         let reasoning = Some(&self.reasoning).filter(|text| !text.is_empty());
         message.insert("reasoning".to_owned(), json!(reasoning));
         message.insert("reasoning_content".to_owned(), json!(reasoning));

@@ -1,3 +1,4 @@
+//! The notation that is read, and what is written for it.
 use super::*;
 
 fn lark(grammar: &str) -> String {
