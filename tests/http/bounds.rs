@@ -223,7 +223,7 @@ async fn prompts_and_messages_are_checked() {
         json!("hi"),
         json!([1]),
         json!([{"role": "user"}]),
-        json!([{"role": "pope", "content": "x"}]),
+        json!([{"role": "p".repeat(65), "content": "x"}]),
         json!([{"role": "user", "content": 5}]),
         json!([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
     ];

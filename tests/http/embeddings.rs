@@ -153,6 +153,9 @@ async fn texts_that_are_too_long_are_refused_or_lose_their_end() {
         let seen = rig.seen.lock().unwrap();
         assert_eq!(seen.requests.last().unwrap().prompt, whole[..expected]);
     }
+    // The tokenizer adds a token to each text.
+    let body = json!({"input": ["a b", ""]});
+    assert_eq!(ask(&rig, &body).await["data"].as_array().map(Vec::len), Some(2));
     let body = json!({"input": [[1, 2, 3]], "truncate_prompt_tokens": 2});
     assert_eq!(ask(&rig, &body).await["usage"]["prompt_tokens"], 2);
 }
@@ -163,10 +166,8 @@ async fn what_is_not_understood_is_refused_by_its_name() {
     let max = rig.text.vocab_size;
     for (body, param, says) in [
         (json!({}), "input", "required"),
-        (json!({"input": ""}), "input", "`input[0]` has no tokens"),
         (json!({"input": [[1], []]}), "input", "no list may be empty"),
         (json!({"input": []}), "input", "1 to 2048"),
-        (json!({"input": ["a", ""]}), "input", "`input[1]` has no tokens"),
         (json!({"input": ["a", 5]}), "input", "token ids"),
         (json!({"input": [max]}), "input", "token ids"),
         (json!({"input": vec!["a"; 2049]}), "input", "2048"),

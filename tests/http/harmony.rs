@@ -120,7 +120,7 @@ async fn a_chat_has_reasoning_content_and_calls_whole_and_streamed() {
         assert_eq!(said["finish_reason"], "stop");
     }
     let hidden = ask(&rig, &json!({"include_reasoning": false})).await;
-    assert!(hidden["message"].get("reasoning").is_none());
+    assert!(hidden["message"]["reasoning"].is_null());
     rig.script(|script| script.text = CALL.to_owned());
     let choice = ask(&rig, &json!({})).await;
     let (message, call) = (&choice["message"], &choice["message"]["tool_calls"][0]);

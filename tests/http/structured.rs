@@ -127,7 +127,7 @@ async fn what_cannot_be_is_refused_with_the_field_and_the_reason() {
     let json_schema = |value: Value| format(json!({"type": "json_schema", "json_schema": value}));
     let structured = |value: Value| json!({"structured_outputs": value});
     let long = "a".repeat(1 << 17);
-    let name = "a".repeat(65);
+    let name = "a".repeat(257);
     let dear = (0..65).map(|n| (format!("^a{n}b*c$"), json!({}))).collect::<Map<_, _>>();
     let both = |other: Value| {
         let mut both = format(json!({"type": "json_object"}));
@@ -141,8 +141,8 @@ async fn what_cannot_be_is_refused_with_the_field_and_the_reason() {
         (format(json!({"type": "structural_tag"})), "response_format", "\"json_object\""),
         (format(json!({"type": "json_schema"})), "response_format", "needs `json_schema`"),
         (json_schema(json!({"schema": {}})), "response_format", "json_schema.name"),
-        (json_schema(json!({"schema": {}, "name": "a b"})), "response_format", "json_schema.name"),
-        (json_schema(json!({"schema": {}, "name": name})), "response_format", "1 to 64"),
+        (json_schema(json!({"schema": {}, "name": ""})), "response_format", "json_schema.name"),
+        (json_schema(json!({"schema": {}, "name": name})), "response_format", "1 to 256"),
         (json_schema(json!({"name": "a"})), "response_format", "json_schema.schema"),
         (json_schema(json!({"name": "a", "schema": "{}"})), "response_format", "an object"),
         (

@@ -127,6 +127,8 @@ pub(crate) struct Held {
     pub(crate) n: u32,
     /// Tokens that a KV cache must have room for, for each choice.
     pub(crate) needed: u32,
+    /// Whether it is happy with less.
+    pub(crate) open_ended: bool,
     /// Whether its client has left.
     pub(crate) left: bool,
 }
@@ -270,9 +272,10 @@ impl Clients {
     pub(crate) fn held_at(&self, life: Life, replica: ReplicaId) -> Vec<Held> {
         let at = self.at.get(&(life, replica)).into_iter().flatten();
         at.map(|index| {
-            let open = &self.open[*index];
-            let Open { client, left, .. } = open;
-            Held { seed: client.seed, n: client.n, needed: open.needs(), left: left.is_some() }
+            let Open { client, left, .. } = &self.open[*index];
+            let needed = client.prompt.len() as u32 + client.ends.max_tokens;
+            let open_ended = client.open_ended;
+            Held { seed: client.seed, n: client.n, needed, open_ended, left: left.is_some() }
         })
         .collect()
     }
@@ -354,15 +357,6 @@ impl Open {
             fruitless >= SUSPICION_MAX as usize
         };
         self.accepted().into_iter().enumerate().any(stuck)
-    }
-
-    /// The room that a KV cache must have for it: one token more than it has, without a bound.
-    fn needs(&self) -> u32 {
-        let most = match self.client.open_ended {
-            true => 1 + self.accepted().into_iter().max().unwrap_or(0) as u32,
-            false => u32::MAX,
-        };
-        self.client.prompt.len() as u32 + self.client.ends.max_tokens.min(most)
     }
 
     /// Prompt tokens of all choices.

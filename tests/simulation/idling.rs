@@ -82,7 +82,10 @@ impl World {
             let admitted = admitted.filter(|(of, _)| *of == epoch);
             let has_run = |held: &&Held| admitted.is_some_and(|(_, all)| all.contains(&held.seed));
             let waits = held.iter().filter(|held| !held.left && !has_run(held));
-            let waiting = waits.map(|held| (held.seed, held.needed)).collect();
+            // Without a bound, they should find as much room as there is where they are.
+            let needed =
+                |held: &Held| if held.open_ended { held.needed.min(room) } else { held.needed };
+            let waiting = waits.map(|held| (held.seed, needed(held))).collect();
             Some(Serving { id: *id, room, held, waiting })
         };
         let ids = self.coordinator.replicas.keys();

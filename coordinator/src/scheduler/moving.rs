@@ -94,15 +94,19 @@ impl Scheduler {
     /// those that stay and those that go are both served in order of arrival.
     ///
     /// Those that ran elsewhere before go, too: this KV cache has nothing of them, and where a
-    /// replica broke or another coordinator leads, nothing else may wait here.
+    /// replica broke or another coordinator leads, nothing else may wait here. Those without a bound
+    /// go where they would find as much room as they should, or as they have here.
     pub fn share(&mut self, most: u32, room: u32) -> Vec<HandedOver> {
         let has_run =
             |id: RequestId| self.requests.get(&id).is_none_or(|owner| self.has_run_here(owner));
+        let here = self.blocks.total().saturating_mul(self.config.block_size);
         let mut fresh: Vec<RequestId> = Vec::new();
         for slot in &self.waiting {
             let Some(sequence) = &self.sequences[*slot] else { continue };
             let id = sequence.request;
-            let fits = sequence.tokens_wanted() <= room;
+            let wanted = sequence.tokens_wanted();
+            let wanted = if sequence.open_ended { wanted.min(here) } else { wanted };
+            let fits = wanted <= room;
             if fits && fresh.last() != Some(&id) && !has_run(id) {
                 fresh.push(id);
             }

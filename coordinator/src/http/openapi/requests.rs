@@ -216,7 +216,7 @@ impl Requests<'_> {
 
     pub(super) fn completions(&self) -> Value {
         let own = json!({
-            "prompt": self.inputs(0, self.limits.prompts),
+            "prompt": self.inputs(self.limits.prompts),
             "echo": boolean(),
             "logprobs": integer(0, self.limits.logprobs),
             "max_tokens": told(self.output(0), "Absent: 16. 0 only with `echo`."),
@@ -236,8 +236,8 @@ impl Requests<'_> {
     }
 
     /// A text or tokens, or several.
-    fn inputs(&self, least: usize, max: usize) -> Value {
-        let text = bytes_at_least(least);
+    fn inputs(&self, max: usize) -> Value {
+        let text = string();
         let tokens = json!({"type": "array", "items": self.id(), "minItems": 1});
         any_of([text.clone(), told(tokens.clone(), IDS), list(any_of([text, tokens]), 1, max)])
     }
@@ -399,7 +399,7 @@ impl Requests<'_> {
 
     pub(super) fn embeddings(&self) -> Value {
         let own = json!({
-            "input": self.inputs(1, self.limits.inputs),
+            "input": self.inputs(self.limits.inputs),
             "encoding_format": words(&["float", "base64"]),
             "dimensions": integer(1, hidden_size_of(self.text)),
         });
@@ -408,14 +408,14 @@ impl Requests<'_> {
 
     pub(super) fn classify(&self) -> Value {
         let own = json!({
-            "input": self.inputs(1, self.limits.inputs), "use_activation": activation(),
+            "input": self.inputs(self.limits.inputs), "use_activation": activation(),
         });
         given(&["input"], joined([self.common(), properties(own), refused(Endpoint::Classify)]))
     }
 
     pub(super) fn pooling(&self) -> Value {
         let own = json!({
-            "input": self.inputs(1, self.limits.inputs),
+            "input": self.inputs(self.limits.inputs),
             "encoding_format": words(&["float", "base64"]),
             "dimensions": match self.text.classifier {
                 Some(_) => nothing(),
@@ -429,7 +429,7 @@ impl Requests<'_> {
 
     /// Texts that are compared.
     fn compared(&self) -> Value {
-        let text = bytes_at_least(1);
+        let text = string();
         let one = any_of([text.clone(), given(&["text"], properties(json!({"text": text})))]);
         any_of([one.clone(), list(one, 1, self.limits.inputs)])
     }
@@ -449,7 +449,7 @@ impl Requests<'_> {
     }
 
     pub(super) fn rerank(&self) -> Value {
-        let text = bytes_at_least(1);
+        let text = string();
         let own = json!({
             "query": any_of([text.clone(), given(&["text"], properties(json!({"text": text})))]),
             "documents": self.compared(),
@@ -516,12 +516,4 @@ pub(super) fn load_adapter() -> Value {
 pub(super) fn unload_adapter() -> Value {
     let own = json!({"lora_name": bytes(1, ADAPTER_NAME_MAX)});
     given(&["lora_name"], properties(own))
-}
-
-fn bytes_at_least(least: usize) -> Value {
-    let mut text = string();
-    if least > 0 {
-        text["minLength"] = least.into();
-    }
-    text
 }
