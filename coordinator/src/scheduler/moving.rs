@@ -94,8 +94,8 @@ impl Scheduler {
     /// those that stay and those that go are both served in order of arrival.
     ///
     /// Those that ran elsewhere before go, too: this KV cache has nothing of them, and where a
-    /// replica broke or another coordinator leads, nothing else may wait here. Those without a bound
-    /// go where they would find as much room as they should, or as they have here.
+    /// replica broke or another coordinator leads, nothing else may wait here. Those without a
+    /// bound go where they would find as much room as they should, or as they have here.
     pub fn share(&mut self, most: u32, room: u32) -> Vec<HandedOver> {
         let has_run =
             |id: RequestId| self.requests.get(&id).is_none_or(|owner| self.has_run_here(owner));
