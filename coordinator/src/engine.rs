@@ -271,8 +271,8 @@ const OUTPUT_WANTED: u32 = 4096;
 
 /// Returns how many tokens a KV cache should have room for, so that an open-ended sequence of
 /// `tokens` tokens, which may have up to `all`, does not soon end for want of room: as many again,
-/// or [`OUTPUT_WANTED`] more. Not `all`, which usually is whatever the model can do: then smaller
-/// caches would get no such requests.
+/// or 4,096 more if that is more. Not `all`, which usually is whatever the model can do: then
+/// smaller caches would get no such requests.
 #[must_use]
 pub fn room_wanted(tokens: u32, all: u32) -> u32 {
     tokens.saturating_add(tokens.max(OUTPUT_WANTED)).min(all)
