@@ -3,7 +3,7 @@
 //! A [`RequestTrack`] travels with the request. It knows which gauge the request is counted in, so
 //! that no event can make running, waiting and in flight disagree.
 use std::sync::Arc;
-use std::thread::panicking;
+use std::thread::{panicking, yield_now};
 use std::time::Duration;
 
 use shared::ids::ReplicaId;
@@ -17,10 +17,12 @@ use super::{Cells, Observer, Recording, UpDownGauge, WAITING_AT_REPLICA};
 use crate::adapters::AdapterUse;
 use crate::engine::{EngineError, EventSender, Resumed};
 
+/// How often a dropped request tries to be counted.
+const DROP_TRIES: u32 = 1000;
+
 /// One accepted request. End it with [`Recording::finished`], [`Recording::aborted`],
 /// [`Recording::failed`] or [`Recording::handed_over`]. Dropped without, it counts as failed, like
-/// the requests of a replica whose actor panics; it must not be dropped so while a [`Recording`] of
-/// the same thread lasts.
+/// the requests of a replica whose actor panics.
 #[derive(Debug)]
 #[must_use = "a request that is dropped counts as failed"]
 pub struct RequestTrack {
@@ -132,9 +134,17 @@ impl RequestTrack {
 impl Drop for RequestTrack {
     fn drop(&mut self) {
         let Some(observer) = self.observer.take() else { return };
-        let recording = if panicking() { observer.try_record() } else { Some(observer.record()) };
-        if let Some(cells) = recording.and_then(|mut it| it.cells.take()).as_deref_mut() {
-            cells.leave(self, FinishedReason::Error);
+        // Others record for microseconds. This thread itself may be recording, and would wait for
+        // itself; then the request stays in flight.
+        let tries = if panicking() { 1 } else { DROP_TRIES };
+        for _ in 0..tries {
+            if let Some(mut recording) = observer.try_record() {
+                if let Some(cells) = recording.cells.take().as_deref_mut() {
+                    cells.leave(self, FinishedReason::Error);
+                }
+                return;
+            }
+            yield_now();
         }
     }
 }
