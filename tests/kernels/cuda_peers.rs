@@ -217,13 +217,13 @@ const CHANGES: &[Change] = &[
         what: "the next kernel takes the room that other ranks need",
         scenario: "whole",
         from: "if (!lane.shares_gpu) {",
-        to: "if (true) {",
+        to: "if (lane.shares_gpu || true) {",
     },
     Change {
         what: "the next kernel is kept waiting",
         scenario: "whole",
         from: "if (!lane.shares_gpu) {",
-        to: "if (false) {",
+        to: "if (lane.shares_gpu && false) {",
     },
     Change {
         what: "a piece is sent as it was ahead, whichever it is",

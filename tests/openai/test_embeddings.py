@@ -99,7 +99,7 @@ def check_errors(client, model):
 
     bad = openai.BadRequestError
     expect_error(bad, embed(input=[]), "no input", "input", 400)
-    expect_error(bad, embed(input=""), "an empty input", "input", 400)
+    expect_error(bad, embed(input=[[]]), "an empty list of tokens", "input", 400)
     expect_error(bad, embed(dimensions=100_000), "dimensions", "dimensions", 400)
     expect_error(bad, embed(input="word " * 5000), "a text beyond the model's length", "input", 400)
     expect_error(openai.NotFoundError, embed(model="other"), "unknown model", "model", 404)
