@@ -342,9 +342,8 @@ const DRAFTS: Speculation = Speculation {
     disable_by_batch_size: None,
 };
 
-/// The shortest answer; and on emulated GPUs, which take a hundred times as long.
-const ANSWER: u32 = 30;
-const FEW_TOKENS: u32 = 22;
+/// The shortest answer: long enough for sequences to outgrow the block that each keeps.
+const ANSWER: u32 = 44;
 
 /// One more than the number of blocks that the longest sequence needs.
 const FEW: u32 = MAX_LEN / BLOCK_SIZE + 1;
@@ -359,8 +358,6 @@ fn all_alike<B: Backend>(
     hosts: &[(u32, bool)],
     make: impl Fn(Box<dyn Collective>) -> B + Copy + Send,
 ) -> [u32; 4] {
-    // Short answers press less upon the cache.
-    let is_long = size.1 >= ANSWER;
     let undisturbed = run(size, (100, 0), (true, None), kv, make);
     assert_eq!((undisturbed.preemptions, undisturbed.recomputed), (0, 0));
     assert_eq!(undisturbed.choices.len(), 8);
@@ -369,13 +366,12 @@ fn all_alike<B: Backend>(
     assert_eq!(again.choices, undisturbed.choices, "computed again");
     let swapped = run(size, (FEW, 100), (true, None), kv, make);
     let (out, back) = swapped.swapped;
-    let had_some = back < out || !is_long;
-    assert!(back > 0 && had_some, "{back} of {out} blocks came back, the cache had the others");
+    assert!(back > 0 && back < out, "{back} of {out} blocks came back, the cache had the others");
     assert_eq!(swapped.recomputed, 0);
     assert_eq!(swapped.choices, undisturbed.choices, "swapped");
     let whole = run(size, (FEW, 100), (false, None), kv, make);
     let (out, back) = whole.swapped;
-    assert!(out == back && back > 3, "{back} of {out} blocks came back");
+    assert!(out == back && back > 10, "{back} of {out} blocks came back");
     assert_eq!(whole.choices, undisturbed.choices, "swapped as a whole");
     let drafting = run(size, (FEW, 100), (false, Some(DRAFTS)), kv, make);
     assert!(drafting.drafted > 0 && drafting.swapped.1 > 0, "{drafting:?}");
@@ -385,13 +381,13 @@ fn all_alike<B: Backend>(
         let modelled = run(size, (FEW, host), (prefix_caching, Some(model)), kv, make);
         let (drafted, accepted) = (modelled.drafted, modelled.accepted);
         assert!(drafted > 30 && accepted * 5 >= drafted * 4, "{accepted} of {drafted}");
-        assert!(modelled.preemptions > 0 || !is_long);
+        assert!(modelled.preemptions > 0);
         assert_eq!(modelled.choices, undisturbed.choices, "drafted by a model, {host} swapped");
     }
-    // Too little host memory for a sequence: it is recomputed.
+    // Host memory for one or two sequences: the others are recomputed.
     let mixed = run(size, (FEW, 3), (false, None), kv, make);
-    assert!(mixed.recomputed > 0 || !is_long, "{:?}", mixed.swapped);
-    assert_eq!(mixed.choices, undisturbed.choices, "no room to swap, computed again");
+    assert!(mixed.recomputed > 0 && mixed.swapped.1 > 0, "{:?}", mixed.swapped);
+    assert_eq!(mixed.choices, undisturbed.choices, "some swapped, some computed again");
     whole.ahead
 }
 
@@ -414,16 +410,16 @@ fn on_an_emulated_gpu_by_one_rank_and_by_two() {
     let options = CudaOptions { graphs: true, batch_invariant: true, ..CudaOptions::default() };
     let options = || options.clone();
     let auto = KvCacheDtype::Auto;
-    let ahead = all_alike((1, FEW_TOKENS), auto, &HOSTS[1..3], |collective| {
+    let ahead = all_alike((1, ANSWER), auto, &HOSTS[1..3], |collective| {
         fake_cuda_with(options(), collective)
     });
     assert!(ahead.iter().all(|steps| *steps > 0), "{ahead:?} steps are begun ahead");
     let two = |blocks| {
         let make = |collective| fake_cuda_with(options(), collective);
-        run((2, FEW_TOKENS), blocks, (false, None), auto, make)
+        run((2, ANSWER), blocks, (false, None), auto, make)
     };
     let (undisturbed, swapped) = (two((100, 0)), two((FEW, 100)));
-    assert!(undisturbed.preemptions == 0 && swapped.swapped.1 > 0);
+    assert!(undisturbed.preemptions == 0 && swapped.swapped.1 > 10);
     assert_eq!(swapped.choices, undisturbed.choices);
 }
 

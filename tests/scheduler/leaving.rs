@@ -177,6 +177,22 @@ fn many_clients_that_leave_one_by_one_leave_in_a_moment() {
     assert_eq!(aborted(), WAITING, "each once");
 }
 
+/// Submits so many requests; what their clients receive.
+fn submit(
+    core: &mut ReplicaCore,
+    at: Duration,
+    count: u64,
+    sent: &mut SentMessages,
+) -> Vec<mpsc::Receiver<EngineEvent>> {
+    let client = |id| {
+        let (sender, taken) = mpsc::channel(64);
+        let request = GenerateRequest { id: RequestId(id), ..request() };
+        core.submit(at, request, EventSender::Local(sender), sent);
+        taken
+    };
+    (0..count).map(client).collect()
+}
+
 /// Beside a long queue, clients that leave without a word are missed as soon as without it, if
 /// their requests run, and within a second otherwise.
 #[test]
@@ -187,14 +203,7 @@ fn clients_that_vanish_are_missed_beside_a_long_queue() {
     let mut core = core_with(config, hub.observer(), agreement::limits(), Arc::default());
     let (mut sent, at) = (SentMessages::default(), Duration::from_secs(1));
     core.epoch_formed(at, Epoch(1), 64, 0, WORKERS.to_vec(), &mut sent);
-    let mut events: Vec<_> = (0..WAITING)
-        .map(|id| {
-            let (sender, taken) = mpsc::channel(64);
-            let request = GenerateRequest { id: RequestId(id), ..request() };
-            core.submit(at, request, EventSender::Local(sender), &mut sent);
-            taken
-        })
-        .collect();
+    let mut events = submit(&mut core, at, WAITING, &mut sent);
     let aborted = || hub.merged().counter_sum_of(REQUEST_SUCCESS, FinishedReason::Abort);
     core.tick(at + TICK, &mut sent);
     // Four run: the first ones. The last one waits.
@@ -215,14 +224,7 @@ fn requests_that_are_lost_with_their_replica_are_in_flight_no_more() {
     let (mut sent, at) = (SentMessages::default(), Duration::from_secs(1));
     core.epoch_formed(at, Epoch(1), 8, 0, WORKERS.to_vec(), &mut sent);
     // One is in both steps in flight, and four wait.
-    let events: Vec<_> = (0..5)
-        .map(|id| {
-            let (sender, taken) = mpsc::channel(64);
-            let request = GenerateRequest { id: RequestId(id), ..request() };
-            core.submit(at, request, EventSender::Local(sender), &mut sent);
-            taken
-        })
-        .collect();
+    let events = submit(&mut core, at, 5, &mut sent);
     let held = || {
         let merged = hub.merged();
         [

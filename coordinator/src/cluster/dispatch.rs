@@ -230,8 +230,9 @@ impl Dispatch {
     pub fn crashed(&mut self, id: ReplicaId) -> Option<Epoch> {
         self.affinity.forget(id);
         self.migrations.gone(id);
-        let (epoch, _) = self.running.remove(&id)?.serving?;
-        Some(epoch)
+        let running = self.running.remove(&id)?;
+        self.update_room();
+        running.serving.map(|(epoch, _)| epoch)
     }
 
     /// A worker has been silent for a while.
