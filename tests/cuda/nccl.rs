@@ -121,7 +121,8 @@ async fn two_gpus_exchange_by_nccl_within_their_graphs() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_killed_rank_is_replaced_and_the_other_keeps_its_weights() {
-    let pair = Pair::up(&[], &[]).await;
+    // What was generated is computed again as one prompt, which gives the same bits only so.
+    let pair = Pair::up(&["--batch-invariant"], &[]).await;
     let expected = pair.complete(120).await;
     for victim in 0..2 {
         let client = pair.cluster.client().unwrap();
