@@ -41,6 +41,7 @@
 //! - `masks`, `swap`, `weight`: structured output; swapping to host memory; bytes of a plan
 //! - `config`, `effect`: its bounds; what it decides
 mod accept;
+mod admission;
 mod blocks;
 mod config;
 mod drafts;
@@ -54,6 +55,7 @@ mod plan;
 mod queue;
 mod resume;
 mod sequence;
+mod shorter;
 mod speculate;
 mod speculation;
 mod swap;
@@ -123,6 +125,8 @@ pub struct Scheduler {
     in_flight: VecDeque<InFlight>,
     /// Cached blocks of the sequence about to be admitted; a field so that its memory is reused.
     found: Vec<CachedBlock>,
+    /// Prompts for which a longer one leaves some of the step; a field for the same reason.
+    shorter: Vec<shorter::Prompt>,
     /// The sequence last found to be short of blocks.
     waits_for: Option<BlockWait>,
     /// Answered steps, kept so that their lists are reused.
@@ -191,6 +195,7 @@ impl Scheduler {
             running: Vec::new(),
             in_flight: VecDeque::new(),
             found: Vec::new(),
+            shorter: Vec::new(),
             waits_for: None,
             spare: Vec::new(),
             forget: Vec::new(),

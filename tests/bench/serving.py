@@ -12,6 +12,9 @@ round every server is started once, in turn, and meets the same clients, all of 
 - loads: N clients at a time, each of which streams completions one after the other, of prompts of
   random tokens, never the same twice. Time to the first token, time between tokens, and all
   clients' tokens together per second.
+- with --long TOKENS: a prompt of so many tokens alone; then again with another client that sends
+  prompts of 32 tokens, one after the other, until the long one has its first token. Times to the
+  first token of all three.
 - with --kill NAME=REGEX: while one client streams, the first process of the server whose command
   line matches is killed (SIGKILL). Whether that stream ends whole, with the tokens it had without
   a kill, its longest silence, and when the server answers the next request.
@@ -44,6 +47,7 @@ def parse_args():
     parser.add_argument("--model", required=True, help="model folder in Hugging Face format")
     parser.add_argument("--server", action="append", required=True, help="NAME=COMMAND")
     parser.add_argument("--kill", action="append", default=[], help="NAME=REGEX of a process")
+    parser.add_argument("--long", type=int, help="tokens of a long prompt beside short ones")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", default="1,8,16", help="clients at a time")
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -172,6 +176,30 @@ async def load(port, clients, args, vocabulary, seed):
     }
 
 
+async def beside(port, length, vocabulary, seed):
+    """First tokens of a long prompt, alone and beside short ones, and of those."""
+    source = random.Random(seed)
+    prompt = lambda tokens: [source.randrange(10, vocabulary) for _ in range(tokens)]
+    sent, times, _ = await completion(port, prompt(length), 1)
+    alone, short = times[0] - sent, []
+    long = asyncio.create_task(completion(port, prompt(length), 1))
+    # The long prompt is under way when the first short one comes.
+    await asyncio.sleep(alone / 10)
+    while not long.done():
+        sent, times, _ = await completion(port, prompt(32), 1)
+        short.append(times[0] - sent)
+    sent, times, _ = await long
+    if not short:
+        raise Failed(f"a prompt of {length} tokens is too short to have others beside it")
+    return {
+        "alone": alone,
+        "beside": times[0] - sent,
+        "short p50": percentile(short, 50),
+        "short most": max(short),
+        "shorts": len(short),
+    }
+
+
 def percentile(values, percent):
     """The nearest-rank percentile."""
     ordered = sorted(values)
@@ -252,6 +280,8 @@ def measure(name, command, args, vocabulary, seed):
         asyncio.run(load(port, 2, args, vocabulary, seed - 1))
         for clients in map(int, args.clients.split(",")):
             rows[clients] = asyncio.run(load(port, clients, args, vocabulary, seed + clients))
+        if args.long:
+            rows["long"] = asyncio.run(beside(port, args.long, vocabulary, seed))
         rows["start"]["MiB"] = memory(process.pid)
         if pattern := dict(kill.split("=", 1) for kill in args.kill).get(name):
             rows["killed"] = asyncio.run(killed(port, process, pattern, vocabulary))
@@ -290,6 +320,13 @@ def main():
     for name, each in rounds.items():
         start, memory = median(each, "start", "s"), median(each, "start", "MiB")
         print(f"| {name} | {start:.2f} s | {memory:.0f} MiB |")
+    if args.long:
+        print("\n| server | long alone | beside short ones | short p50 | longest | short ones |")
+        print("| --- | ---: | ---: | ---: | ---: | ---: |")
+        for name, each in rounds.items():
+            columns = ("alone", "beside", "short p50", "short most")
+            cells = [f"{median(each, 'long', column):.2f} s" for column in columns]
+            print(f"| {name} | {' | '.join(cells)} | {median(each, 'long', 'shorts'):.0f} |")
     if any("killed" in each[0] for each in rounds.values()):
         print("\n| server | stream of a killed rank | longest silence | next answer |")
         print("| --- | --- | ---: | ---: |")

@@ -43,6 +43,7 @@ mod readiness;
 mod resuming;
 mod rig;
 mod scenarios;
+mod shorter;
 mod speculation;
 mod swapping;
 mod thinking;

@@ -244,6 +244,14 @@ pub(crate) const ROWS: &[Row] = &[
             "max-num-partial-prefills",
             "max-long-partial-prefills",
             "long-prefill-token-threshold",
+        ],
+        Other(
+            "nothing to set: a prompt longer than a step leaves up to half of each step to shorter \
+             ones",
+        ),
+    ),
+    row(
+        &[
             "enable-dbo",
             "dbo-decode-token-threshold",
             "dbo-prefill-token-threshold",

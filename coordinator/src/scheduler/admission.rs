@@ -1,0 +1,250 @@
+//! PURE: which waiting sequences come into a step, and whether there is room for them.
+use shared::ids::RequestId;
+use shared::protocol::NewSequence;
+use shared::sampling::Pooling;
+
+use super::plan::PlanBuilder;
+use super::sequence::Sequence;
+use super::{BlockWait, Scheduler, weight};
+
+/// Bytes of a plan's frame taken by admitted sequences, and bytes taken by masks.
+#[derive(Clone, Copy, Default)]
+pub(super) struct FrameUse {
+    admitted: usize,
+    pub(super) masks: usize,
+}
+
+impl FrameUse {
+    pub(super) fn add(&mut self, other: Self) {
+        self.admitted += other.admitted;
+        self.masks += other.masks;
+    }
+}
+
+/// What happens to the next waiting sequence.
+pub(super) enum AdmissionDecision {
+    Admit,
+    /// It waits for room for masks; sequences that need none may pass it.
+    Skip,
+    Wait,
+}
+
+impl Scheduler {
+    /// Admits from the queue while sequences, budget, blocks and the plan's frame last. Tokens
+    /// found in the KV cache cost no budget, but their sequence is in the plan all the same. Here no
+    /// sequence is overtaken, except guided ones that wait for room for masks: by those that need
+    /// none.
+    pub(super) fn plan_waiting(&mut self, builder: &mut PlanBuilder<'_>) {
+        if self.waiting.is_empty() {
+            return;
+        }
+        builder.frame.masks = self.masks_of_running();
+        let mut masks_are_full = false;
+        while let Some((at, slot)) = self.next_waiting(masks_are_full) {
+            if builder.budget == 0 || self.running.len() >= self.config.max_num_seqs as usize {
+                return;
+            }
+            let Some(seq) = &self.sequences[slot] else {
+                self.waiting.remove(at);
+                continue;
+            };
+            match self.decide_admission(seq, builder) {
+                AdmissionDecision::Admit => {}
+                AdmissionDecision::Skip => {
+                    masks_are_full = true;
+                    continue;
+                }
+                AdmissionDecision::Wait => return,
+            }
+            let (is_swapped, takes) = (seq.swapped.is_some(), self.frame_use(seq));
+            builder.frame.add(takes);
+            let comes = match is_swapped {
+                true => self.swap_in(at, slot, builder),
+                false => self.admit(at, slot, builder),
+            };
+            if !comes {
+                return;
+            }
+        }
+    }
+
+    /// Decides whether a waiting sequence may be in this step, as far as bytes, reports and blame
+    /// go.
+    pub(super) fn decide_admission(
+        &self,
+        seq: &Sequence,
+        builder: &PlanBuilder<'_>,
+    ) -> AdmissionDecision {
+        let whole = (seq.tokens.len() as u32).saturating_sub(seq.computed);
+        if !self.has_report_room(seq, whole, &builder.step) {
+            return AdmissionDecision::Wait;
+        }
+        let (taken, takes) = (builder.frame, self.frame_use(seq));
+        let is_first = builder.plan.admitted.is_empty();
+        let full = taken.admitted + takes.admitted > weight::ADMITTED_MAX && !is_first;
+        let masks = taken.masks + takes.masks;
+        if !full && takes.masks > 0 && taken.masks > 0 && masks > weight::MASKS_MAX {
+            return AdmissionDecision::Skip;
+        }
+        if full || self.would_hide_culprit(seq.request) {
+            return AdmissionDecision::Wait;
+        }
+        AdmissionDecision::Admit
+    }
+
+    /// What a waiting sequence would add to a step's frames. A single one always fits:
+    /// `SchedulerConfig::validate`.
+    pub(super) fn frame_use(&self, seq: &Sequence) -> FrameUse {
+        let is_swapped = seq.swapped.is_some();
+        FrameUse {
+            admitted: if is_swapped { 0 } else { weight::of(seq, &self.config) },
+            masks: mask_bytes(seq).unwrap_or(0),
+        }
+    }
+
+    /// Admits the sequence at place `at` of the queue and plans its first share. Returns false when
+    /// others behind it have to wait.
+    pub(super) fn admit(&mut self, at: usize, slot: usize, builder: &mut PlanBuilder<'_>) -> bool {
+        if self.must_wait(slot) {
+            return false;
+        }
+        self.waiting.remove(at);
+        self.share_found(slot);
+        let Some(seq) = &mut self.sequences[slot] else { return true };
+        let (length, request) = (seq.tokens.len() as u32, seq.request);
+        seq.computed = seq.kept * self.config.block_size;
+        let wanted = length - seq.computed;
+        seq.admission = Some(self.next_admission);
+        seq.progressed = false;
+        self.next_admission += 1;
+        builder.plan.admitted.push(NewSequence {
+            seq: seq.id,
+            tokens: seq.tokens.to_vec(),
+            num_prompt: seq.num_prompt,
+            adapter: seq.adapter,
+            sampling: seq.sampling.clone(),
+        });
+        self.run(slot);
+        self.count(request, |owner| owner.admitted += 1);
+        self.resumed(request, builder.effects);
+        let count = self.share_step(slot, wanted, builder);
+        if !self.make_room(slot, count, builder) {
+            return false;
+        }
+        self.plan_sequence(slot, count, builder);
+        true
+    }
+
+    /// Starts a sequence's block table with the blocks found for it.
+    pub(super) fn share_found(&mut self, slot: usize) {
+        let Some(seq) = &mut self.sequences[slot] else { return };
+        for found in self.found.drain(..) {
+            self.blocks.share(found.block);
+            seq.blocks.push(found.block);
+            seq.prefix = found.prefix;
+            seq.kept += 1;
+        }
+    }
+
+    /// Returns the queue position and slot of the next sequence to admit; where masks have no room,
+    /// the first that is not guided.
+    fn next_waiting(&self, masks_are_full: bool) -> Option<(usize, usize)> {
+        let waits = |slot: usize| {
+            let seq = self.sequences[slot].as_ref();
+            seq.is_none_or(|seq| seq.guide.is_none() || !masks_are_full)
+        };
+        let mut queue = self.waiting.iter().copied().enumerate();
+        queue.find(|(_, slot)| waits(*slot))
+    }
+
+    /// Whether a waiting sequence finds too few free blocks; if not, `found` has its cached blocks.
+    pub(super) fn must_wait(&mut self, slot: usize) -> bool {
+        let known = self.is_known_to_wait(slot);
+        if known && !cfg!(debug_assertions) {
+            return true;
+        }
+        self.look_up(slot);
+        let Some(seq) = &self.sequences[slot] else { return false };
+        // With room for one more token, so that its first output does not get it preempted.
+        let wanted = self.config.blocks_for(seq.tokens.len() as u32 + 1) - self.found.len() as u32;
+        let found_free = self.found.iter().filter(|found| found.is_free).count() as u32;
+        let waits = self.is_short_of(slot, wanted + found_free);
+        debug_assert!(waits || !known, "{wanted} and {found_free}, {:?}", self.waits_for);
+        waits
+    }
+
+    /// Whether a waiting sequence was short of blocks, and still must be: it is looked up again
+    /// only when enough may have changed. A long prompt at the head of the queue waits for many
+    /// steps and has thousands of blocks.
+    pub(super) fn is_known_to_wait(&self, slot: usize) -> bool {
+        let Some(seq) = &self.sequences[slot] else { return false };
+        let key = (seq.id, seq.tokens.len() as u32);
+        let known = self.waits_for.filter(|waits| (waits.seq, waits.length) == key);
+        // Each gain saves at most one block.
+        let blocks = known.map(|it| it.blocks.saturating_sub(self.blocks.gains() - it.gains));
+        !self.running.is_empty() && blocks.is_some_and(|blocks| blocks > self.free_to_admit())
+    }
+
+    /// Whether a waiting sequence that needs so many free blocks has to wait, which is noted. One
+    /// that nothing runs beside is admitted in any case.
+    pub(super) fn is_short_of(&mut self, slot: usize, blocks: u32) -> bool {
+        let Some(seq) = &self.sequences[slot] else { return false };
+        let (seq, length, blocks) = (seq.id, seq.tokens.len() as u32, u64::from(blocks));
+        let waits = !self.running.is_empty() && blocks > self.free_to_admit();
+        let gains = self.blocks.gains();
+        self.waits_for = waits.then_some(BlockWait { seq, length, blocks, gains });
+        waits
+    }
+
+    /// Free blocks for sequences that wait. Each running one keeps what it lacks for the tokens that
+    /// it has and the next one, and a block at least: otherwise those that run would soon preempt
+    /// who came last, and what it computed is lost.
+    #[must_use]
+    pub fn free_to_admit(&self) -> u64 {
+        let lacks = |seq: &Sequence| {
+            let whole = self.config.blocks_for(seq.len_ahead() + 1);
+            u64::from(whole.saturating_sub(seq.blocks.len() as u32).max(1))
+        };
+        u64::from(self.blocks.num_free()).saturating_sub(self.running().map(lacks).sum())
+    }
+
+    /// Finds the cached blocks of a waiting sequence. At least one token is left to compute, for
+    /// its logits or its embedding. Log-probabilities of a prompt, and embeddings pooled over more
+    /// than one token, need all of it.
+    pub(super) fn look_up(&mut self, slot: usize) {
+        self.found.clear();
+        let Some(seq) = &self.sequences[slot] else { return };
+        let needs_all = seq.sampling.pooling.is_some_and(Pooling::needs_all);
+        if !self.config.prefix_caching || !seq.prompt_logprobs_done || needs_all {
+            return;
+        }
+        let size = self.config.block_size as usize;
+        let mut prefix = seq.prefix;
+        for tokens in seq.tokens[..seq.tokens.len() - 1].chunks_exact(size) {
+            let Some(found) = self.blocks.find(prefix, tokens) else { return };
+            prefix = found.prefix;
+            self.found.push(found);
+        }
+    }
+
+    /// Whether this request in the batch would leave open who ends an epoch: a suspect does not run
+    /// with others that have made no progress since their admission. If the epoch ends again, it
+    /// was the suspect.
+    fn would_hide_culprit(&self, request: RequestId) -> bool {
+        let sequence = |slot: &usize| self.sequences[*slot].as_ref();
+        let mut others = self.running().filter(|seq| seq.request != request && !seq.progressed);
+        let mut own = self.requests.get(&request).into_iter().flat_map(|owner| &owner.live);
+        let suspect = own.any(|slot| sequence(slot).is_some_and(|seq| seq.suspicion > 0));
+        others.any(|other| suspect || other.suspicion > 0)
+    }
+
+    /// Upper bound on the bytes of masks of the admitted sequences.
+    pub(super) fn masks_of_running(&self) -> usize {
+        self.running().filter_map(mask_bytes).sum()
+    }
+}
+
+/// Upper bound on the bytes of a sequence's mask, if it is guided.
+fn mask_bytes(seq: &Sequence) -> Option<usize> {
+    seq.guide.as_ref().map(|guide| guide.mask_bytes_max())
+}
