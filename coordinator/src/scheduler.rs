@@ -6,7 +6,8 @@
 //! every order, never hashing.
 //!
 //! - `queue order`: requests are admitted by priority (lower is earlier), then in order of arrival;
-//!   where a step has no room for more masks, unguided requests pass guided ones. When blocks run
+//!   where a step has no room for more masks, unguided requests pass guided ones, and beside a
+//!   prompt longer than a step the shortest come first (`shorter`). When blocks run
 //!   out, the least urgent sequence (of equal priority, the last admitted) is preempted and returns
 //!   to the front of its priority, so the oldest of the most urgent always makes progress. Less
 //!   urgent requests can starve: priorities are set on purpose. What was computed for a preempted
@@ -32,6 +33,7 @@
 //!
 //! Modules:
 //! - `queue`, `order`: how much may wait, how requests come and leave; the order of sequences
+//! - `admission`, `shorter`: who comes into a step; shorter prompts beside a long one
 //! - `resume`: requests that continue from what another coordinator accepted
 //! - `sequence`, `tokens`: state of sequences and requests; their tokens
 //! - `epochs`, `moving`: epochs begin and end; requests move between replicas

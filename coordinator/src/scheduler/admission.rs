@@ -31,9 +31,9 @@ pub(super) enum AdmissionDecision {
 
 impl Scheduler {
     /// Admits from the queue while sequences, budget, blocks and the plan's frame last. Tokens
-    /// found in the KV cache cost no budget, but their sequence is in the plan all the same. Here no
-    /// sequence is overtaken, except guided ones that wait for room for masks: by those that need
-    /// none.
+    /// found in the KV cache cost no budget, but their sequence is in the plan all the same. Here
+    /// no sequence is overtaken, except guided ones that wait for room for masks: by those that
+    /// need none.
     pub(super) fn plan_waiting(&mut self, builder: &mut PlanBuilder<'_>) {
         if self.waiting.is_empty() {
             return;
@@ -196,9 +196,9 @@ impl Scheduler {
         waits
     }
 
-    /// Free blocks for sequences that wait. Each running one keeps what it lacks for the tokens that
-    /// it has and the next one, and a block at least: otherwise those that run would soon preempt
-    /// who came last, and what it computed is lost.
+    /// Free blocks for sequences that wait. Each running one keeps what it lacks for the tokens
+    /// that it has and the next one, and a block at least: otherwise those that run would soon
+    /// preempt who came last, and what it computed is lost.
     #[must_use]
     pub fn free_to_admit(&self) -> u64 {
         let lacks = |seq: &Sequence| {

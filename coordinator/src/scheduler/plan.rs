@@ -100,7 +100,8 @@ impl Scheduler {
         let frame = FrameUse::default();
         let mut builder = PlanBuilder { plan, step, budget, is_shared: false, frame, effects };
         // Sequences that need one token go first, most urgent first; the rest of the budget goes to
-        // prompts under way, then to the queue. One that would take all leaves some to shorter ones.
+        // prompts under way, then to the queue. A prompt that would take all leaves some to shorter
+        // ones.
         self.plan_running(&mut builder, true);
         self.plan_running(&mut builder, false);
         self.plan_waiting(&mut builder);

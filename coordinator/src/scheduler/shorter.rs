@@ -1,8 +1,9 @@
-//! PURE: shorter prompts beside a long one. A prompt that could take all that is left of a step leaves
-//! up to half of that to prompts behind it that have less to compute, shortest first, so that a short
-//! question does not wait for a long document. The long one takes at most twice as many steps; prompts
-//! of equal length are computed one after another. KV blocks are not shared like this: nobody passes
-//! a sequence that waits for blocks, or takes those that a running one still needs.
+//! PURE: shorter prompts beside a long one. A prompt that could take all that is left of a step
+//! leaves up to half of that to prompts behind it that have less to compute, shortest first, so
+//! that a short question does not wait for a long document. The long one takes at most twice as
+//! many steps; prompts of equal length are computed one after another. KV blocks are not shared
+//! like this: nobody passes a sequence that waits for blocks, or takes those that a running one
+//! still needs.
 use super::Scheduler;
 use super::admission::AdmissionDecision;
 use super::plan::PlanBuilder;
@@ -87,8 +88,8 @@ impl Scheduler {
         shorter.sort_unstable();
     }
 
-    /// Whether sequences in the queue may pass its head. One that waits for blocks, or for a suspect
-    /// to be told from others, would wait for ever if others kept taking what it waits for.
+    /// Whether sequences in the queue may pass its head. One that waits for blocks, or for a
+    /// suspect to be told from others, would wait for ever if others kept taking what it waits for.
     fn queue_may_be_passed(&mut self, builder: &PlanBuilder<'_>) -> bool {
         let has_place = self.running.len() < self.config.max_num_seqs as usize;
         let Some(head) = self.waiting.front().copied().filter(|_| has_place) else { return false };

@@ -240,11 +240,7 @@ pub(crate) const ROWS: &[Row] = &[
         Other("`--speculative-config JSON`"),
     ),
     row(
-        &[
-            "max-num-partial-prefills",
-            "max-long-partial-prefills",
-            "long-prefill-token-threshold",
-        ],
+        &["max-num-partial-prefills", "max-long-partial-prefills", "long-prefill-token-threshold"],
         Other(
             "nothing to set: a prompt longer than a step leaves up to half of each step to shorter \
              ones",
