@@ -185,6 +185,41 @@ fn nobody_passes_a_prompt_that_waits_for_blocks() {
     assert_eq!(prompts.rig.preemptions, 0);
 }
 
+/// A long prompt that others pass comes as soon as it would if there were none: they leave it a
+/// place in the batch, and blocks.
+#[test]
+fn who_passes_the_next_in_the_queue_takes_nothing_that_it_needs() {
+    // With eight places, and with room for the two long ones and three others of 500 tokens.
+    for blocks in [1000, 63 + 76 + 3 * 33] {
+        let mut prompts = Prompts::new(blocks, |config| config.max_model_len = 1400);
+        prompts.ask(1, 1000);
+        prompts.ask(2, 1200);
+        for name in 3..10 {
+            prompts.ask_for(name, 20, |client| client.max_tokens = 400);
+        }
+        let steps = prompts.finish();
+        let last = steps.iter().rposition(|step| step.iter().any(|(it, _)| *it == 1)).unwrap();
+        let first = steps.iter().position(|step| step.iter().any(|(it, _)| *it == 2)).unwrap();
+        assert!(first <= last + 1, "{first} {last}");
+        assert!(steps[1].len() > 2, "some have passed it: {:?}", steps[1]);
+        assert_eq!(prompts.rig.preemptions, 0);
+    }
+}
+
+#[test]
+fn a_prompt_under_way_has_its_part_whether_or_not_others_find_a_place() {
+    let mut prompts = Prompts::new(256, |config| config.max_num_seqs = 3);
+    prompts.ask(1, 600);
+    prompts.ask(2, 100);
+    assert_eq!(prompts.step(), [(1, 32), (2, 32)]);
+    for name in [3, 5, 7] {
+        prompts.ask(name, 5);
+        prompts.ask(name + 1, 5);
+        let step = prompts.step();
+        assert!(step.iter().any(|(it, _)| *it == 2), "{step:?}");
+    }
+}
+
 #[test]
 fn the_urgent_have_half_of_the_step_at_once_and_the_less_urgent_nothing() {
     let mut prompts = Prompts::new(256, |_| {});

@@ -201,11 +201,16 @@ impl Scheduler {
     /// preempt who came last, and what it computed is lost.
     #[must_use]
     pub fn free_to_admit(&self) -> u64 {
+        u64::from(self.blocks.num_free()).saturating_sub(self.lacking())
+    }
+
+    /// Blocks that the running sequences keep of those that are free.
+    pub(super) fn lacking(&self) -> u64 {
         let lacks = |seq: &Sequence| {
             let whole = self.config.blocks_for(seq.len_ahead() + 1);
             u64::from(whole.saturating_sub(seq.blocks.len() as u32).max(1))
         };
-        u64::from(self.blocks.num_free()).saturating_sub(self.running().map(lacks).sum())
+        self.running().map(lacks).sum()
     }
 
     /// Finds the cached blocks of a waiting sequence. At least one token is left to compute, for

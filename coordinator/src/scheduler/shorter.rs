@@ -15,14 +15,17 @@ pub(super) struct Prompt {
     priority: i32,
     /// Tokens left to compute; those that may be in the KV cache are included.
     wanted: u32,
-    /// Its place among the running ones, then in the queue.
+    /// Whether it is in the queue.
+    waits: bool,
+    /// Its place there, or among the running ones.
     place: usize,
     slot: usize,
 }
 
 impl Scheduler {
     /// Returns how many of its `wanted` tokens a running sequence computes in this step. Before the
-    /// first that could take all that is left, shorter ones are planned.
+    /// first that could take all that is left, shorter ones are planned: as long as there are the
+    /// blocks that all running ones lack, so that it is not the oldest that finds none.
     pub(super) fn share_step(
         &mut self,
         slot: usize,
@@ -33,7 +36,9 @@ impl Scheduler {
             builder.is_shared = true;
             let own = builder.budget.div_ceil(2);
             builder.budget -= own;
-            self.plan_shorter(slot, wanted, builder);
+            if builder.budget > 0 && self.lacking() <= u64::from(self.blocks.num_free()) {
+                self.plan_shorter(slot, wanted, builder);
+            }
             builder.budget += own;
         }
         wanted.min(builder.budget)
@@ -43,11 +48,17 @@ impl Scheduler {
     /// step, as far as the budget goes.
     fn plan_shorter(&mut self, slot: usize, wanted: u32, builder: &mut PlanBuilder<'_>) {
         builder.frame.masks = self.masks_of_running();
+        let mut queue_is_open = self.queue_may_be_passed(builder);
         let mut shorter = std::mem::take(&mut self.shorter);
-        self.find_shorter(slot, wanted, &mut shorter, builder);
+        self.find_shorter(slot, wanted, queue_is_open, &mut shorter);
         for prompt in shorter.drain(..) {
-            if builder.budget == 0 || !self.plan_one(prompt.slot, builder) {
+            if builder.budget == 0 {
                 break;
+            }
+            if !prompt.waits {
+                self.plan_behind(prompt.slot, builder);
+            } else if queue_is_open {
+                queue_is_open = self.admit_shorter(prompt.slot, builder);
             }
         }
         self.shorter = shorter;
@@ -56,66 +67,95 @@ impl Scheduler {
     /// Finds the prompts behind a running one with `wanted` tokens to compute that have less, and
     /// waiting ones that are more urgent.
     fn find_shorter(
-        &mut self,
+        &self,
         slot: usize,
         wanted: u32,
+        queue_is_open: bool,
         shorter: &mut Vec<Prompt>,
-        builder: &PlanBuilder<'_>,
     ) {
-        let may_be_passed = self.queue_may_be_passed(builder);
         let own = (self.priority(slot), wanted);
         let running = self.running.iter().skip_while(|running| **running != slot).skip(1);
-        let queue = self.waiting.iter().take(if may_be_passed { usize::MAX } else { 0 });
-        for (place, slot) in running.chain(queue).copied().enumerate() {
-            let Some(seq) = &self.sequences[slot] else { continue };
-            if seq.priority > own.0 {
-                continue;
+        self.add_shorter(own, running, false, shorter);
+        let (behind, most) = (shorter.len(), self.config.max_num_seqs as usize);
+        if queue_is_open {
+            // Whoever is swapped comes back before others behind it.
+            let is_swapped = |slot: usize| {
+                self.sequences[slot].as_ref().is_some_and(|seq| seq.swapped.is_some())
+            };
+            let queue = self.waiting.iter().take_while(|slot| !is_swapped(**slot));
+            self.add_shorter(own, queue, true, shorter);
+            if shorter.len() - behind > most {
+                shorter[behind..].select_nth_unstable(most);
+                shorter.truncate(behind + most);
             }
-            let wanted = seq.num_wanted(self.config.max_model_len);
-            // Running sequences that need one token are in the plan already.
-            let is_prompt = wanted > u32::from(seq.admission.is_some())
-                && seq.swapped.is_none()
-                && !seq.waits_for_token(self.config.max_model_len);
-            if is_prompt && (seq.priority, wanted) < own {
-                shorter.push(Prompt { priority: seq.priority, wanted, place, slot });
-            }
-        }
-        let most = self.config.max_num_seqs as usize;
-        if shorter.len() > most {
-            shorter.select_nth_unstable(most);
-            shorter.truncate(most);
         }
         shorter.sort_unstable();
     }
 
-    /// Whether sequences in the queue may pass its head. One that waits for blocks, or for a
-    /// suspect to be told from others, would wait for ever if others kept taking what it waits for.
-    fn queue_may_be_passed(&mut self, builder: &PlanBuilder<'_>) -> bool {
-        let has_place = self.running.len() < self.config.max_num_seqs as usize;
-        let Some(head) = self.waiting.front().copied().filter(|_| has_place) else { return false };
-        let Some(seq) = &self.sequences[head] else { return false };
-        let may_come = matches!(self.decide_admission(seq, builder), AdmissionDecision::Admit);
-        // It is looked up only if it has no room without what may be found.
-        let blocks = u64::from(self.config.blocks_for(seq.tokens.len() as u32 + 1));
-        let is_next = may_come && seq.swapped.is_none();
-        is_next && (blocks <= self.free_to_admit() || !self.must_wait(head))
+    /// Adds those of some sequences that are more urgent than `own`, a priority and the tokens that
+    /// are left, or as urgent and shorter.
+    fn add_shorter<'a>(
+        &self,
+        own: (i32, u32),
+        slots: impl Iterator<Item = &'a usize>,
+        waits: bool,
+        shorter: &mut Vec<Prompt>,
+    ) {
+        for (place, slot) in slots.copied().enumerate() {
+            let Some(seq) = &self.sequences[slot] else { continue };
+            let wanted = seq.num_wanted(self.config.max_model_len);
+            // Running sequences that need one token are in the plan already.
+            let is_prompt =
+                wanted > u32::from(!waits) && !seq.waits_for_token(self.config.max_model_len);
+            if is_prompt && (seq.priority, wanted) < own {
+                let priority = seq.priority;
+                shorter.push(Prompt { priority, wanted, waits, place, slot });
+            }
+        }
     }
 
-    /// Plans a running sequence, or one from the queue. Returns false when others behind it have to
-    /// wait.
-    fn plan_one(&mut self, slot: usize, builder: &mut PlanBuilder<'_>) -> bool {
-        let Some(at) = self.waiting.iter().position(|waiting| *waiting == slot) else {
+    /// Whether sequences in the queue may pass its head. One that waits for blocks, or for a
+    /// suspect to be told from others, would wait for ever if others kept taking what it waits for.
+    fn queue_may_be_passed(&self, builder: &PlanBuilder<'_>) -> bool {
+        let Some(head) = self.waiting.front() else { return false };
+        let Some(seq) = &self.sequences[*head] else { return false };
+        let may_come = matches!(self.decide_admission(seq, builder), AdmissionDecision::Admit);
+        may_come && seq.swapped.is_none() && self.blocks_of(*head) <= self.free_to_admit()
+    }
+
+    /// Blocks of a waiting sequence with room for one more token, whatever is cached.
+    fn blocks_of(&self, slot: usize) -> u64 {
+        let tokens = self.sequences[slot].as_ref().map_or(0, |seq| seq.tokens.len() as u32);
+        u64::from(self.config.blocks_for(tokens + 1))
+    }
+
+    /// Plans a running sequence, unless it was preempted just now.
+    fn plan_behind(&mut self, slot: usize, builder: &mut PlanBuilder<'_>) {
+        let seq = self.sequences[slot].as_ref();
+        if seq.is_some_and(|seq| seq.admission.is_some() && seq.swapped.is_none()) {
             self.plan_next(slot, builder);
-            return true;
-        };
-        let has_place = self.running.len() < self.config.max_num_seqs as usize;
-        let seq = self.sequences[slot].as_ref().filter(|seq| has_place && seq.swapped.is_none());
-        let Some(seq) = seq else { return false };
-        if !matches!(self.decide_admission(seq, builder), AdmissionDecision::Admit) {
+        }
+    }
+
+    /// Plans a sequence from the queue, if the queue's head keeps a place and the blocks that it
+    /// needs. Returns false when others in the queue have to wait.
+    fn admit_shorter(&mut self, slot: usize, builder: &mut PlanBuilder<'_>) -> bool {
+        let Some(head) = self.waiting.front().copied() else { return false };
+        let Some(seq) = &self.sequences[slot] else { return true };
+        let passes = slot != head;
+        let places = self.config.max_num_seqs as usize - usize::from(passes);
+        let has_place = self.running.len() < places;
+        let has_blocks =
+            !passes || self.blocks_of(head) + self.blocks_of(slot) <= self.free_to_admit();
+        let may_come = matches!(self.decide_admission(seq, builder), AdmissionDecision::Admit);
+        if !has_place || !has_blocks || !may_come {
             return false;
         }
         let takes = self.frame_use(seq);
         builder.frame.add(takes);
+        let Some(at) = self.waiting.iter().position(|waiting| *waiting == slot) else {
+            return true;
+        };
         self.admit(at, slot, builder)
     }
 }
