@@ -1,5 +1,6 @@
 //! Breaks down the time of a prompt: `cargo run --release -p kernels --example prefill_bench --`,
-//! then `[THREADS] [ROWS] [bfloat16|float32] [ROUNDS]`.
+//! then `[THREADS] [ROWS] [bfloat16|float32] [ROUNDS] [ISA]`, where ISA is as the first line of the
+//! output names it.
 //!
 //! Times the operations of a decoder in the shape of a Llama with 160M parameters (hidden 768, 12
 //! layers, 12 heads of 64 over 4 KV heads, intermediate 2048), in the order of a step. Takes the
@@ -13,7 +14,7 @@ use kernels::backend::{
     QkvInput, QkvWeights, RopeTable, SeqRows,
 };
 use kernels::collective::single_rank;
-use kernels::cpu::{CpuBackend, CpuMatrix, CpuVector, Precision};
+use kernels::cpu::{CpuBackend, CpuMatrix, CpuVector, Isa, Precision};
 use kernels::error::KernelError;
 
 const HIDDEN: usize = 768;
@@ -73,7 +74,10 @@ fn main() -> Result<(), KernelError> {
         _ => Precision::Bfloat16,
     };
     let rounds = words.next().and_then(|word| word.parse().ok()).unwrap_or(15usize);
-    let mut backend = CpuBackend::new(threads, precision, single_rank())?;
+    let isa =
+        words.next().and_then(|word| Isa::ALL.into_iter().find(|isa| isa.to_string() == word));
+    let isa = isa.unwrap_or_else(Isa::detect);
+    let mut backend = CpuBackend::with_isa(threads, isa, precision, single_rank())?;
     println!("{}, a prompt of {rows} tokens", backend.describe());
     let mut state = 1;
     let embedding = matrix(&mut backend, VOCAB, HIDDEN, &mut state)?;

@@ -6,7 +6,8 @@
 //! row's result does not depend on the rows it is computed with.
 //!
 //! - `avx512bf16`: bf16 with `vdpbf16ps`
-//! - `bfloat16`: bf16 on any instruction set
+//! - `bfloat16`: bf16 on any instruction set; also where that has `vdpbf16ps`, but blocks are not
+//!   whole vectors of tokens
 //! - `float32`: f32
 #[cfg(target_arch = "x86_64")]
 mod avx512bf16;
@@ -17,7 +18,7 @@ use super::isa::Isa;
 use super::kv::{CpuKvCache, Element, Kind};
 use super::math::{LANES, exp, soft_capped, sum_lanes};
 use super::memory::{Disjoint, Scratch};
-use super::simd::{Plain, Simd};
+use super::simd::{Plain, Simd, Work};
 use crate::backend::{AttentionShape, Batch, KvShape, SeqRows};
 use crate::error::KernelError;
 
@@ -209,19 +210,18 @@ fn run_tile(
     #[cfg(target_arch = "x86_64")]
     use std::arch::x86_64::{__m256, __m512};
 
-    // A function for each kind and instruction set: everything below them is inlined, and what all
-    // kinds take in one function takes the compiler minutes.
+    // A function for each kind and instruction set: what is not `apart` is inlined into it.
     macro_rules! run {
         ($module:ident, $element:ty) => {{
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
             fn avx512(a: &Attention<'_>, t: QueryTile, v: &View<'_>, s: &mut AttentionScratch) {
-                $module::run_tile::<__m512, $element>(a, t, v, s);
+                $module::run_tile::<__m512, $element, 4>(a, t, v, s);
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma")]
             fn avx2(a: &Attention<'_>, t: QueryTile, v: &View<'_>, s: &mut AttentionScratch) {
-                $module::run_tile::<__m256, $element>(a, t, v, s);
+                $module::run_tile::<__m256, $element, 2>(a, t, v, s);
             }
             match attention.isa {
                 // SAFETY: the backend refuses an instruction set that this machine lacks.
@@ -230,26 +230,18 @@ fn run_tile(
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2Fma => unsafe { avx2(attention, tile, view, scratch) },
-                _ => $module::run_tile::<Plain, $element>(attention, tile, view, scratch),
+                _ => $module::run_tile::<Plain, $element, 2>(attention, tile, view, scratch),
             }
         }};
     }
     macro_rules! run_pairs {
         ($element:ty) => {{
-            #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
-            fn avx512bf16(a: &Attention<'_>, t: QueryTile, v: &View<'_>, s: &mut AttentionScratch) {
-                bfloat16::run_tile::<super::simd::Bf16, $element>(a, t, v, s);
-            }
             match attention.isa {
                 // SAFETY: the backend refuses an instruction set that this machine lacks.
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx512Bf16 if takes_vectors(attention.isa, view.cache) => unsafe {
                     avx512bf16::run_tile::<$element>(attention, tile, view, scratch);
                 },
-                // SAFETY: as above.
-                #[cfg(target_arch = "x86_64")]
-                Isa::Avx512Bf16 => unsafe { avx512bf16(attention, tile, view, scratch) },
                 _ => run!(bfloat16, $element),
             }
         }};
@@ -262,40 +254,52 @@ fn run_tile(
     }
 }
 
-/// Replaces the first `len` scores by `e^(score - max)`, capped before if there is a cap; returns
-/// 1 / (their sum plus the sink's). Elements after `len` may change.
-#[inline(always)]
-fn softmax<S: Simd>(row: &mut [f32], len: usize, sink: f32, cap: Option<f32>) -> f32 {
-    if let Some(cap) = cap {
-        row[..len].iter_mut().for_each(|score| *score = soft_capped(*score, cap));
-    }
-    // Whole vectors where there is room: e^-inf is 0, and adding 0 changes no bit.
-    let padded = Some(len.next_multiple_of(LANES)).filter(|&padded| padded <= row.len());
-    let scores = &mut row[..padded.unwrap_or(len)];
-    scores[len..].fill(f32::NEG_INFINITY);
-    let mut largest = S::splat(f32::NEG_INFINITY);
-    let chunks = scores.chunks_exact(S::LANES);
-    let rest = chunks.remainder();
-    for chunk in chunks {
-        largest = S::load(chunk).max(largest);
-    }
-    let mut lanes = [f32::NEG_INFINITY; 16];
-    largest.store(&mut lanes);
-    let larger = |max: f32, &x: &f32| if x > max { x } else { max };
-    let max = lanes.iter().chain(rest).fold(sink, larger);
-    let (chunks, rest) = scores.as_chunks_mut::<LANES>();
-    let mut lanes = [0.0f32; LANES];
-    for chunk in chunks {
-        for (lane, x) in lanes.iter_mut().zip(chunk) {
+/// Replaces the first `len` scores of `row` by `e^(score - max)`, capped before if there is a cap;
+/// gives 1 / (their sum plus the sink's). Elements after `len` may change.
+struct Softmax<'a> {
+    row: &'a mut [f32],
+    len: usize,
+    sink: f32,
+    cap: Option<f32>,
+}
+
+impl<S: Simd> Work<S> for Softmax<'_> {
+    type Output = f32;
+
+    #[inline(always)]
+    fn run(self) -> f32 {
+        let Self { row, len, sink, cap } = self;
+        if let Some(cap) = cap {
+            row[..len].iter_mut().for_each(|score| *score = soft_capped(*score, cap));
+        }
+        // Whole vectors where there is room: e^-inf is 0, and adding 0 changes no bit.
+        let padded = Some(len.next_multiple_of(LANES)).filter(|&padded| padded <= row.len());
+        let scores = &mut row[..padded.unwrap_or(len)];
+        scores[len..].fill(f32::NEG_INFINITY);
+        let mut largest = S::splat(f32::NEG_INFINITY);
+        let chunks = scores.chunks_exact(S::LANES);
+        let rest = chunks.remainder();
+        for chunk in chunks {
+            largest = S::load(chunk).max(largest);
+        }
+        let mut lanes = [f32::NEG_INFINITY; 16];
+        largest.store(&mut lanes);
+        let larger = |max: f32, &x: &f32| if x > max { x } else { max };
+        let max = lanes.iter().chain(rest).fold(sink, larger);
+        let (chunks, rest) = scores.as_chunks_mut::<LANES>();
+        let mut lanes = [0.0f32; LANES];
+        for chunk in chunks {
+            for (lane, x) in lanes.iter_mut().zip(chunk) {
+                *x = exp(*x - max);
+                *lane += *x;
+            }
+        }
+        for (lane, x) in lanes.iter_mut().zip(rest) {
             *x = exp(*x - max);
             *lane += *x;
         }
+        1.0 / (sum_lanes(lanes) + exp(sink - max))
     }
-    for (lane, x) in lanes.iter_mut().zip(rest) {
-        *x = exp(*x - max);
-        *lane += *x;
-    }
-    1.0 / (sum_lanes(lanes) + exp(sink - max))
 }
 
 #[cfg(test)]

@@ -268,14 +268,9 @@ mod tests {
         {
             use std::arch::x86_64::{__m256, __m512};
 
-            use super::super::simd::Bf16;
             #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
             fn avx512() {
                 loads::<__m512>("avx512");
-            }
-            #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
-            fn avx512bf16() {
-                loads::<Bf16>("avx512_bf16");
             }
             #[target_feature(enable = "avx2,fma")]
             fn avx2() {
@@ -284,8 +279,6 @@ mod tests {
             for (isa, test) in [
                 // SAFETY: called only where the machine has the instructions.
                 (Isa::Avx512, (|| unsafe { avx512() }) as fn()),
-                // SAFETY: as above.
-                (Isa::Avx512Bf16, || unsafe { avx512bf16() }),
                 // SAFETY: as above.
                 (Isa::Avx2Fma, || unsafe { avx2() }),
             ] {

@@ -8,8 +8,6 @@ use super::fp8;
 
 mod pairs;
 
-#[cfg(target_arch = "x86_64")]
-pub(crate) use pairs::Bf16;
 pub(crate) use pairs::{HIGH, LOW, PairSimd};
 
 /// A vector of [`Simd::LANES`] f32.
@@ -34,6 +32,10 @@ pub(crate) trait Simd: Copy {
     /// The maximum of each lane; `floor`'s value where `self` is NaN.
     fn max(self, floor: Self) -> Self;
 
+    /// Runs `work` in a function of its own that is compiled for this instruction set: once, where
+    /// inlining compiles a large part of several functions, or of several places in one, for each.
+    fn apart<W: Work<Self>>(work: W) -> W::Output;
+
     /// Loads the values of the first bytes of an FP8 cache ([`super::fp8`]), which must have at
     /// least `LANES`.
     fn load_fp8(bytes: &[u8]) -> Self;
@@ -48,6 +50,17 @@ pub(crate) trait Simd: Copy {
         self.store(&mut padded);
         values.copy_from_slice(&padded[..values.len()]);
     }
+}
+
+/// Something to compute with vectors `S`. Not a closure, since nothing says that one is inlined: if
+/// it is not, it is compiled for no instruction set in particular, and calls a function for each
+/// instruction.
+pub(crate) trait Work<S> {
+    /// What is computed.
+    type Output;
+
+    /// Computes it; must be `#[inline(always)]`.
+    fn run(self) -> Self::Output;
 }
 
 /// Four lanes in plain Rust.
@@ -83,6 +96,11 @@ impl Simd for Plain {
         Self(std::array::from_fn(|i| if self.0[i] > floor.0[i] { self.0[i] } else { floor.0[i] }))
     }
 
+    #[inline(never)]
+    fn apart<W: Work<Self>>(work: W) -> W::Output {
+        work.run()
+    }
+
     #[inline(always)]
     fn load_fp8(bytes: &[u8]) -> Self {
         Self([bytes[0], bytes[1], bytes[2], bytes[3]].map(fp8::decode))
@@ -91,7 +109,7 @@ impl Simd for Plain {
 
 #[cfg(target_arch = "x86_64")]
 macro_rules! x86_simd {
-    ($vector:ident, $lanes:literal, $accumulators:literal, $splat:ident, $load:ident, $store:ident, $fma:ident, $max:ident, $load_bytes:ident, $fp8:ident) => {
+    ($vector:ident, $features:literal, $lanes:literal, $accumulators:literal, $splat:ident, $load:ident, $store:ident, $fma:ident, $max:ident, $load_bytes:ident, $fp8:ident) => {
         impl Simd for std::arch::x86_64::$vector {
             const LANES: usize = $lanes;
             const ACCUMULATORS: usize = $accumulators;
@@ -129,6 +147,17 @@ macro_rules! x86_simd {
             }
 
             #[inline(always)]
+            fn apart<W: Work<Self>>(work: W) -> W::Output {
+                #[target_feature(enable = $features)]
+                #[inline(never)]
+                fn compiled<W: Work<std::arch::x86_64::$vector>>(work: W) -> W::Output {
+                    work.run()
+                }
+                // SAFETY: see the module.
+                unsafe { compiled(work) }
+            }
+
+            #[inline(always)]
             fn load_fp8(bytes: &[u8]) -> Self {
                 let bytes = &bytes[..$lanes];
                 // SAFETY: enough bytes (just checked); and see the module.
@@ -141,6 +170,7 @@ macro_rules! x86_simd {
 #[cfg(target_arch = "x86_64")]
 x86_simd!(
     __m512,
+    "avx512f,avx512bw,avx512vl,avx2,fma",
     16,
     16,
     _mm512_set1_ps,
@@ -154,6 +184,7 @@ x86_simd!(
 #[cfg(target_arch = "x86_64")]
 x86_simd!(
     __m256,
+    "avx2,fma",
     8,
     8,
     _mm256_set1_ps,

@@ -4,15 +4,16 @@
 //! A pair is two neighbouring elements of a head for scores, and two neighbouring tokens for
 //! weighted sums. Where a query attends to only one token of a pair, the other's weight and V count
 //! as zero, whatever V contains.
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::super::kv::Pairs;
 use super::super::math::bf16_pair;
-use super::super::simd::{HIGH, LOW, PairSimd};
-use super::{Attention, AttentionScratch, Query, QueryTile, View, softmax};
+use super::super::simd::{HIGH, LOW, PairSimd, Work};
+use super::{Attention, AttentionScratch, Query, QueryTile, Softmax, View};
 
 #[inline(always)]
-pub(super) fn run_tile<S: PairSimd, E: Pairs>(
+pub(super) fn run_tile<S: PairSimd, E: Pairs, const W: usize>(
     attention: &Attention<'_>,
     tile: QueryTile,
     view: &View<'_>,
@@ -24,10 +25,10 @@ pub(super) fn run_tile<S: PairSimd, E: Pairs>(
         let query = |i| attention.query(&tile, view.kv_head, next + i);
         // Each query takes two vectors of sums.
         next += match (total - next).min(S::ACCUMULATORS / 2) {
-            8.. => run_queries::<S, E, 8>(attention, view, query, scratch),
-            4.. => run_queries::<S, E, 4>(attention, view, query, scratch),
-            2.. => run_queries::<S, E, 2>(attention, view, query, scratch),
-            _ => run_queries::<S, E, 1>(attention, view, query, scratch),
+            8.. => run_queries::<S, E, 8, 4, W>(attention, view, query, scratch),
+            4.. => run_queries::<S, E, 4, 4, W>(attention, view, query, scratch),
+            2.. => run_queries::<S, E, 2, 2, W>(attention, view, query, scratch),
+            _ => run_queries::<S, E, 1, 1, W>(attention, view, query, scratch),
         };
     }
 }
@@ -71,7 +72,7 @@ impl OwnPairs {
 }
 
 #[inline(always)]
-fn run_queries<S: PairSimd, E: Pairs, const Q: usize>(
+fn run_queries<S: PairSimd, E: Pairs, const Q: usize, const G: usize, const W: usize>(
     attention: &Attention<'_>,
     view: &View<'_>,
     query: impl Fn(usize) -> Query,
@@ -95,78 +96,104 @@ fn run_queries<S: PairSimd, E: Pairs, const Q: usize>(
     }
     let scale = S::splat(1.0 / (head_dim as f32).sqrt());
     let scores = scratch.scores.reserved(stride * Q);
-    if block_size.is_multiple_of(S::LANES) {
-        // Two vectors of neighbouring tokens at a time: each element of a query is then read once
-        // for both.
-        let mut at = 0;
-        while at < stride {
-            let keys =
-                |at: usize| &view.block::<E>(first_block + at / block_size).0[at % block_size..];
-            if stride - at >= 2 * S::LANES {
-                let keys = [keys(at), keys(at + S::LANES)];
-                score_vectors::<S, E, Q, 2>(rounded, keys, block_size, scale, scores, stride, at);
-                at += 2 * S::LANES;
-            } else {
-                let keys = [keys(at)];
-                score_vectors::<S, E, Q, 1>(rounded, keys, block_size, scale, scores, stride, at);
-                at += S::LANES;
-            }
-        }
-    } else {
-        for index in 0..blocks {
-            let (keys, _) = view.block::<E>(first_block + index);
-            let at = index * block_size;
-            score_block::<S, E, Q>(rounded, keys, block_size, scale, scores, stride, at);
-        }
-    }
+    let (blocks, element) = (first_block..last_block + 1, PhantomData::<E>);
+    S::apart(Score { view, queries: rounded, blocks, scale, scores, element });
 
     let words = scratch.weight_words.reserved(pair_stride * Q);
+    let cap = attention.shape.softcap;
     let mut inverse = [0.0; Q];
     for (i, query) in queries.iter().enumerate() {
         let row = &mut scores[i * stride..][..stride];
         let (start, end) = (query.start - base, query.end - base);
         inverse[i] =
-            softmax::<S>(&mut row[start..], end - start, query.sink, attention.shape.softcap);
+            S::apart(Softmax { row: &mut row[start..], len: end - start, sink: query.sink, cap });
         // Half pairs are built from these elements; tokens beyond them are not read.
         row[..start].fill(0.0);
         row[end..].fill(0.0);
         let words = &mut words[i * pair_stride..][..pair_stride];
-        round_weights::<S>(row, block_size, words);
+        round_weights(row, block_size, words);
     }
 
     let weights = Weights { words, base: first_block * per_block, stride: pair_stride };
     let pairs = queries.map(|query| OwnPairs::of(&query, block_size));
     let mut dim = 0;
     while dim < view.value_dim {
-        let left = view.value_dim - dim;
         // The more square the tile of sums, the fewer the loads.
-        if Q >= 4 && S::ACCUMULATORS >= 16 && left >= 4 * S::LANES {
-            for first in (0..Q).step_by(4) {
-                let at = |i: usize| (queries[first + i], pairs[first + i], inverse[first + i]);
-                let four: [_; 4] = std::array::from_fn(at);
-                mix::<S, E, 4, 4>(attention, view, &four, weights, first, dim);
+        let is_wide = view.value_dim - dim >= W * S::LANES;
+        for first in (0..Q).step_by(G) {
+            let group: [_; G] =
+                std::array::from_fn(|i| (queries[first + i], pairs[first + i], inverse[first + i]));
+            let queries = &group;
+            if is_wide {
+                S::apart(Mix::<E, G, W> { attention, view, queries, weights, first, dim, element });
+            } else {
+                S::apart(Mix::<E, G, 2> { attention, view, queries, weights, first, dim, element });
             }
-            dim += 4 * S::LANES;
-            continue;
         }
-        let all: [_; Q] = std::array::from_fn(|i| (queries[i], pairs[i], inverse[i]));
-        if left >= 2 * S::LANES {
-            mix::<S, E, Q, 2>(attention, view, &all, weights, 0, dim);
-            dim += 2 * S::LANES;
-        } else {
-            mix::<S, E, Q, 1>(attention, view, &all, weights, 0, dim);
-            dim += S::LANES;
-        }
+        dim += if is_wide { W } else { 2 } * S::LANES;
     }
     Q
+}
+
+/// Computes the scores of all tokens of `blocks`, `[Q, tokens]`.
+struct Score<'a, S, E, const Q: usize> {
+    view: &'a View<'a>,
+    queries: &'a [[u32; Q]],
+    blocks: Range<usize>,
+    scale: S,
+    scores: &'a mut [f32],
+    element: PhantomData<E>,
+}
+
+impl<S: PairSimd, E: Pairs, const Q: usize> Work<S> for Score<'_, S, E, Q> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { view, queries, blocks, scale, scores, .. } = self;
+        let block_size = view.block_size;
+        let stride = blocks.len() * block_size;
+        if block_size.is_multiple_of(S::LANES) {
+            // Two vectors of neighbouring tokens at a time: each element of a query is then read
+            // once for both.
+            let mut at = 0;
+            while at < stride {
+                let keys = |at: usize| {
+                    &view.block::<E>(blocks.start + at / block_size).0[at % block_size..]
+                };
+                if stride - at >= 2 * S::LANES {
+                    let keys = [keys(at), keys(at + S::LANES)];
+                    score_vectors::<S, E, Q, 2>(
+                        queries, keys, block_size, scale, scores, stride, at,
+                    );
+                    at += 2 * S::LANES;
+                } else {
+                    let keys = [keys(at)];
+                    score_vectors::<S, E, Q, 1>(
+                        queries, keys, block_size, scale, scores, stride, at,
+                    );
+                    at += S::LANES;
+                }
+            }
+        } else {
+            for index in 0..blocks.len() {
+                let (keys, _) = view.block::<E>(blocks.start + index);
+                let at = index * block_size;
+                score_block::<S, E, Q>(queries, keys, block_size, scale, scores, stride, at);
+            }
+        }
+    }
 }
 
 /// Rounds the weights of whole blocks into pairs of tokens; the last pair of an odd block has one
 /// token.
 #[inline(always)]
-fn round_weights<S: PairSimd>(row: &[f32], block_size: usize, words: &mut [u32]) {
+fn round_weights(row: &[f32], block_size: usize, words: &mut [u32]) {
     if block_size.is_multiple_of(2) {
-        return S::round(row.as_chunks::<2>().0, words);
+        for (word, &[first, second]) in words.iter_mut().zip(row.as_chunks::<2>().0) {
+            *word = bf16_pair(first, second);
+        }
+        return;
     }
     let blocks = words.chunks_exact_mut(block_size.div_ceil(2)).zip(row.chunks_exact(block_size));
     for (words, row) in blocks {
@@ -240,54 +267,63 @@ fn score_block<S: PairSimd, E: Pairs, const Q: usize>(
     }
 }
 
-/// Weighted sums of `W` vectors of V's dimensions from dimension `dim` on, for `Q` queries; `first`
-/// is the row of weights of the first one.
-#[inline(always)]
-fn mix<S: PairSimd, E: Pairs, const Q: usize, const W: usize>(
-    attention: &Attention<'_>,
-    view: &View<'_>,
-    queries: &[(Query, OwnPairs, f32); Q],
-    weights: Weights<'_>,
+/// Computes weighted sums of `W` vectors of V's dimensions from dimension `dim` on, for `Q`
+/// queries; `first` is the row of weights of the first one.
+struct Mix<'a, E, const Q: usize, const W: usize> {
+    attention: &'a Attention<'a>,
+    view: &'a View<'a>,
+    queries: &'a [(Query, OwnPairs, f32); Q],
+    weights: Weights<'a>,
     first: usize,
     dim: usize,
-) {
-    let mut sums = [[S::splat(0.0); W]; Q];
-    // The pairs that all queries attend to are read once for all. A query's further pairs are added
-    // before and after them, so that each sum is in ascending order.
-    let start = queries.iter().map(|(_, pairs, _)| pairs.start).max().unwrap_or(0);
-    let end = queries.iter().map(|(_, pairs, _)| pairs.end).min().unwrap_or(0).max(start);
-    let mut rows: [&[u32]; Q] = [&[]; Q];
-    for (i, row) in rows.iter_mut().enumerate() {
-        *row = &weights.words[(first + i) * weights.stride..][..weights.stride];
-    }
-    let base = weights.base;
-    // One loop, so that the code for edges is there only once.
-    for before in [true, false] {
-        for (i, (_, pairs, _)) in queries.iter().enumerate() {
-            let edges = if before {
-                let half = pairs.start - usize::from(pairs.front)..pairs.start;
-                [(half, HIGH), (pairs.start..start.min(pairs.end), u32::MAX)]
-            } else {
-                let half = pairs.end..pairs.end + usize::from(pairs.back);
-                [(end..pairs.end, u32::MAX), (half, LOW)]
-            };
-            for (edge, mask) in edges {
-                let sums = &mut sums[i..=i];
-                add_values::<S, E, 1, W>(view, edge, [rows[i]], base, dim, mask, sums);
+    element: PhantomData<E>,
+}
+
+impl<S: PairSimd, E: Pairs, const Q: usize, const W: usize> Work<S> for Mix<'_, E, Q, W> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { attention, view, queries, weights, first, dim, .. } = self;
+        let mut sums = [[S::splat(0.0); W]; Q];
+        // The pairs that all queries attend to are read once for all. A query's further pairs are
+        // added before and after them, so that each sum is in ascending order.
+        let start = queries.iter().map(|(_, pairs, _)| pairs.start).max().unwrap_or(0);
+        let end = queries.iter().map(|(_, pairs, _)| pairs.end).min().unwrap_or(0).max(start);
+        let mut rows: [&[u32]; Q] = [&[]; Q];
+        for (i, row) in rows.iter_mut().enumerate() {
+            *row = &weights.words[(first + i) * weights.stride..][..weights.stride];
+        }
+        let base = weights.base;
+        // One loop, so that the code for edges is there only once.
+        for before in [true, false] {
+            for (i, (_, pairs, _)) in queries.iter().enumerate() {
+                let edges = if before {
+                    let half = pairs.start - usize::from(pairs.front)..pairs.start;
+                    [(half, HIGH), (pairs.start..start.min(pairs.end), u32::MAX)]
+                } else {
+                    let half = pairs.end..pairs.end + usize::from(pairs.back);
+                    [(end..pairs.end, u32::MAX), (half, LOW)]
+                };
+                for (edge, mask) in edges {
+                    let sums = &mut sums[i..=i];
+                    add_values::<S, E, 1, W>(view, edge, [rows[i]], base, dim, mask, sums);
+                }
+            }
+            if before {
+                add_values::<S, E, Q, W>(view, start..end, rows, base, dim, u32::MAX, &mut sums);
             }
         }
-        if before {
-            add_values::<S, E, Q, W>(view, start..end, rows, base, dim, u32::MAX, &mut sums);
-        }
-    }
-    for ((query, _, inverse), sums) in queries.iter().zip(&sums) {
-        for (w, sum) in sums.iter().enumerate() {
-            let first = dim + w * S::LANES;
-            // The last vector may lie past the end of the head.
-            let len = S::LANES.min(view.value_dim.saturating_sub(first));
-            // SAFETY: one task computes this head of this row, and writes it here alone.
-            let out = unsafe { attention.out.slice(query.out + first.min(view.value_dim), len) };
-            sum.mul_add(S::splat(*inverse), S::splat(0.0)).store_some(out);
+        for ((query, _, inverse), sums) in queries.iter().zip(&sums) {
+            for (w, sum) in sums.iter().enumerate() {
+                let first = dim + w * S::LANES;
+                // The last vector may lie past the end of the head.
+                let len = S::LANES.min(view.value_dim.saturating_sub(first));
+                // SAFETY: one task computes this head of this row, and writes it here alone.
+                let out =
+                    unsafe { attention.out.slice(query.out + first.min(view.value_dim), len) };
+                sum.mul_add(S::splat(*inverse), S::splat(0.0)).store_some(out);
+            }
         }
     }
 }

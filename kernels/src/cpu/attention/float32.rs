@@ -1,9 +1,10 @@
 //! Attention over K and V in f32, or in FP8 widened to it.
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::super::kv::Floats;
-use super::super::simd::Simd;
-use super::{Attention, AttentionScratch, QUERIES, Query, QueryTile, View, softmax};
+use super::super::simd::{Simd, Work};
+use super::{Attention, AttentionScratch, QUERIES, Query, QueryTile, Softmax, View};
 
 /// Scores or weights of several queries: `[queries, stride]`; the first column is position `base`.
 #[derive(Clone, Copy)]
@@ -20,7 +21,7 @@ struct Weights<'a> {
 }
 
 #[inline(always)]
-pub(super) fn run_tile<S: Simd, E: Floats>(
+pub(super) fn run_tile<S: Simd, E: Floats, const W: usize>(
     attention: &Attention<'_>,
     tile: QueryTile,
     view: &View<'_>,
@@ -35,16 +36,16 @@ pub(super) fn run_tile<S: Simd, E: Floats>(
         let query = |i| attention.query(&tile, view.kv_head, next + i);
         // Each query takes two vectors of sums.
         next += match (total - next).min(S::ACCUMULATORS / 2) {
-            8.. => run_queries::<S, E, 8>(attention, view, query, scores, queries),
-            4.. => run_queries::<S, E, 4>(attention, view, query, scores, queries),
-            2.. => run_queries::<S, E, 2>(attention, view, query, scores, queries),
-            _ => run_queries::<S, E, 1>(attention, view, query, scores, queries),
+            8.. => run_queries::<S, E, 8, 4, W>(attention, view, query, scores, queries),
+            4.. => run_queries::<S, E, 4, 4, W>(attention, view, query, scores, queries),
+            2.. => run_queries::<S, E, 2, 2, W>(attention, view, query, scores, queries),
+            _ => run_queries::<S, E, 1, 1, W>(attention, view, query, scores, queries),
         };
     }
 }
 
 #[inline(always)]
-fn run_queries<S: Simd, E: Floats, const Q: usize>(
+fn run_queries<S: Simd, E: Floats, const Q: usize, const G: usize, const W: usize>(
     attention: &Attention<'_>,
     view: &View<'_>,
     query: impl Fn(usize) -> Query,
@@ -66,77 +67,80 @@ fn run_queries<S: Simd, E: Floats, const Q: usize>(
         base: first_block * view.block_size,
         stride: (last_block + 1 - first_block) * view.block_size,
     };
-    if view.block_size.is_multiple_of(S::LANES) {
-        // Two vectors of neighbouring tokens at a time: each element of a query is then read once
-        // for both.
-        let mut at = 0;
-        while at < columns.stride {
-            let keys = |at: usize| {
-                let (keys, _) = view.block::<E>(first_block + at / view.block_size);
-                &keys[at % view.block_size..]
-            };
-            if columns.stride - at >= 2 * S::LANES {
-                let keys = [keys(at), keys(at + S::LANES)];
-                score_vectors::<S, E, Q, 2>(
-                    scaled,
-                    keys,
-                    view.block_size,
-                    scores,
-                    columns.stride,
-                    at,
-                );
-                at += 2 * S::LANES;
-            } else {
-                let keys = [keys(at)];
-                score_vectors::<S, E, Q, 1>(
-                    scaled,
-                    keys,
-                    view.block_size,
-                    scores,
-                    columns.stride,
-                    at,
-                );
-                at += S::LANES;
-            }
-        }
-    } else {
-        for index in first_block..=last_block {
-            let (keys, _) = view.block::<E>(index);
-            let at = (index - first_block) * view.block_size;
-            score_block::<S, E, Q>(scaled, keys, view.block_size, scores, columns.stride, at);
-        }
-    }
+    let (blocks, element) = (first_block..last_block + 1, PhantomData::<E>);
+    S::apart(Score { view, queries: scaled, blocks, scores, element });
 
+    let cap = attention.shape.softcap;
     let mut inverse = [0.0; Q];
     for (i, query) in queries.iter().enumerate() {
         let row = &mut scores[i * columns.stride..][..columns.stride];
         let row = &mut row[query.start - columns.base..];
-        inverse[i] =
-            softmax::<S>(row, query.end - query.start, query.sink, attention.shape.softcap);
+        inverse[i] = S::apart(Softmax { row, len: query.end - query.start, sink: query.sink, cap });
     }
 
     let weights = Weights { rows: scores, columns };
     let mut dim = 0;
     while dim < view.value_dim {
-        let left = view.value_dim - dim;
         // The more square the tile of sums, the fewer the loads.
-        if Q >= 4 && S::ACCUMULATORS >= 16 && left >= 4 * S::LANES {
-            for first in (0..Q).step_by(4) {
-                let (mut four, mut four_inverse) = ([queries[0]; 4], [0.0; 4]);
-                four.copy_from_slice(&queries[first..first + 4]);
-                four_inverse.copy_from_slice(&inverse[first..first + 4]);
-                mix::<S, E, 4, 4>(attention, view, &four, weights, first, four_inverse, dim);
+        let is_wide = view.value_dim - dim >= W * S::LANES;
+        for first in (0..Q).step_by(G) {
+            let group: [_; G] = std::array::from_fn(|i| (queries[first + i], inverse[first + i]));
+            let queries = &group;
+            if is_wide {
+                S::apart(Mix::<E, G, W> { attention, view, queries, weights, first, dim, element });
+            } else {
+                S::apart(Mix::<E, G, 2> { attention, view, queries, weights, first, dim, element });
             }
-            dim += 4 * S::LANES;
-        } else if left >= 2 * S::LANES {
-            mix::<S, E, Q, 2>(attention, view, &queries, weights, 0, inverse, dim);
-            dim += 2 * S::LANES;
-        } else {
-            mix::<S, E, Q, 1>(attention, view, &queries, weights, 0, inverse, dim);
-            dim += S::LANES;
         }
+        dim += if is_wide { W } else { 2 } * S::LANES;
     }
     Q
+}
+
+/// Computes the scores of all tokens of `blocks`, `[Q, tokens]`.
+struct Score<'a, E, const Q: usize> {
+    view: &'a View<'a>,
+    queries: &'a [[f32; Q]],
+    blocks: Range<usize>,
+    scores: &'a mut [f32],
+    element: PhantomData<E>,
+}
+
+impl<S: Simd, E: Floats, const Q: usize> Work<S> for Score<'_, E, Q> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { view, queries, blocks, scores, .. } = self;
+        let block_size = view.block_size;
+        let stride = blocks.len() * block_size;
+        if block_size.is_multiple_of(S::LANES) {
+            // Two vectors of neighbouring tokens at a time: each element of a query is then read
+            // once for both.
+            let mut at = 0;
+            while at < stride {
+                let keys = |at: usize| {
+                    let (keys, _) = view.block::<E>(blocks.start + at / block_size);
+                    &keys[at % block_size..]
+                };
+                if stride - at >= 2 * S::LANES {
+                    let keys = [keys(at), keys(at + S::LANES)];
+                    score_vectors::<S, E, Q, 2>(queries, keys, block_size, scores, stride, at);
+                    at += 2 * S::LANES;
+                } else {
+                    let keys = [keys(at)];
+                    score_vectors::<S, E, Q, 1>(queries, keys, block_size, scores, stride, at);
+                    at += S::LANES;
+                }
+            }
+        } else {
+            for index in blocks.clone() {
+                let (keys, _) = view.block::<E>(index);
+                let at = (index - blocks.start) * block_size;
+                score_block::<S, E, Q>(queries, keys, block_size, scores, stride, at);
+            }
+        }
+    }
 }
 
 /// Scores of `W` vectors of tokens, written from column `at` on: `keys[w]` begins with the first
@@ -199,45 +203,54 @@ fn score_block<S: Simd, E: Floats, const Q: usize>(
     }
 }
 
-/// Weighted sums of `W` vectors of V's dimensions from dimension `dim` on, for `Q` queries; `first`
-/// is the row of weights of the first one.
-#[inline(always)]
-fn mix<S: Simd, E: Floats, const Q: usize, const W: usize>(
-    attention: &Attention<'_>,
-    view: &View<'_>,
-    queries: &[Query; Q],
-    weights: Weights<'_>,
+/// Computes weighted sums of `W` vectors of V's dimensions from dimension `dim` on, for `Q`
+/// queries; `first` is the row of weights of the first one.
+struct Mix<'a, E, const Q: usize, const W: usize> {
+    attention: &'a Attention<'a>,
+    view: &'a View<'a>,
+    queries: &'a [(Query, f32); Q],
+    weights: Weights<'a>,
     first: usize,
-    inverse: [f32; Q],
     dim: usize,
-) {
-    let Weights { rows: weights, columns } = weights;
-    let mut sums = [[S::splat(0.0); W]; Q];
-    // The positions that all queries attend to are read once for all. A query's further positions
-    // are added before and after them, so that each sum is in ascending order.
-    let start = queries.iter().map(|q| q.start).max().unwrap_or(0);
-    let end = queries.iter().map(|q| q.end).min().unwrap_or(0).max(start);
-    let mut rows: [&[f32]; Q] = [&[]; Q];
-    for (i, row) in rows.iter_mut().enumerate() {
-        *row = &weights[(first + i) * columns.stride..][..columns.stride];
-    }
-    // One loop, so that the code for edges is there only once.
-    for before in [true, false] {
-        for (i, query) in queries.iter().enumerate() {
-            let own = if before { query.start..start.min(query.end) } else { end..query.end };
-            add_values::<S, E, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
+    element: PhantomData<E>,
+}
+
+impl<S: Simd, E: Floats, const Q: usize, const W: usize> Work<S> for Mix<'_, E, Q, W> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { attention, view, queries, weights, first, dim, .. } = self;
+        let Weights { rows: weights, columns } = weights;
+        let mut sums = [[S::splat(0.0); W]; Q];
+        // The positions that all queries attend to are read once for all. A query's further
+        // positions are added before and after them, so that each sum is in ascending order.
+        let start = queries.iter().map(|(q, _)| q.start).max().unwrap_or(0);
+        let end = queries.iter().map(|(q, _)| q.end).min().unwrap_or(0).max(start);
+        let mut rows: [&[f32]; Q] = [&[]; Q];
+        for (i, row) in rows.iter_mut().enumerate() {
+            *row = &weights[(first + i) * columns.stride..][..columns.stride];
         }
-        if before {
-            add_values::<S, E, Q, W>(view, start..end, rows, columns.base, dim, &mut sums);
+        // One loop, so that the code for edges is there only once.
+        for before in [true, false] {
+            for (i, (query, _)) in queries.iter().enumerate() {
+                let own = if before { query.start..start.min(query.end) } else { end..query.end };
+                add_values::<S, E, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
+            }
+            if before {
+                add_values::<S, E, Q, W>(view, start..end, rows, columns.base, dim, &mut sums);
+            }
         }
-    }
-    for ((query, sums), inverse) in queries.iter().zip(&sums).zip(inverse) {
-        for (w, sum) in sums.iter().enumerate() {
-            let first = dim + w * S::LANES;
-            let len = S::LANES.min(view.value_dim - first);
-            // SAFETY: one task computes this head of this row, and writes it here alone.
-            let out = unsafe { attention.out.slice(query.out + first, len) };
-            sum.mul_add(S::splat(inverse), S::splat(0.0)).store_some(out);
+        for ((query, inverse), sums) in queries.iter().zip(&sums) {
+            for (w, sum) in sums.iter().enumerate() {
+                let first = dim + w * S::LANES;
+                // The last vector may lie past the end of the head.
+                let len = S::LANES.min(view.value_dim.saturating_sub(first));
+                // SAFETY: one task computes this head of this row, and writes it here alone.
+                let out =
+                    unsafe { attention.out.slice(query.out + first.min(view.value_dim), len) };
+                sum.mul_add(S::splat(*inverse), S::splat(0.0)).store_some(out);
+            }
         }
     }
 }

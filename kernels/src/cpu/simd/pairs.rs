@@ -2,10 +2,8 @@
 //! and its neighbour in the high half.
 //!
 //! The factors of a product, two bf16, are the same on every instruction set. What differs is
-//! whether each product is added with a rounding of its own, and that `vdpbf16ps` treats subnormal
-//! numbers as zero.
+//! whether each product is added with a rounding of its own.
 use super::super::fp8;
-use super::super::math::bf16_pair;
 use super::{Plain, Simd};
 
 /// A vector of sums, with words of as many pairs.
@@ -28,14 +26,6 @@ pub(crate) trait PairSimd: Simd {
 
     /// `self + a.low * b.low + a.high * b.high`.
     fn dot(self, a: Self::Words, b: Self::Words) -> Self;
-
-    /// Rounds neighbouring values to bf16, two per word.
-    #[inline(always)]
-    fn round(values: &[[f32; 2]], words: &mut [u32]) {
-        for (word, &[first, second]) in words.iter_mut().zip(values) {
-            *word = bf16_pair(first, second);
-        }
-    }
 }
 
 impl PairSimd for Plain {
@@ -148,102 +138,4 @@ mod x86 {
         _mm_loadu_si128,
         pairs_256
     );
-
-    /// 16 lanes of AVX-512, with an instruction for products of pairs.
-    #[derive(Clone, Copy)]
-    pub(crate) struct Bf16(__m512);
-
-    impl Simd for Bf16 {
-        const LANES: usize = <__m512 as Simd>::LANES;
-        const ACCUMULATORS: usize = <__m512 as Simd>::ACCUMULATORS;
-
-        #[inline(always)]
-        fn splat(x: f32) -> Self {
-            Self(Simd::splat(x))
-        }
-
-        #[inline(always)]
-        fn load(values: &[f32]) -> Self {
-            Self(Simd::load(values))
-        }
-
-        #[inline(always)]
-        fn store(self, values: &mut [f32]) {
-            self.0.store(values);
-        }
-
-        #[inline(always)]
-        fn mul_add(self, b: Self, c: Self) -> Self {
-            Self(self.0.mul_add(b.0, c.0))
-        }
-
-        #[inline(always)]
-        fn max(self, floor: Self) -> Self {
-            Self(self.0.max(floor.0))
-        }
-
-        #[inline(always)]
-        fn load_fp8(bytes: &[u8]) -> Self {
-            Self(Simd::load_fp8(bytes))
-        }
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    fn round(values: &[[f32; 2]; 16], words: &mut [u32; 16]) {
-        let (low, high) = values.as_flattened().split_at(16);
-        // SAFETY: there are 16 values.
-        let low = unsafe { _mm512_loadu_ps(low.as_ptr()) };
-        // SAFETY: as above.
-        let high = unsafe { _mm512_loadu_ps(high.as_ptr()) };
-        let pairs = _mm512_cvtne2ps_pbh(high, low);
-        // SAFETY: both are 512 bits of plain data.
-        let pairs = unsafe { std::mem::transmute::<__m512bh, __m512i>(pairs) };
-        // SAFETY: there are 16 words.
-        unsafe { _mm512_storeu_si512(words.as_mut_ptr().cast(), pairs) };
-    }
-
-    impl PairSimd for Bf16 {
-        type Words = __m512i;
-
-        #[inline(always)]
-        fn splat_words(word: u32) -> __m512i {
-            <__m512 as PairSimd>::splat_words(word)
-        }
-
-        #[inline(always)]
-        fn load_words(words: &[u32]) -> __m512i {
-            <__m512 as PairSimd>::load_words(words)
-        }
-
-        #[inline(always)]
-        fn load_fp8_pairs(pairs: &[u16]) -> __m512i {
-            <__m512 as PairSimd>::load_fp8_pairs(pairs)
-        }
-
-        #[inline(always)]
-        fn keep(words: __m512i, mask: u32) -> __m512i {
-            <__m512 as PairSimd>::keep(words, mask)
-        }
-
-        #[inline(always)]
-        fn round(values: &[[f32; 2]], words: &mut [u32]) {
-            let (vectors, rest) = values.as_chunks::<16>();
-            let (whole, last) = words[..values.len()].split_at_mut(vectors.len() * 16);
-            for (values, words) in vectors.iter().zip(whole.as_chunks_mut::<16>().0) {
-                // SAFETY: see the module above.
-                unsafe { round(values, words) };
-            }
-            <__m512 as PairSimd>::round(rest, last);
-        }
-
-        #[inline(always)]
-        fn dot(self, a: __m512i, b: __m512i) -> Self {
-            // SAFETY: all are 512 bits of plain data.
-            let [a, b] = [a, b].map(|it| unsafe { std::mem::transmute::<__m512i, __m512bh>(it) });
-            // SAFETY: see the module above.
-            Self(unsafe { _mm512_dpbf16_ps(self.0, a, b) })
-        }
-    }
 }
-#[cfg(target_arch = "x86_64")]
-pub(crate) use x86::Bf16;
