@@ -3,7 +3,7 @@ use std::net::TcpListener;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::client::Client;
-use crate::local_cluster::LocalCluster;
+use crate::local_cluster::{LocalCluster, little_cache};
 
 /// Processes of one cluster. Killed on drop.
 #[derive(Debug)]
@@ -39,6 +39,7 @@ impl Fleet {
         let address = format!("127.0.0.1:{}", free_port());
         let mut all = vec!["coordinator", "--listen", "127.0.0.1:0", "--cluster-listen", &address];
         all.extend(args);
+        all.extend(little_cache(args));
         let mut coordinator = LocalCluster::spawn(&all)?;
         let spawn = |index| spawn_worker(&address, index);
         let workers = (0..workers).map(spawn).collect::<Result<_, _>>()?;
