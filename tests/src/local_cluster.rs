@@ -32,8 +32,8 @@ pub fn tutti_binary() -> PathBuf {
     beside.unwrap_or_else(|| PathBuf::from("tutti"))
 }
 
-/// Less KV cache than a worker takes by itself, unless `args` say how much: 8,192 tokens of the demo
-/// model. The kernel clears what a worker takes, which was a tenth of the time of these tests.
+/// Less KV cache than a worker takes by itself, unless `args` say how much: 8,192 tokens of the
+/// demo model. The kernel clears what a worker takes, a tenth of the time of these tests.
 pub(crate) fn little_cache(args: &[&str]) -> &'static [&'static str] {
     let is_said = args.iter().any(|arg| arg.starts_with("--kv-cache-memory") || *arg == "--config");
     if is_said { &[] } else { &["--kv-cache-memory", "16MiB"] }
