@@ -302,6 +302,26 @@ impl<S: Simd> Work<S> for Softmax<'_> {
     }
 }
 
+/// Writes `sums * inverse` of a query: vectors of V's dimensions from dimension `dim` on, of which
+/// the last may lie past the end of the head, in part or as a whole.
+#[inline(always)]
+fn store_sums<S: Simd>(
+    attention: &Attention<'_>,
+    view: &View<'_>,
+    query: &Query,
+    dim: usize,
+    inverse: f32,
+    sums: &[S],
+) {
+    for (w, sum) in sums.iter().enumerate() {
+        let first = (dim + w * S::LANES).min(view.value_dim);
+        let len = S::LANES.min(view.value_dim - first);
+        // SAFETY: one task computes this head of this row, and writes it here alone.
+        let out = unsafe { attention.out.slice(query.out + first, len) };
+        sum.mul_add(S::splat(inverse), S::splat(0.0)).store_some(out);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -10,8 +10,9 @@ use std::ops::Range;
 use super::super::kv::Pairs;
 use super::super::math::bf16_pair;
 use super::super::simd::{HIGH, LOW, PairSimd, Work};
-use super::{Attention, AttentionScratch, Query, QueryTile, Softmax, View};
+use super::{Attention, AttentionScratch, Query, QueryTile, Softmax, View, store_sums};
 
+/// Computes a tile, with weighted sums of up to `W` vectors of V's dimensions at a time.
 #[inline(always)]
 pub(super) fn run_tile<S: PairSimd, E: Pairs, const W: usize>(
     attention: &Attention<'_>,
@@ -71,6 +72,8 @@ impl OwnPairs {
     }
 }
 
+/// Computes `Q` queries, and weighted sums of `G` of them and up to `W` vectors at a time. Returns
+/// `Q`.
 #[inline(always)]
 fn run_queries<S: PairSimd, E: Pairs, const Q: usize, const G: usize, const W: usize>(
     attention: &Attention<'_>,
@@ -315,15 +318,7 @@ impl<S: PairSimd, E: Pairs, const Q: usize, const W: usize> Work<S> for Mix<'_, 
             }
         }
         for ((query, _, inverse), sums) in queries.iter().zip(&sums) {
-            for (w, sum) in sums.iter().enumerate() {
-                let first = dim + w * S::LANES;
-                // The last vector may lie past the end of the head.
-                let len = S::LANES.min(view.value_dim.saturating_sub(first));
-                // SAFETY: one task computes this head of this row, and writes it here alone.
-                let out =
-                    unsafe { attention.out.slice(query.out + first.min(view.value_dim), len) };
-                sum.mul_add(S::splat(*inverse), S::splat(0.0)).store_some(out);
-            }
+            store_sums(attention, view, query, dim, *inverse, sums);
         }
     }
 }

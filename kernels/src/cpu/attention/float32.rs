@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::super::kv::Floats;
 use super::super::simd::{Simd, Work};
-use super::{Attention, AttentionScratch, QUERIES, Query, QueryTile, Softmax, View};
+use super::{Attention, AttentionScratch, QUERIES, Query, QueryTile, Softmax, View, store_sums};
 
 /// Scores or weights of several queries: `[queries, stride]`; the first column is position `base`.
 #[derive(Clone, Copy)]
@@ -20,6 +20,7 @@ struct Weights<'a> {
     columns: Columns,
 }
 
+/// Computes a tile, with weighted sums of up to `W` vectors of V's dimensions at a time.
 #[inline(always)]
 pub(super) fn run_tile<S: Simd, E: Floats, const W: usize>(
     attention: &Attention<'_>,
@@ -44,6 +45,8 @@ pub(super) fn run_tile<S: Simd, E: Floats, const W: usize>(
     }
 }
 
+/// Computes `Q` queries, and weighted sums of `G` of them and up to `W` vectors at a time. Returns
+/// `Q`.
 #[inline(always)]
 fn run_queries<S: Simd, E: Floats, const Q: usize, const G: usize, const W: usize>(
     attention: &Attention<'_>,
@@ -242,15 +245,7 @@ impl<S: Simd, E: Floats, const Q: usize, const W: usize> Work<S> for Mix<'_, E, 
             }
         }
         for ((query, inverse), sums) in queries.iter().zip(&sums) {
-            for (w, sum) in sums.iter().enumerate() {
-                let first = dim + w * S::LANES;
-                // The last vector may lie past the end of the head.
-                let len = S::LANES.min(view.value_dim.saturating_sub(first));
-                // SAFETY: one task computes this head of this row, and writes it here alone.
-                let out =
-                    unsafe { attention.out.slice(query.out + first.min(view.value_dim), len) };
-                sum.mul_add(S::splat(*inverse), S::splat(0.0)).store_some(out);
-            }
+            store_sums(attention, view, query, dim, *inverse, sums);
         }
     }
 }
