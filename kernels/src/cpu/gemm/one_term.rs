@@ -2,7 +2,7 @@
 //! more operations than products of weights and activations.
 //!
 //! A pair's word is broadcast from the row, so rows need no special layout, and any number of rows
-//! can form a tile. `panels` makes the tiles.
+//! can form a tile. `panels` makes the tiles; `fused` computes them without `vdpbf16ps`.
 use std::arch::x86_64::{
     __m512, __m512bh, __m512i, __mmask16, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch,
     _mm256_loadu_si256, _mm512_add_ps, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps,
@@ -15,6 +15,7 @@ use super::super::pack::{ByteRow, PANEL, PairRow, PairRows};
 use super::Acc;
 use super::vector::{broadcast, load, load_bf16, store};
 
+pub(super) mod fused;
 mod panels;
 
 /// Rounds a row to bf16 (to nearest, ties to even), two per word. Pads with zeros up to the end of
@@ -59,6 +60,18 @@ pub(super) struct Prefetch {
     pub(super) line: usize,
     pub(super) lines: usize,
     pub(super) distance: usize,
+}
+
+/// The lines that tile `index` of several prefetches of each pair of the next block (`line`,
+/// `lines`), so that memory is read continuously.
+fn share(tiles: usize, index: usize) -> (usize, usize) {
+    match (tiles, index) {
+        (..=2, _) => (index * 2, 2),
+        (3, 0) => (0, 2),
+        (3, _) => (index + 1, 1),
+        (_, 0..4) => (index, 1),
+        _ => (0, 0),
+    }
 }
 
 /// What a tile does with its sums, which begin at zero or, without scales, where `acc` is.

@@ -8,6 +8,7 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::super::super::pack::{Int4Panel, PANEL};
+use super::super::one_term::fused;
 use super::super::{
     Acc, BLOCK_PAIRS, FEW_TILES, Product, SMALL_BLOCK, TILE_ROWS, num_tiles, tile_rows,
 };
@@ -45,9 +46,11 @@ enum Source {
     Kept,
     /// Taken from the room.
     Room,
+    /// The same, by fused multiply-adds.
+    Fused,
 }
 
-/// An inner loop: `packed` or `converted`.
+/// An inner loop: `packed`, `converted` or `fused`.
 type Multiply<const M: usize> =
     unsafe fn(&[&[u32]; M], &Piece<'_>, &mut [FourPairs], tile::Sums<'_, '_, M>);
 
@@ -99,6 +102,7 @@ impl Product<'_> {
     ) {
         let rows = self.acts.rows;
         let is_whole = (index + 1) * PANEL <= self.weight.rows();
+        let rest = if fused::is_used() { Source::Fused } else { Source::Room };
         for block in Block::all(panel, most) {
             let mut tile = Tile { stride, panel: index, is_whole, block, source: Source::Kept };
             if num_tiles(rows) == 1 {
@@ -115,7 +119,7 @@ impl Product<'_> {
                     5 => self.block_tile::<5>(rows, &tile, room, sums),
                     6.. => self.block_tile::<6>(rows, &tile, room, sums),
                 }
-                tile.source = Source::Room;
+                tile.source = rest;
             }
         }
     }
@@ -135,6 +139,7 @@ impl Product<'_> {
             (Source::Kept, true) => packed::<M, true, true>,
             (Source::Kept, false) => packed::<M, false, true>,
             (Source::Room, _) => converted::<M>,
+            (Source::Fused, _) => tile::fused::<M>,
         };
         let mut run = |out: &mut [&mut Acc; M]| {
             let mut room = &mut room.0[..];
@@ -148,7 +153,7 @@ impl Product<'_> {
                 let sums = tile::Sums { cut: cut.as_deref_mut(), out: &mut *out };
                 let (own, others) = match source {
                     Source::Packed => (&mut [][..], room),
-                    Source::Kept | Source::Room => room.split_at_mut(len),
+                    Source::Kept | Source::Room | Source::Fused => room.split_at_mut(len),
                 };
                 room = others;
                 // SAFETY: only an instruction set that this machine has lays out rows. What reads

@@ -11,6 +11,7 @@ use std::mem::MaybeUninit;
 
 use super::super::super::pack::{Int4Group, Int4Row, MIDDLE, PANEL, PairRow};
 use super::super::Acc;
+use super::super::one_term::{Prefetch, fused};
 use super::super::vector::{broadcast, load, load_bf16, store};
 use super::avx512::{difference, differences, load_table, load_zeros, number, table_of};
 use super::blocks::Piece;
@@ -101,6 +102,41 @@ pub(super) unsafe fn converted<const M: usize>(
         let row = unsafe { four[pair].assume_init_ref() };
         [load_bf16(&row[0]), load_bf16(&row[1]), load_bf16(&row[2]), load_bf16(&row[3])]
     });
+}
+
+/// As [`converted`], by fused multiply-adds.
+///
+/// # Safety
+/// As for [`converted`].
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub(super) unsafe fn fused<const M: usize>(
+    rows: &[&[u32]; M],
+    piece: &Piece<'_>,
+    room: &mut [FourPairs],
+    Sums { cut, out }: Sums<'_, '_, M>,
+) {
+    // SAFETY: they have been written (the caller's promise).
+    let weights = unsafe { room.as_flattened().assume_init_ref() };
+    let mut sums = [[_mm512_setzero_ps(); 4]; M];
+    if let (false, Some(cut)) = (piece.begins, &cut) {
+        for (sum, cut) in sums.as_flattened_mut().iter_mut().zip(cut.as_flattened()) {
+            *sum = load(cut);
+        }
+    }
+    fused::add(rows, weights, &mut sums, Prefetch { line: 0, lines: 0, distance: 0 });
+    if let (false, Some(cut)) = (piece.ends, cut) {
+        for (&sum, cut) in sums.as_flattened().iter().zip(cut.as_flattened_mut()) {
+            store(cut, sum);
+        }
+        return;
+    }
+    let scales = piece.group.scales.as_chunks::<16>().0;
+    for (sums, out) in sums.iter().zip(out) {
+        for ((&sum, scales), out) in sums.iter().zip(scales).zip(out.iter_mut()) {
+            let before = if piece.is_first { _mm512_setzero_ps() } else { load(out) };
+            store(out, _mm512_add_ps(before, _mm512_mul_ps(sum, load(scales))));
+        }
+    }
 }
 
 /// Multiplies a tile by a piece; `weights_of` returns a pair of the four at an index.

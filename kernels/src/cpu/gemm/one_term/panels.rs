@@ -7,7 +7,7 @@ use super::super::scaled::{Block, blocks};
 use super::super::{
     Acc, BLOCK_PAIRS, FEW_TILES, Product, ROOM_PAIRS, SMALL_BLOCK, WIDE, num_tiles, tile_rows,
 };
-use super::{Prefetch, Sums, wide};
+use super::{Prefetch, Sums, fused, share, wide};
 
 /// Prefetch distance for the weights of a single tile, in pairs.
 const AHEAD: usize = 16;
@@ -64,9 +64,23 @@ impl Product<'_> {
     }
 
     fn one_term_tiles(&self, panel: usize, stride: usize, room: &mut [PairRow]) {
+        let is_whole = (panel + 1) * PANEL <= self.weight.rows();
+        if is_whole && num_tiles(self.acts.rows) > 1 && fused::is_used() {
+            return self.fused_tiles(panel, stride, room);
+        }
+        self.dot_tiles(panel, stride, room, is_whole);
+    }
+
+    /// A panel by `vdpbf16ps`.
+    pub(super) fn dot_tiles(
+        &self,
+        panel: usize,
+        stride: usize,
+        room: &mut [PairRow],
+        is_whole: bool,
+    ) {
         let pairs = self.weight.num_pairs();
         let tiles = num_tiles(self.acts.rows);
-        let is_whole = (panel + 1) * PANEL <= self.weight.rows();
         let most = match tiles {
             _ if !is_whole => pairs,
             1 => pairs,
@@ -106,23 +120,15 @@ impl Product<'_> {
         room: &mut [PairRow],
     ) {
         let OneTermTile { stride, weights, ref block, panel, is_whole, index, tiles } = *tile;
-        let pairs = &block.pairs;
-        let acts: [&[u32]; M] =
-            std::array::from_fn(|i| &self.acts.words[(rows.start + i) * stride..][pairs.clone()]);
-        // Each tile of a block prefetches its part of the next block, so that memory is read
-        // continuously.
+        let acts: [&[u32]; M] = self.block_rows(rows.start, stride, block);
         let (line, lines) = match (tiles, index) {
             (1, _) => (0, 4),
             (_, 0) if weights.bf16().is_none() => (0, 2),
             // The first tile converted the weights: there is nothing to prefetch.
             _ if self.weight.is_bytes() => (0, 0),
-            (2, _) => (index * 2, 2),
-            (3, 0) => (0, 2),
-            (3, _) => (index + 1, 1),
-            (_, 0..4) => (index, 1),
-            _ => (0, 0),
+            _ => share(tiles, index),
         };
-        let distance = if tiles == 1 { AHEAD } else { pairs.len() };
+        let distance = if tiles == 1 { AHEAD } else { block.pairs.len() };
         let ahead = Prefetch { line, lines, distance };
         let mut run = |acc: &mut [&mut Acc; M], sums: Sums<'_>| {
             // SAFETY: only an instruction set that this machine has lays out rows.
@@ -136,13 +142,42 @@ impl Product<'_> {
             }
             return;
         }
-        let scales = block.group.and_then(|group| self.weight.group_scales(panel, group));
-        let columns: &mut [&mut Acc; M] = &mut std::array::from_fn(|i| {
-            let columns = self.columns(rows.start + i, panel);
+        run(&mut self.whole_columns(rows.start, panel), self.sums(panel, block));
+        self.finish_rows(rows, panel, block);
+    }
+
+    /// A block's activations in rows from `first` on.
+    pub(super) fn block_rows<const M: usize>(
+        &self,
+        first: usize,
+        stride: usize,
+        block: &Block,
+    ) -> [&[u32]; M] {
+        std::array::from_fn(|i| &self.acts.words[(first + i) * stride..][block.pairs.clone()])
+    }
+
+    /// A panel's outputs in rows from `first` on; the panel is whole.
+    #[allow(clippy::mut_from_ref, reason = "see `columns`")]
+    pub(super) fn whole_columns<const M: usize>(
+        &self,
+        first: usize,
+        panel: usize,
+    ) -> [&mut Acc; M] {
+        std::array::from_fn(|i| {
+            let columns = self.columns(first + i, panel);
             &mut columns.as_chunks_mut().0.as_chunks_mut().0[0]
-        });
-        run(columns, Sums { first: pairs.start == 0, scales });
-        let is_last = pairs.end == self.weight.num_pairs();
+        })
+    }
+
+    /// What becomes of a block's sums.
+    pub(super) fn sums(&self, panel: usize, block: &Block) -> Sums<'_> {
+        let scales = block.group.and_then(|group| self.weight.group_scales(panel, group));
+        Sums { first: block.pairs.start == 0, scales }
+    }
+
+    /// Turns a panel's sums into results after its last block.
+    pub(super) fn finish_rows(&self, rows: Range<usize>, panel: usize, block: &Block) {
+        let is_last = block.pairs.end == self.weight.num_pairs();
         if is_last && (self.bias.is_some() || self.weight.scales().is_some()) {
             for row in rows {
                 self.finish(panel, self.columns(row, panel));
