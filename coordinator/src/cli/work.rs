@@ -22,6 +22,10 @@ use super::output::{error_line, leave_at_once};
 use super::signals::Signals;
 use super::{CliError, WorkerArgs, devices, etcd, health, host, logging, secret};
 
+/// Why a worker ends after a first signal, and after a second one.
+const TOLD: &str = "it is told to end";
+const TOLD_AT_ONCE: &str = "told to end at once";
+
 /// Returns the interface of NCCL's connections, as far as it is known.
 fn nccl_interface(args: &WorkerArgs) -> Option<&str> {
     let local = |address: &&str| {
@@ -79,18 +83,16 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
     // Whoever supervises several workers answers for all of them; a configuration file names the
     // address to them, too.
     let listen = args.health_listen.filter(|_| !is_child);
-    let (end, told) = actix::System::new().block_on(async move {
+    let end = actix::System::new().block_on(async move {
         let mut signals = Signals::listen()?;
         beat_to_systemd();
         health::serve(listen, health::of_worker(health))?;
         // The first signal makes it leave, the second ends it at once.
         let (leave, left) = oneshot::channel();
-        let left = async { left.await.unwrap_or_else(|_| "it is told to end".to_owned()) };
-        let mut told = false;
+        let left = async { left.await.unwrap_or_else(|_| TOLD.to_owned()) };
         let signalled = async {
             signals.next().await;
-            told = true;
-            let _ = leave.send("it is told to end".to_owned());
+            let _ = leave.send(TOLD.to_owned());
             signals.next().await;
         };
         let stop = async {
@@ -104,7 +106,7 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
                 CliError::Failed(format!("cannot start the worker: {error}"))
             }),
             error = etcd::failed(&mut membership) => Err(error),
-            () = signalled => Ok(WorkerEnd::Shutdown { reason: "told to end at once".to_owned() }),
+            () = signalled => Ok(WorkerEnd::Shutdown { reason: TOLD_AT_ONCE.to_owned() }),
         };
         if is_child {
             farewell();
@@ -118,10 +120,10 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
             // Destructors give a broken GPU's memory back, which may take for ever.
             leave_at_once(error.code());
         }
-        Ok::<_, CliError>((end?, told))
+        end
     })?;
     match end {
-        WorkerEnd::Shutdown { reason } if is_child && told => {
+        WorkerEnd::Shutdown { reason } if is_child && [TOLD, TOLD_AT_ONCE].contains(&&*reason) => {
             // Its parent still wants it and starts another one.
             Err(CliError::Again(format!("the worker ends: {reason}")))
         }
