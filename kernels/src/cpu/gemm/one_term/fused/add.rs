@@ -102,12 +102,11 @@ macro_rules! add_row {
 /// A function that adds the products of `pairs` pairs to the sums of some rows: `WIDE` ones of
 /// `WideWeights` or those of `PairRow`s. In one piece of assembler code, since nothing else may be
 /// computed in its mode.
-///
-/// # Safety
-/// There must be as many pairs of weights and of all rows.
 macro_rules! adds {
     ($name:ident, $m:literal,
         $($row:literal $high:literal $low:literal $a:tt $b:tt $c:tt $d:tt)*) => {
+        /// # Safety
+        /// There must be as many pairs of weights and of all rows.
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
         unsafe fn $name<const LINES: usize, const WIDE: bool>(
             sums: &mut [[__m512; 4]; $m],
