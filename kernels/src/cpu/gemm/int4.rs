@@ -41,7 +41,7 @@ impl Product<'_> {
     pub(super) fn int4_panels(&self, range: Range<usize>) {
         #[cfg(target_arch = "x86_64")]
         if let Layout::Rows { stride } = self.acts.layout {
-            return self.int4_one_term(range, stride);
+            return self.int4_one_term(range, stride, super::one_term::fused::is_used());
         }
         let mut room = ConvertedWeights::<ROOM>::new();
         let mut sums = BlockSums([[[[0.0; 16]; 4]; TILE_ROWS]; BLOCK_TILES]);

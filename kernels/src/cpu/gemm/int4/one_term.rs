@@ -8,7 +8,6 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::super::super::pack::{Int4Panel, PANEL};
-use super::super::one_term::fused;
 use super::super::{
     Acc, BLOCK_PAIRS, FEW_TILES, Product, SMALL_BLOCK, TILE_ROWS, num_tiles, tile_rows,
 };
@@ -64,8 +63,15 @@ struct Tile<'a> {
 }
 
 impl Product<'_> {
-    /// As [`Product::panels`], for 4-bit weights and activations of one term.
-    pub(super) fn int4_one_term(&self, range: Range<usize>, stride: usize) {
+    /// As [`Product::panels`], for 4-bit weights and activations of one term; several tiles by
+    /// fused multiply-adds if `is_fused`.
+    pub(in crate::cpu::gemm) fn int4_one_term(
+        &self,
+        range: Range<usize>,
+        stride: usize,
+        is_fused: bool,
+    ) {
+        let rest = if is_fused { Source::Fused } else { Source::Room };
         let mut room = ConvertedWeights([const { [const { MaybeUninit::uninit() }; 4] }; ROOM]);
         let tiles = num_tiles(self.acts.rows);
         for index in range {
@@ -81,28 +87,41 @@ impl Product<'_> {
                 let mut sums = CutSums([[[[0.0; 16]; 4]; TILE_ROWS]; CUT_TILES]);
                 for first in (0..tiles).step_by(CUT_TILES) {
                     let tiles = first..(first + CUT_TILES).min(tiles);
-                    self.int4_blocks((index, panel), most, stride, tiles, &mut room, &mut sums.0);
+                    self.int4_blocks(
+                        (index, panel),
+                        most,
+                        (stride, rest),
+                        tiles,
+                        &mut room,
+                        &mut sums.0,
+                    );
                 }
             } else {
-                self.int4_blocks((index, panel), most, stride, 0..tiles, &mut room, &mut []);
+                self.int4_blocks(
+                    (index, panel),
+                    most,
+                    (stride, rest),
+                    0..tiles,
+                    &mut room,
+                    &mut [],
+                );
             }
         }
     }
 
     /// Some tiles times a panel. `sums` has room for all of them, or is empty if no group is longer
-    /// than `most` rows of words.
+    /// than `most` rows of words. `rest` is the source of all tiles but the one that converts.
     fn int4_blocks(
         &self,
         (index, panel): (usize, Int4Panel<'_>),
         most: usize,
-        stride: usize,
+        (stride, rest): (usize, Source),
         tiles: Range<usize>,
         room: &mut ConvertedWeights,
         sums: &mut [Sums],
     ) {
         let rows = self.acts.rows;
         let is_whole = (index + 1) * PANEL <= self.weight.rows();
-        let rest = if fused::is_used() { Source::Fused } else { Source::Room };
         for block in Block::all(panel, most) {
             let mut tile = Tile { stride, panel: index, is_whole, block, source: Source::Kept };
             if num_tiles(rows) == 1 {

@@ -63,7 +63,9 @@ impl Product<'_> {
         }
     }
 
-    /// All rows times a whole panel, whose weights are widened in memory.
+    /// All rows times a whole panel, whose weights are widened in memory: on the stack, which the
+    /// callers should not pay for.
+    #[inline(never)]
     fn wide_tiles(&self, panel: usize, stride: usize, room: &mut [PairRow]) {
         let mut wide = WideWeights::new();
         let most = if self.weight.is_bytes() { ROOM_PAIRS } else { add::PAIRS };
@@ -195,6 +197,7 @@ mod tests {
     use super::*;
     use crate::backend::{DType, HostMatrix};
     use crate::pool::Pool;
+    use crate::weights::{BlockScales, Groups, Packed, Packing, Scales};
 
     /// Elsewhere fused multiply-adds are not used.
     fn is_possible() -> bool {
@@ -262,28 +265,61 @@ mod tests {
         assert!(black_box(f32::MIN_POSITIVE) / 2.0 > 0.0);
     }
 
+    const OUT: usize = 2 * PANEL;
+
+    /// Numbers between -1 and 1.
+    fn value(i: usize) -> f32 {
+        ((i * 2_654_435_761) % 1009) as f32 / 504.0 - 1.0
+    }
+
+    /// Two panels times `rows` rows, by dot products and by fused multiply-adds.
+    fn check_panels(rows: usize, host: HostMatrix<'_>, format: Format) {
+        let cols = host.cols;
+        let isa = Isa::Avx512Bf16;
+        let mut pool = Pool::new(1).unwrap();
+        let mut scratch = Scratch::new("activations").unwrap();
+        let input: Vec<f32> = (0..rows * cols).map(|i| value(i + 77)).collect();
+        let arithmetic = Arithmetic { isa, precision: Precision::Bfloat16 };
+        let source = |row: usize| &input[row * cols..][..cols];
+        let acts = prepare(arithmetic, &mut pool, &mut scratch, rows, cols, &source).unwrap();
+        let Layout::Rows { stride } = acts.layout else { panic!("{:?}", acts.layout) };
+        let bias: Vec<f32> = (0..OUT).map(value).collect();
+        let weight = CpuMatrix::pack(&mut pool, format, &[host]).unwrap();
+        let [dots, fused] = [false, true].map(|is_fused| {
+            let mut sums = vec![f32::NAN; rows * OUT];
+            let data = Disjoint::new(&mut sums);
+            let out = &Output { data, stride: OUT, first_row: 0, column: 0 };
+            let (weight, bias) = (weight.panels(), Some(&bias[..]));
+            let product = Product { isa, acts: &acts, weight, bias, out, first_panel: 0 };
+            let room = &mut [[[0; 16]; 4]; ROOM_PAIRS];
+            if weight.is_int4() {
+                product.int4_one_term(0..2, stride, is_fused);
+            } else {
+                for panel in 0..2 {
+                    match is_fused {
+                        true => product.fused_tiles(panel, stride, room),
+                        false => product.dot_tiles(panel, stride, room, true),
+                    }
+                }
+            }
+            sums.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+        });
+        assert!(dots.iter().all(|bits| f32::from_bits(*bits).is_finite()));
+        assert_eq!(dots, fused, "{format:?}, {rows} rows of {cols}");
+    }
+
     #[test]
     fn a_panel_has_the_same_bits_by_either_way() {
         if !is_possible() {
             return;
         }
-        let isa = Isa::Avx512Bf16;
-        let mut pool = Pool::new(1).unwrap();
-        let mut scratch = Scratch::new("activations").unwrap();
-        const OUT: usize = 2 * PANEL;
         let shapes = [(7, 64), (13, 1027), (17, 2), (53, 1400), (66, 512), (67, 514), (96, 1027)];
         for (rows, cols) in shapes {
-            let value = |i: usize| ((i * 2_654_435_761) % 1009) as f32 / 504.0 - 1.0;
-            let input: Vec<f32> = (0..rows * cols).map(|i| value(i + 77)).collect();
-            let arithmetic = Arithmetic { isa, precision: Precision::Bfloat16 };
-            let source = |row: usize| &input[row * cols..][..cols];
-            let acts = prepare(arithmetic, &mut pool, &mut scratch, rows, cols, &source).unwrap();
-            let Layout::Rows { stride } = acts.layout else { panic!("{:?}", acts.layout) };
-            let bias: Vec<f32> = (0..OUT).map(value).collect();
-            let bytes = |i| (value(i).to_bits() >> 16).to_le_bytes()[..2].to_vec();
-            let data: Vec<u8> = (0..OUT * cols).flat_map(bytes).collect();
-            let host = HostMatrix {
-                data: &data,
+            let bf16: Vec<u8> = (0..OUT * cols)
+                .flat_map(|i| ((value(i).to_bits() >> 16) as u16).to_le_bytes())
+                .collect();
+            let whole = HostMatrix {
+                data: &bf16,
                 dtype: DType::Bf16,
                 rows: OUT,
                 cols,
@@ -292,25 +328,63 @@ mod tests {
                 scales: None,
             };
             for format in [Format::Bf16, Format::Int8] {
-                let weight = CpuMatrix::pack(&mut pool, format, &[host]).unwrap();
-                let [dots, fused] = [false, true].map(|is_fused| {
-                    let mut sums = vec![f32::NAN; rows * OUT];
-                    let data = Disjoint::new(&mut sums);
-                    let out = &Output { data, stride: OUT, first_row: 0, column: 0 };
-                    let (weight, bias) = (weight.panels(), Some(&bias[..]));
-                    let product = Product { isa, acts: &acts, weight, bias, out, first_panel: 0 };
-                    let room = &mut [[[0; 16]; 4]; ROOM_PAIRS];
-                    for panel in 0..2 {
-                        match is_fused {
-                            true => product.fused_tiles(panel, stride, room),
-                            false => product.dot_tiles(panel, stride, room, true),
-                        }
-                    }
-                    sums.into_iter().map(f32::to_bits).collect::<Vec<_>>()
-                });
-                assert!(dots.iter().all(|bits| f32::from_bits(*bits).is_finite()));
-                assert_eq!(dots, fused, "{format:?}, {rows} rows of {cols}");
+                check_panels(rows, whole, format);
             }
+            // No exponent of 15, and so no NaN.
+            let fp8: Vec<u8> = (0..OUT * cols).map(|i| (i * 37 % 251) as u8 & 0xbf).collect();
+            let width = cols.div_ceil(128);
+            let scales: Vec<u8> = (0..width).flat_map(|i| (value(i) + 1.5).to_le_bytes()).collect();
+            let blocks = BlockScales {
+                data: &scales,
+                dtype: DType::F32,
+                block: (OUT, 128),
+                row_stride: width,
+                first_row: 0,
+            };
+            let (data, scales) = (&fp8[..], Some(Scales::Blocks(blocks)));
+            let blocks = HostMatrix { data, dtype: DType::F8E4M3, scales, ..whole };
+            assert!(matches!(Format::of(&[blocks]), Format::Fp8(_)));
+            check_panels(rows, blocks, Format::of(&[blocks]));
+        }
+    }
+
+    #[test]
+    fn a_panel_of_4_bits_has_the_same_bits_by_either_way() {
+        if !is_possible() {
+            return;
+        }
+        // The last group is converted in parts.
+        for ((group, cols), rows) in [(32, 96), (128, 1280), (2112, 2112)]
+            .into_iter()
+            .flat_map(|shape| [7, 13, 53, 97].map(|rows| (shape, rows)))
+        {
+            let words: Vec<u8> = (0..OUT * cols / 2).map(|i| (i * 37 % 251) as u8).collect();
+            let scales: Vec<u8> =
+                (0..OUT * cols / group).flat_map(|i| (value(i) + 1.5).to_le_bytes()).collect();
+            let packed = Packed {
+                packing: Packing::Compressed,
+                bits: 4,
+                rows: OUT,
+                cols,
+                words: &words,
+                zeros: None,
+                scales: &scales,
+                scale_type: DType::F32,
+                num_groups: cols / group,
+                groups: Groups::Even(group),
+                first_row: 0,
+            };
+            let host = HostMatrix {
+                data: &[],
+                dtype: DType::Packed,
+                rows: OUT,
+                cols,
+                col_start: 0,
+                row_stride: cols,
+                scales: Some(Scales::Packed(packed)),
+            };
+            assert!(matches!(Format::of(&[host]), Format::Int4(_)));
+            check_panels(rows, host, Format::of(&[host]));
         }
     }
 }

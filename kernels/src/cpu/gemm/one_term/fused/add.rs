@@ -106,7 +106,8 @@ macro_rules! adds {
     ($name:ident, $m:literal,
         $($row:literal $high:literal $low:literal $a:tt $b:tt $c:tt $d:tt)*) => {
         /// # Safety
-        /// There must be as many pairs of weights and of all rows.
+        /// There must be as many pairs of weights, aligned to 64 bytes if `WIDE`, and of all these
+        /// rows; at most `PAIRS`.
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
         unsafe fn $name<const LINES: usize, const WIDE: bool>(
             sums: &mut [[__m512; 4]; $m],
@@ -253,10 +254,11 @@ pub(super) fn add_wide<const M: usize>(
     unsafe { add_pairs::<M, 0, true>(&rows, first, weights.pairs, sums, 0) };
 }
 
-/// As [`add`] for `pairs` pairs, at most `PAIRS`; see `adds`.
+/// As [`add`] for `pairs` pairs.
 ///
 /// # Safety
-/// There must be as many pairs of weights, and rows must be as long.
+/// As for `adds`: there must be as many pairs of weights, aligned if `WIDE`, and rows must be as
+/// long; at most `PAIRS`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 #[inline]
 unsafe fn add_pairs<const M: usize, const LINES: usize, const WIDE: bool>(
