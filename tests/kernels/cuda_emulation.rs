@@ -15,6 +15,7 @@ use std::sync::OnceLock;
 
 use testkit::made_once::made_once;
 use testkit::models::repository;
+use testkit::ptx::instructions_of_this_machine;
 
 use crate::cuda_ptx;
 
@@ -269,7 +270,7 @@ pub(crate) fn write_entries(scratch: &Path, names: &[String]) {
 /// A program that `build` creates, once per version of these sources.
 pub(crate) fn program_named(name: &str, build: impl FnOnce(&Path)) -> PathBuf {
     let mut hasher = DefaultHasher::new();
-    (FLAGS, SANITIZED).hash(&mut hasher);
+    (FLAGS, SANITIZED, instructions_of_this_machine()).hash(&mut hasher);
     for path in sources() {
         (&path, std::fs::read(&path).unwrap()).hash(&mut hasher);
     }
@@ -294,11 +295,12 @@ pub(crate) fn objects_named(name: &str, units: &[PathBuf], flags: &[&str]) -> Ve
     units.iter().map(|unit| folder.join(unit.file_name().unwrap()).with_extension("o")).collect()
 }
 
-/// Optimised, to keep the tests fast; without fused multiply-add, so that sums are rounded as
-/// written; with alignment checks of every access.
+/// Optimised for this machine, to keep the tests fast; without fused multiply-add, so that sums are
+/// rounded as written; with alignment checks of every access.
 const FLAGS: &[&str] = &[
     "-std=c++17",
     "-O2",
+    "-march=native",
     "-g1",
     "-Wall",
     "-Wextra",

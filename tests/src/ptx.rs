@@ -154,7 +154,9 @@ pub fn hash_of_flags() -> u64 {
     hasher.finish()
 }
 
-fn instructions_of_this_machine() -> String {
+/// What the instruction sets of this machine's processor are called.
+#[must_use]
+pub fn instructions_of_this_machine() -> String {
     let all = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let is_flags = |line: &&str| line.starts_with("flags") || line.starts_with("Features");
     all.lines().find(is_flags).unwrap_or_default().to_owned()

@@ -31,10 +31,11 @@ std::function<void(bool)> may_write;
 namespace {
 
 constexpr size_t STACK_BYTES = 256 * 1024;
+constexpr uint32_t NOBODY = UINT32_MAX;
 // NaN as f32 and as bf16, and an invalid index.
 constexpr unsigned char POISON = 0xff;
 
-enum class State { runnable, at_barrier, at_meeting, done };
+enum class State : uint8_t { runnable, at_barrier, at_meeting, done };
 
 struct Copy {
     void* to;
@@ -44,13 +45,10 @@ struct Copy {
     int group;
 };
 
+// What a fiber has beside its state and its stack: see `Block::State`.
 struct Fiber {
-    uint32_t index = 0;
-    State state = State::runnable;
     bool waited = false;
-#if defined(__x86_64__)
-    void* sp = nullptr;
-#else
+#if !defined(__x86_64__)
     ucontext_t context;
 #endif
     std::vector<Copy> copies;
@@ -87,10 +85,15 @@ void perform(const Copy& copy) {
 // giving it back to the kernel and getting it again took more time than many blocks.
 struct Block::State {
     std::vector<Fiber> fibers;
+    // What every switch looks at, close together: the caches are full of stacks.
+    std::vector<emulate::State> states;
+#if defined(__x86_64__)
+    std::vector<void*> stack_pointers;
+#endif
     // At least one for each fiber.
     std::vector<unsigned char*> stacks;
     std::vector<Warp> warps;
-    Fiber* current = nullptr;
+    uint32_t current = NOBODY;
     uint32_t waiting_at_barrier = 0;
     uint32_t finished = 0;
     // Number of ended threads that had waited for the preceding kernels.
@@ -112,7 +115,9 @@ struct Block::State {
     size_t next = 0;
     bool again = false;
     bool progress = false;
-    Fiber* pick();
+    uint32_t pick();
+    // The current thread's.
+    Fiber& own() { return fibers[current]; }
     std::map<const void*, SharedBlock> shared_arrays;
     // By size.
     std::map<size_t, SharedBlock> dynamic_arrays;
@@ -155,26 +160,29 @@ thread_local ucontext_t scheduler_context;
 // Lets the next thread run: without a detour if the order is known, since most time of an emulation
 // is spent here. The scheduler itself runs when no thread can.
 void yield() {
-    Fiber& from = *running->current;
-    Fiber* to = running->order != nullptr ? running->pick() : nullptr;
-    if (to == &from) {
+    Block::State& block = *running;
+    const uint32_t from = block.current;
+    const uint32_t to = block.order != nullptr ? block.pick() : NOBODY;
+    if (to == from) {
         return;
     }
-    if (to != nullptr) {
-        running->current = to;
-        thread_index = {to->index, 0, 0};
+    if (to != NOBODY) {
+        block.current = to;
+        thread_index = {to, 0, 0};
     }
 #if defined(__x86_64__)
-    tutti_emulate_switch(&from.sp, to != nullptr ? to->sp : scheduler_sp);
+    void** const pointers = block.stack_pointers.data();
+    tutti_emulate_switch(&pointers[from], to != NOBODY ? pointers[to] : scheduler_sp);
 #else
-    swapcontext(&from.context, to != nullptr ? &to->context : &scheduler_context);
+    swapcontext(&block.fibers[from].context,
+                to != NOBODY ? &block.fibers[to].context : &scheduler_context);
 #endif
 }
 
 void fiber_main() {
     (*running->entry)();
-    running->have_waited += running->current->waited ? 1 : 0;
-    running->current->state = State::done;
+    running->have_waited += running->own().waited ? 1 : 0;
+    running->states[running->current] = State::done;
     running->finished++;
     if (running->finished == running->fibers.size() && running->have_waited != 0 &&
         running->have_waited != running->finished) {
@@ -188,14 +196,16 @@ void fiber_main() {
     abort();
 }
 
-void start(Fiber& fiber, unsigned char* stack) {
-    fiber.state = State::runnable;
+void start(Block::State& block, uint32_t index) {
+    Fiber& fiber = block.fibers[index];
+    unsigned char* const stack = block.stacks[index];
+    block.states[index] = State::runnable;
     fiber.waited = false;
     fiber.copies.clear();
     fiber.group = 0;
 #if defined(__x86_64__)
     // Stacks are pages apart: without these steps their tops would share few lines of the cache.
-    const size_t step = fiber.index % 64 * 5 * 64;
+    const size_t step = index % 64 * 5 * 64;
     void** top = reinterpret_cast<void**>(stack + STACK_BYTES - step);
     // As after a call: the stack pointer is 16 k + 8 on entry, after six registers are popped.
     *--top = nullptr;
@@ -203,7 +213,7 @@ void start(Fiber& fiber, unsigned char* stack) {
     for (int i = 0; i < 6; i++) {
         *--top = nullptr;
     }
-    fiber.sp = top;
+    block.stack_pointers[index] = top;
 #else
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = stack;
@@ -213,13 +223,13 @@ void start(Fiber& fiber, unsigned char* stack) {
 #endif
 }
 
-void resume(Fiber& fiber) {
-    running->current = &fiber;
-    thread_index = {fiber.index, 0, 0};
+void resume(uint32_t index) {
+    running->current = index;
+    thread_index = {index, 0, 0};
 #if defined(__x86_64__)
-    tutti_emulate_switch(&scheduler_sp, fiber.sp);
+    tutti_emulate_switch(&scheduler_sp, running->stack_pointers[index]);
 #else
-    swapcontext(&scheduler_context, &fiber.context);
+    swapcontext(&scheduler_context, &running->fibers[index].context);
 #endif
 }
 
@@ -251,10 +261,11 @@ void Block::begin(const Settings& settings, dim3 index, const std::function<void
     State& s = *state;
     if (s.fibers.size() != settings.threads) {
         s.fibers.resize(settings.threads);
+        s.states.resize(settings.threads);
+#if defined(__x86_64__)
+        s.stack_pointers.resize(settings.threads);
+#endif
         s.warps.resize(settings.threads / 32);
-        for (uint32_t i = 0; i < settings.threads; i++) {
-            s.fibers[i].index = i;
-        }
     }
     auto dynamic = s.dynamic_arrays.find(settings.shared_bytes);
     if (dynamic == s.dynamic_arrays.end()) {
@@ -266,8 +277,8 @@ void Block::begin(const Settings& settings, dim3 index, const std::function<void
     while (s.stacks.size() < settings.threads) {
         s.stacks.push_back(static_cast<unsigned char*>(aligned_alloc(4096, STACK_BYTES)));
     }
-    for (Fiber& fiber : s.fibers) {
-        start(fiber, s.stacks[fiber.index]);
+    for (uint32_t i = 0; i < settings.threads; i++) {
+        start(s, i);
     }
     for (Warp& warp : s.warps) {
         warp = Warp{};
@@ -297,11 +308,11 @@ void Block::enter() {
 bool Block::run_one(uint32_t first) {
     enter();
     state->order = nullptr;
-    const size_t count = state->fibers.size();
-    for (size_t i = 0; i < count; i++) {
-        Fiber& fiber = state->fibers[(first + i) % count];
-        if (fiber.state == emulate::State::runnable) {
-            resume(fiber);
+    const auto count = static_cast<uint32_t>(state->fibers.size());
+    for (uint32_t i = 0; i < count; i++) {
+        const uint32_t index = (first + i) % count;
+        if (state->states[index] == emulate::State::runnable) {
+            resume(index);
             return true;
         }
     }
@@ -309,18 +320,18 @@ bool Block::run_one(uint32_t first) {
 }
 
 // The next thread to run: round and round a part of the order until none of it can run, then on to
-// the next part. Null when a round over all parts has found none.
-Fiber* Block::State::pick() {
+// the next part. `NOBODY` when a round over all parts has found none.
+uint32_t Block::State::pick() {
     for (;;) {
         while (next < first + part) {
-            Fiber& fiber = fibers[(*order)[next++]];
-            if (fiber.state == emulate::State::runnable) {
+            const uint32_t index = (*order)[next++];
+            if (states[index] == emulate::State::runnable) {
                 again = progress = true;
 #if defined(__x86_64__)
                 // Each stack is on a page of its own, which takes a while to reach.
-                __builtin_prefetch(fibers[(*order)[next < first + part ? next : first]].sp);
+                __builtin_prefetch(stack_pointers[(*order)[next < first + part ? next : first]]);
 #endif
-                return &fiber;
+                return index;
             }
         }
         if (!std::exchange(again, false)) {
@@ -328,7 +339,7 @@ Fiber* Block::State::pick() {
             if (first == order->size()) {
                 first = 0;
                 if (!std::exchange(progress, false)) {
-                    return nullptr;
+                    return NOBODY;
                 }
             }
         }
@@ -345,8 +356,8 @@ void Block::run(const std::vector<uint32_t>& order, bool in_turn) {
     s.part = in_turn ? order.size() : 32;
     s.first = s.next = 0;
     s.again = s.progress = false;
-    if (Fiber* fiber = s.pick()) {
-        resume(*fiber);
+    if (const uint32_t index = s.pick(); index != NOBODY) {
+        resume(index);
     }
     if (!is_done()) {
         fail("a deadlock: some threads wait for others that wait elsewhere or have ended");
@@ -383,15 +394,13 @@ bool barrier_and(bool vote) {
         block.barriers++;
         // Safe until all have read it: the next write needs all threads at a barrier again.
         block.verdict = std::exchange(block.votes, true);
-        for (Fiber& fiber : block.fibers) {
-            fiber.state = State::runnable;
-        }
+        std::fill(block.states.begin(), block.states.end(), State::runnable);
         if (peer_memory != nullptr) {
             peer_memory->met();
         }
         // Yield: the last thread to arrive must not always be the first to continue.
     } else {
-        block.current->state = State::at_barrier;
+        block.states[block.current] = State::at_barrier;
     }
     yield();
     return block.verdict;
@@ -400,7 +409,7 @@ bool barrier_and(bool vote) {
 void barrier() { barrier_and(true); }
 
 void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void* const* lanes)) {
-    const uint32_t index = running->current->index;
+    const uint32_t index = running->current;
     const uint32_t lane = index % 32;
     const uint32_t first = index - lane;
     Warp& warp = running->warps[index / 32];
@@ -417,7 +426,7 @@ void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void*
     warp.arrived |= 1u << lane;
     warp.operands[lane] = operands;
     if (warp.arrived != mask) {
-        running->current->state = State::at_meeting;
+        running->states[index] = State::at_meeting;
         yield();
         return;
     }
@@ -429,20 +438,20 @@ void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void*
     compute(lanes);
     for (uint32_t i = 0; i < 32; i++) {
         if (lanes[i] != nullptr) {
-            running->fibers[first + i].state = State::runnable;
+            running->states[first + i] = State::runnable;
         }
     }
     yield();
 }
 
-void count_warp_barrier() { running->warps[running->current->index / 32].barriers++; }
+void count_warp_barrier() { running->warps[running->current / 32].barriers++; }
 
 #if defined(TUTTI_RACES)
 bool now(Moment* moment) {
-    if (running == nullptr || running->current == nullptr || running->finished == running->fibers.size()) {
+    if (running == nullptr || running->current == NOBODY || running->finished == running->fibers.size()) {
         return false;
     }
-    const uint32_t thread = running->current->index;
+    const uint32_t thread = running->current;
     *moment = {static_cast<uint32_t>(running->number), thread, running->barriers,
                running->warps[thread / 32].barriers};
     return true;
@@ -450,14 +459,14 @@ bool now(Moment* moment) {
 #endif
 
 void waited() {
-    running->current->waited = true;
+    running->own().waited = true;
     if (may_write && !std::exchange(running->is_free, true)) {
         may_write(true);
     }
 }
 
 void must_have_waited() {
-    if (!running->current->waited) {
+    if (!running->own().waited) {
         fail("what kernels before write is read before they are complete");
     }
 }
@@ -478,19 +487,19 @@ void copy_async(void* to, const void* from, bool valid, size_t bytes) {
     }
     // From now on until it is waited for it may arrive.
     touch(to, bytes, Access::write);
-    const Copy copy{to, from, valid, bytes, running->current->group};
+    const Copy copy{to, from, valid, bytes, running->own().group};
     if (running->copies_arrive_early) {
         perform(copy);
     } else {
-        running->current->copies.push_back(copy);
+        running->own().copies.push_back(copy);
     }
 }
 
-void commit_copies() { running->current->group++; }
+void commit_copies() { running->own().group++; }
 
 void wait_copies(int pending) {
-    auto& copies = running->current->copies;
-    const int complete = running->current->group - pending;
+    auto& copies = running->own().copies;
+    const int complete = running->own().group - pending;
     for (const Copy& copy : copies) {
         if (copy.group < complete) {
             perform(copy);
