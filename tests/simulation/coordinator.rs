@@ -249,7 +249,8 @@ impl World {
             return self.restore();
         }
         let Some(epoch) = self.view(who).and_then(View::own).map(|it| it.epoch) else { return };
-        let bytes = match self.coordinator.hub.checkpoint().encode() {
+        let (page, checkpoint) = self.coordinator.hub.snapshot_and_checkpoint();
+        let bytes = match checkpoint.encode() {
             Ok(bytes) => bytes,
             Err(error) => return self.fail(format!("the totals: {error}")),
         };
@@ -257,7 +258,7 @@ impl World {
         // For later readers, these requests ended with this coordinator.
         self.clients.end_in_flight(life, &mut tally);
         let tokens = self.coordinator.tokens_before + self.clients.accepted_tokens(life);
-        let checks = self.coordinator.checks.for_the_next(self.coordinator.hub.merged());
+        let checks = self.coordinator.checks.for_the_next(page.merged);
         let saved = Saved { bytes, tally, tokens, checks };
         let now = saved.checks.clone();
         let before = self.etcd.save(epoch, saved, !self.switches.saves_unfenced);
