@@ -999,9 +999,7 @@ int cuLaunchKernel(const Kernel* kernel, unsigned x, unsigned y, unsigned z, uns
             const auto* peers = reinterpret_cast<const TuttiPeers*>(raw[0]);
             log_line("peers %s", peers->shares_gpu != 0 ? "share a GPU" : "have a GPU each");
         }
-        // In the order in which each warp runs as far ahead of the others as barriers allow: it is
-        // the quickest, as few stacks are then in use at a time.
-        emulate::Settings settings{{x, y, z}, threads, shared, 1};
+        emulate::Settings settings{{x, y, z}, threads, shared, emulate::QUICKEST_SEED};
         emulate::run_grid(settings, [&] { kernel->call(raw); });
         running = "";
     });

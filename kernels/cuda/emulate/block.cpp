@@ -27,6 +27,8 @@ namespace emulate {
 thread_local dim3 thread_index, block_index, block_size, grid_size;
 PeerMemory* peer_memory = nullptr;
 std::function<void(bool)> may_write;
+// Where each warp runs ahead of the others, the stacks in use at a time are few enough for the cache.
+const uint32_t QUICKEST_SEED = 1;
 
 namespace {
 
@@ -548,7 +550,8 @@ void store_release(uint64_t* at, uint64_t value) {
 }
 
 uint64_t load_acquire(const uint64_t* at) {
-    // A waiting thread lets the block's other threads run, and the other ranks.
+    // A waiting thread lets the block's other threads run (those of other warps only if all proceed
+    // in step: what waits and what it waits for have to be in one warp), and the other ranks.
     yield();
     if (peer_memory != nullptr) {
         return peer_memory->load_acquire(at);

@@ -78,6 +78,9 @@ extern PeerMemory* peer_memory;
 // block has waited for the preceding kernels: only from then on may the block write.
 extern std::function<void(bool)> may_write;
 
+// The seed of the schedule that takes the least time.
+extern const uint32_t QUICKEST_SEED;
+
 // Runs `kernel` for every thread of every block, one block at a time.
 void run_grid(const Settings& settings, const std::function<void()>& kernel);
 

@@ -21,6 +21,8 @@ namespace emulate {
 thread_local dim3 thread_index, block_index, block_size, grid_size;
 PeerMemory* peer_memory = nullptr;
 std::function<void(bool)> may_write;
+// In step, the lanes of a warp are computed at once.
+const uint32_t QUICKEST_SEED = 0;
 
 struct Block::State {
     ptx::Cta cta;
