@@ -103,6 +103,7 @@ impl Delivery<'_> {
         if let Some(live) = self.live.get_mut(&request) {
             live.unscheduled_since = None;
             live.has_run = true;
+            self.completions.began(self.now);
             self.recording.scheduled(&mut live.track, self.id, self.now);
             live.note(RequestNote::Scheduled { replica: self.id, ranks: self.ranks });
         }
