@@ -207,13 +207,13 @@ async fn a_batch_waits_for_a_coordinator_that_is_killed_and_started_again() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_batch_waits_for_a_busy_server_and_goes_on_at_the_next_one() {
     let cluster = up(&["--max-num-seqs", "1", "--max-queued-requests", "1"]).await;
-    let batch = Batch::new(12);
+    let batch = Batch::new(6);
     let servers = format!("127.0.0.1:{},{}", free_port(), cluster.base());
-    let (code, said) = batch.run(&["--server", &servers, "--concurrency", "12"]);
+    let (code, said) = batch.run(&["--server", &servers, "--concurrency", "6"]);
     assert_eq!(code, Some(0), "{said}");
     let client = cluster.client().unwrap();
     let refused = client.scrape().await.unwrap().sum("tutti_requests_rejected_total", &[]);
     assert!(refused > 0.0, "it was never busy");
-    assert_eq!(batch.answers().len(), 12);
+    assert_eq!(batch.answers().len(), 6);
     batch.check(&client).await;
 }

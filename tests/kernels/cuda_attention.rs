@@ -458,10 +458,10 @@ fn prefill_attention_matches_softmax_in_f64() {
 fn a_prompt_gives_the_same_bits_however_it_is_cut() {
     let mut random = Random(32);
     for shape in [
-        shape(6, 2, 64, 4, 0),
-        shape(4, 4, 32, 3, 50),
+        shape(3, 1, 64, 4, 0),
+        shape(2, 2, 32, 3, 50),
         shape(2, 1, 256, 4, 50),
-        shape(6, 2, 64, 4, 20).with_sinks(),
+        shape(3, 1, 64, 4, 20).with_sinks(),
     ] {
         let whole = Seq::random(&mut random, &shape, 150, 170);
         let device = Device::new(&mut random, shape, std::slice::from_ref(&whole));
@@ -555,11 +555,10 @@ fn sequences_at_the_ends_of_parts_are_decoded_whole() {
 #[test]
 fn a_sequence_decodes_to_the_same_bits_alone_and_among_others() {
     let mut random = Random(34);
-    let wide = shape(4, 2, 256, 4, 0);
     for shape in [
         shape(8, 2, 64, 4, 0),
-        wide,
-        shape(8, 2, 64, 4, 0).with_sinks(),
+        shape(2, 1, 256, 4, 0),
+        shape(4, 1, 64, 4, 0).with_sinks(),
         shape(2, 1, 96, 4, 0).in_fp8(),
         shape(2, 1, 256, 4, 0).in_fp8(),
     ] {

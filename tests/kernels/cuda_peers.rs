@@ -65,8 +65,8 @@ fn holds(scenario: &str, seeds: u64, threads: u32) {
 
 #[test]
 fn sums_of_all_ranks_are_right_under_any_schedule() {
-    holds("whole", 1500, 32);
-    holds("whole", 100, 64);
+    holds("whole", 600, 32);
+    holds("whole", 60, 64);
 }
 
 #[test]
@@ -76,7 +76,7 @@ fn fused_sums_and_norms_are_those_of_the_kernels_apart() {
 
 #[test]
 fn ranks_end_when_the_host_aborts_them_at_any_point() {
-    holds("abort", 1500, 32);
+    holds("abort", 800, 32);
     holds("abort", 30, 512);
 }
 

@@ -145,7 +145,7 @@ fn an_adapter_makes_what_merged_weights_make() {
         let mut oracle = Rig::on(On::Reference, merged.path(), 1);
         let mut base = Rig::on(On::Reference, &model, 1);
         let mut longest = prompts(&model).into_iter().max_by_key(Vec::len).unwrap();
-        longest.truncate(40);
+        longest.truncate(24);
         let mut wanted = oracle.sequence(&longest, longest.len(), greedy());
         oracle.run(&mut wanted, 1, u32::MAX);
         let mut plain = base.sequence(&longest, longest.len(), greedy());

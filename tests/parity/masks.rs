@@ -242,12 +242,12 @@ fn ranks_on_gpus_find_what_one_that_sees_all_logits_finds() {
     let rule = |index: usize| [Some(1), None, Some(2), Some(3), None, Some(5)][index];
     let model = variant("llama-gqa");
     for (one_shot, degree) in [(1 << 20, 2), (1024, 4)] {
-        let host = transcript_of(On::FakeCuda, &model, degree, 18, rule);
-        let plain = transcript_of(On::FakeCuda, &model, degree, 18, |_| None);
+        let host = transcript_of(On::FakeCuda, &model, degree, 12, rule);
+        let plain = transcript_of(On::FakeCuda, &model, degree, 12, |_| None);
         assert_ne!(host[3].0, plain[3].0, "masks change what is found");
         assert_eq!(host[4], plain[4], "but not beside them");
         for on in [On::FakePeers(one_shot), On::FakeNccl] {
-            let devices = transcript_of(on, &model, degree, 18, rule);
+            let devices = transcript_of(on, &model, degree, 12, rule);
             assert_eq!(devices, host, "{on:?} at tp {degree}");
         }
     }

@@ -254,7 +254,6 @@ impl World {
         }
         self.report.fenced = merged.counter_sum(FENCED_FRAMES);
         self.coordinator.checks.last = Some(merged);
-        self.check_bounds();
         if !wrong.is_empty() {
             self.fail(format!("totals: {}", wrong.join("; ")));
         }
@@ -321,7 +320,7 @@ impl World {
     }
 
     /// Checks that everything that must be noticed is noticed in time.
-    fn check_bounds(&mut self) {
+    pub(crate) fn check_bounds(&mut self) {
         self.check_paces();
         if !self.is_awake() {
             self.coordinator.checks.spare_since = None;

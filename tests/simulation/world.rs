@@ -26,8 +26,11 @@ const STANDS_STILL: Time = 30 * S;
 const ENDS_WITHIN: Time = 900 * S;
 /// A run ends when all has been well for this long: two stats reports of every worker.
 const STAYS_WELL: Time = 2500 * MS;
-/// Interval between checks of the totals.
+/// Interval between checks of all that must be noticed in time.
 const SCRAPE: Time = 700 * MS;
+/// Totals are checked at every so many of those, and at the end: what is wrong with them mostly
+/// stays so, and to merge them takes most of the time.
+const TOTALS_EVERY: Time = 2;
 
 pub(crate) struct World {
     pub(crate) scenario: Scenario,
@@ -369,11 +372,14 @@ impl World {
         }
     }
 
-    /// Checks the totals. Returns whether the run is over.
+    /// Checks the cluster. Returns whether the run is over.
     fn scrape(&mut self) -> bool {
         for life in self.coordinator.lives() {
             self.coordinator.act(life);
-            self.check_totals();
+            if (self.now / SCRAPE).is_multiple_of(TOTALS_EVERY) {
+                self.check_totals();
+            }
+            self.check_bounds();
         }
         self.check_followed();
         let leads = self.leading().is_some_and(|life| self.coordinator.act(life));
@@ -429,6 +435,7 @@ impl World {
             self.report.converged_after = since_fault;
         }
         if self.well_since.is_some_and(|since| self.now - since >= STAYS_WELL) {
+            self.check_totals();
             self.check_end();
             return true;
         }
