@@ -122,6 +122,7 @@ fn step(on: bool, batch: u32, steps: u32) {
         max_model_len: engine.max_model_len,
         max_num_seqs: engine.max_num_seqs,
         max_num_batched_tokens: engine.max_num_batched_tokens,
+        max_mixed_prefill_tokens: None,
         max_queued_requests: 1024,
         prefix_caching: false,
         hidden_size: 2,

@@ -17,6 +17,8 @@
 //!   draft needs that token. While such sequences wait and are fewer than half of those that run,
 //!   the others are planned ahead and the drafting ones are in every other step; otherwise no step
 //!   is planned until their tokens are known.
+//! - `mixed steps`: while sequences decode, prompts may be bounded to a part of each step, as the
+//!   others wait for all of it.
 //! - `masks`: guided sequences are planned ahead, too. The mask of the next token depends on the
 //!   tokens before it, and follows the plan once they are known.
 //! - `speculation`: a sequence that repeats itself drafts the tokens that may come next
@@ -113,6 +115,8 @@ pub struct Scheduler {
     config: SchedulerConfig,
     /// Maximum number of tokens in a step of the present epoch, at most `config`'s.
     step_tokens: u32,
+    /// Maximum number of prompt tokens in one of its steps while a sequence decodes.
+    mixed_prefill_tokens: u32,
     blocks: BlockPool,
     epoch: Option<Epoch>,
     last_step: StepId,
@@ -186,6 +190,7 @@ impl Scheduler {
         config.validate()?;
         Ok(Self {
             step_tokens: config.max_num_batched_tokens,
+            mixed_prefill_tokens: config.max_mixed_prefill_tokens.unwrap_or(u32::MAX),
             config,
             blocks: BlockPool::default(),
             epoch: None,
@@ -231,10 +236,16 @@ impl Scheduler {
     }
 
     /// Bounds the tokens of each step from now on, within the bounds that it was made with: that
-    /// depends on the devices of the replica's ranks.
+    /// depends on the devices of the replica's ranks. Those that need a lower bound compute a
+    /// prompt hardly faster in larger chunks; unless another share was configured, prompts then get
+    /// at most a quarter of a step in which sequences decode, so that these wait less between
+    /// tokens.
     pub fn limit_steps(&mut self, tokens: u32) {
         let SchedulerConfig { max_num_seqs, max_num_batched_tokens, .. } = self.config;
         self.step_tokens = tokens.max(max_num_seqs).min(max_num_batched_tokens);
+        let is_lower = self.step_tokens < max_num_batched_tokens;
+        let usual = if is_lower { (self.step_tokens / 4).max(1) } else { u32::MAX };
+        self.mixed_prefill_tokens = self.config.max_mixed_prefill_tokens.unwrap_or(usual);
     }
 
     /// Returns the present state.

@@ -250,6 +250,7 @@ fn run_load<B: Backend>(
         max_model_len: MAX_LEN,
         max_num_seqs: SEQS,
         max_num_batched_tokens: TOKENS,
+        max_mixed_prefill_tokens: None,
         max_queued_requests: 100,
         max_steps_in_flight: 2,
         prefix_caching,

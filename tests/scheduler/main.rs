@@ -8,6 +8,7 @@
 //! - [`guided`]: a guide whose masks depend on every token, and how guided requests are handled
 //! - [`leaving`]: many requests that end at once, and readers that stop reading
 //! - [`masks`]: a mask that never comes
+//! - [`mixed`]: prompts beside sequences that decode
 //! - [`outgrowing`]: a KV cache that comes back smaller
 //! - [`placement`]: the cost of a large cluster
 //! - [`priorities`]: which request goes first, and which is preempted
@@ -15,6 +16,7 @@
 //! - [`readiness`]: when a replica counts as ready
 //! - [`resuming`]: requests that continue from what another coordinator accepted
 //! - [`scenarios`]: the main cases, readable
+//! - [`shorter`]: short prompts beside long ones
 //! - [`swapping`]: sequences that go to host memory and come back
 //! - [`deadlines`]: steps that take much longer than such steps do
 //! - [`draft_model`]: drafts by a model that only rank 0 has
@@ -35,6 +37,7 @@ mod frames;
 mod guided;
 mod leaving;
 mod masks;
+mod mixed;
 mod outgrowing;
 mod placement;
 mod priorities;

@@ -152,21 +152,26 @@ fn config() -> impl Strategy<Value = SchedulerConfig> {
     let caching = prop::bool::weighted(0.8);
     // So large that a step may complete only one embedding, or two.
     let hidden = prop_oneof![4 => Just(2), 1 => Just(1u32 << 19), 1 => Just(1u32 << 20)];
-    (1u32..8, 1u32..3, 1u32..8, 0u32..40, caching, hidden, speculation()).prop_map(
-        |(seqs, steps, queued, budget, caching, hidden_size, speculation)| SchedulerConfig {
-            block_size: 16,
-            max_model_len: 100,
-            max_num_seqs: seqs,
-            max_num_batched_tokens: seqs + budget,
-            max_queued_requests: queued,
-            max_steps_in_flight: steps,
-            prefix_caching: caching,
-            hidden_size,
-            vocab_size: u32::MAX,
-            speculation: speculation.filter(|_| seqs > 1).map(|it| Speculation {
-                num_speculative_tokens: it.num_speculative_tokens.min(seqs - 1),
-                ..it
-            }),
+    let mixed = prop::option::weighted(0.4, 1u32..20);
+    let few = (1u32..8, 1u32..3, 1u32..8);
+    (few, 0u32..40, mixed, caching, hidden, speculation()).prop_map(
+        |((seqs, steps, queued), budget, mixed, caching, hidden_size, speculation)| {
+            SchedulerConfig {
+                block_size: 16,
+                max_model_len: 100,
+                max_num_seqs: seqs,
+                max_num_batched_tokens: seqs + budget,
+                max_mixed_prefill_tokens: mixed,
+                max_queued_requests: queued,
+                max_steps_in_flight: steps,
+                prefix_caching: caching,
+                hidden_size,
+                vocab_size: u32::MAX,
+                speculation: speculation.filter(|_| seqs > 1).map(|it| Speculation {
+                    num_speculative_tokens: it.num_speculative_tokens.min(seqs - 1),
+                    ..it
+                }),
+            }
         },
     )
 }

@@ -25,6 +25,7 @@ pub(crate) fn sizes() -> SchedulerConfig {
         max_model_len: 1024,
         max_num_seqs: 4,
         max_num_batched_tokens: 32,
+        max_mixed_prefill_tokens: None,
         max_queued_requests: 100,
         max_steps_in_flight: 2,
         prefix_caching: true,

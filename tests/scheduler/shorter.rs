@@ -7,8 +7,8 @@ use shared::ids::SeqId;
 use crate::rig::{ClientRequest, Rig, sizes};
 
 /// A replica, and the names of the sequences it has seen.
-struct Prompts {
-    rig: Rig,
+pub(crate) struct Prompts {
+    pub(crate) rig: Rig,
     names: BTreeMap<SeqId, u32>,
     /// Per name, the tokens of its share in each step that had one.
     shares: BTreeMap<u32, Vec<u32>>,
@@ -17,7 +17,7 @@ struct Prompts {
 
 impl Prompts {
     /// With steps of 64 tokens.
-    fn new(num_blocks: u32, change: impl FnOnce(&mut SchedulerConfig)) -> Self {
+    pub(crate) fn new(num_blocks: u32, change: impl FnOnce(&mut SchedulerConfig)) -> Self {
         let mut config = SchedulerConfig {
             max_model_len: 2048,
             max_num_seqs: 8,
@@ -32,11 +32,16 @@ impl Prompts {
     }
 
     /// Asks for one token behind a prompt of this length.
-    fn ask(&mut self, name: u32, length: u32) {
+    pub(crate) fn ask(&mut self, name: u32, length: u32) {
         self.ask_for(name, length, |_| {});
     }
 
-    fn ask_for(&mut self, name: u32, length: u32, change: impl FnOnce(&mut ClientRequest)) {
+    pub(crate) fn ask_for(
+        &mut self,
+        name: u32,
+        length: u32,
+        change: impl FnOnce(&mut ClientRequest),
+    ) {
         let prompt = std::iter::once(name).chain(1..length).collect();
         let mut client = ClientRequest { prompt, max_tokens: 1, ..ClientRequest::default() };
         change(&mut client);
@@ -44,7 +49,7 @@ impl Prompts {
     }
 
     /// One step; returns who is in it, with the tokens of each, in the order of their names.
-    fn step(&mut self) -> Vec<(u32, u32)> {
+    pub(crate) fn step(&mut self) -> Vec<(u32, u32)> {
         let planned = self.rig.plan();
         if planned {
             self.steps += 1;
@@ -63,7 +68,7 @@ impl Prompts {
     }
 
     /// Steps until nothing is left; returns the shares of each step.
-    fn finish(&mut self) -> Vec<Vec<(u32, u32)>> {
+    pub(crate) fn finish(&mut self) -> Vec<Vec<(u32, u32)>> {
         let steps = std::iter::from_fn(|| Some(self.step()).filter(|shares| !shares.is_empty()));
         let steps = steps.take(10_000).collect();
         self.rig.drain();

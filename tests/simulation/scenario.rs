@@ -223,6 +223,8 @@ impl Scenario {
             max_model_len: engine.max_model_len,
             max_num_seqs,
             max_num_batched_tokens,
+            // Apart from the rest.
+            max_mixed_prefill_tokens: [None, None, None, Some(8)][(mix(seed, 7) % 4) as usize],
             max_queued_requests: random.pick(&[4, 16, 64]),
             max_steps_in_flight: random.pick(&[1, 2, 2, 2]),
             prefix_caching: random.chance(80),

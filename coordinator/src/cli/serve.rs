@@ -154,6 +154,7 @@ pub(crate) fn coordinator_options(
         max_model_len: args.max_model_len,
         max_num_seqs: args.max_num_seqs,
         max_num_batched_tokens: args.max_num_batched_tokens.0,
+        max_mixed_prefill_tokens: args.max_mixed_prefill_tokens.0,
         block_size: args.block_size,
         kv_cache_dtype: args.kv_cache_dtype,
         // 0 leaves the choice to the workers.

@@ -56,6 +56,8 @@ pub struct CoordinatorOptions {
     pub max_num_seqs: u32,
     /// Maximum number of tokens in one step; absent: as suits the replica's devices.
     pub max_num_batched_tokens: Option<u32>,
+    /// Maximum number of prompt tokens in one step while sequences decode; absent: likewise.
+    pub max_mixed_prefill_tokens: Option<u32>,
     /// Tokens per KV block.
     pub block_size: u32,
     /// Data type of the KV cache.
@@ -167,8 +169,9 @@ pub enum StartError {
 
 /// Rewrites an error about sizes with the names of the options.
 fn in_options(error: &ConfigError) -> String {
-    const NAMES: [&str; 5] = [
+    const NAMES: [&str; 6] = [
         "block_size",
+        "max_mixed_prefill_tokens",
         "max_model_len",
         "max_num_batched_tokens",
         "max_num_seqs",

@@ -109,6 +109,7 @@ impl PreparedCoordinator {
             max_model_len,
             max_num_seqs: engine.max_num_seqs,
             max_num_batched_tokens: engine.max_num_batched_tokens,
+            max_mixed_prefill_tokens: options.max_mixed_prefill_tokens,
             max_queued_requests: options.max_queued_requests,
             max_steps_in_flight: STEPS_IN_FLIGHT,
             prefix_caching: options.prefix_caching,

@@ -12,6 +12,9 @@ pub struct SchedulerConfig {
     pub max_num_seqs: u32,
     /// Maximum number of tokens computed in one step.
     pub max_num_batched_tokens: u32,
+    /// Maximum number of prompt tokens computed in one step while a sequence decodes; absent: see
+    /// [`Scheduler::limit_steps`](super::Scheduler::limit_steps).
+    pub max_mixed_prefill_tokens: Option<u32>,
     /// Maximum number of requests waiting for their first step; the bounds on choices and prompts
     /// follow from it.
     pub max_queued_requests: u32,
@@ -44,6 +47,7 @@ impl SchedulerConfig {
             ("max_model_len", self.max_model_len),
             ("max_num_seqs", self.max_num_seqs),
             ("max_num_batched_tokens", self.max_num_batched_tokens),
+            ("max_mixed_prefill_tokens", self.max_mixed_prefill_tokens.unwrap_or(1)),
             ("max_queued_requests", self.max_queued_requests),
             ("max_steps_in_flight", self.max_steps_in_flight),
         ];

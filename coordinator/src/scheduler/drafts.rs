@@ -161,8 +161,13 @@ impl Scheduler {
     fn room_for_drafts(&self) -> DraftRoom {
         let running = self.running.len() as u32;
         let mut rows = self.config.max_num_seqs.saturating_sub(running);
-        let wanted = self.running().map(|seq| seq.num_wanted(self.config.max_model_len));
-        let mut tokens = wanted.fold(self.step_tokens, u32::saturating_sub);
+        let (mut tokens, mut prompts) = (self.step_tokens, 0_u32);
+        for seq in self.running() {
+            match seq.num_wanted(self.config.max_model_len) {
+                wanted @ 0..=1 => tokens = tokens.saturating_sub(wanted),
+                wanted => prompts = prompts.saturating_add(wanted),
+            }
+        }
         let mut free = self.blocks.num_free();
         for slot in &self.waiting {
             let Some(seq) = &self.sequences[*slot] else { continue };
@@ -172,9 +177,10 @@ impl Scheduler {
                 break;
             }
             rows -= 1;
-            tokens = tokens.saturating_sub(len - seq.computed.min(len));
+            prompts = prompts.saturating_add(len - seq.computed.min(len));
             free -= blocks;
         }
+        let tokens = tokens.saturating_sub(prompts.min(self.prompt_tokens_max()));
         DraftRoom { rows, tokens, blocks: self.blocks_for_drafts() }
     }
 
@@ -346,6 +352,7 @@ mod tests {
             max_model_len: 1 << 17,
             max_num_seqs,
             max_num_batched_tokens: 1 << 17,
+            max_mixed_prefill_tokens: None,
             max_queued_requests: 100,
             max_steps_in_flight: 2,
             prefix_caching: false,

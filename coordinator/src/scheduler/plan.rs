@@ -100,11 +100,15 @@ impl Scheduler {
         let frame = FrameUse::default();
         let mut builder = PlanBuilder { plan, step, budget, is_shared: false, frame, effects };
         // Sequences that need one token go first, most urgent first; the rest of the budget goes to
-        // prompts under way, then to the queue. A prompt that would take all leaves some to shorter
-        // ones.
+        // prompts under way, then to the queue, as far as those that decode allow. A prompt that
+        // would take all leaves some to shorter ones.
+        let for_prompts = self.prompt_tokens_max();
         self.plan_running(&mut builder, true);
+        let held = builder.budget.saturating_sub(for_prompts);
+        builder.budget -= held;
         self.plan_running(&mut builder, false);
         self.plan_waiting(&mut builder);
+        builder.budget += held;
         self.plan_drafts(&mut builder);
         let PlanBuilder { plan, mut step, .. } = builder;
         let is_planned = !plan.sequences.is_empty();
@@ -141,6 +145,14 @@ impl Scheduler {
     /// Returns the admitted sequences, most urgent first.
     pub(super) fn running(&self) -> impl Iterator<Item = &Sequence> {
         self.running.iter().filter_map(|slot| self.sequences[*slot].as_ref())
+    }
+
+    /// Maximum number of prompt tokens in the next step.
+    pub(super) fn prompt_tokens_max(&self) -> u32 {
+        let max_model_len = self.config.max_model_len;
+        let decodes =
+            |seq: &Sequence| seq.computed >= seq.num_prompt && seq.num_wanted(max_model_len) > 0;
+        if self.running().any(decodes) { self.mixed_prefill_tokens } else { u32::MAX }
     }
 
     /// Whether a step can be planned although some tokens are not known yet. While drafting

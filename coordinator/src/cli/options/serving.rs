@@ -115,6 +115,11 @@ pub(crate) struct ServingArgs {
     /// number, or auto: 2048 for replicas on GPUs, 512 on CPUs, or --max-num-seqs if that is more
     #[arg(long, value_name = "TOKENS", default_value = "auto", value_parser = parse_step_tokens)]
     pub(crate) max_num_batched_tokens: StepTokens,
+    /// Maximum number of prompt tokens in one engine step while sequences decode, which wait for
+    /// all of it: a number, or auto: no bound for replicas on GPUs, a quarter of a step on CPUs,
+    /// unless --max-num-batched-tokens is given
+    #[arg(long, value_name = "TOKENS", default_value = "auto", value_parser = parse_step_tokens)]
+    pub(crate) max_mixed_prefill_tokens: StepTokens,
     /// Tokens per KV cache block
     #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) block_size: u32,

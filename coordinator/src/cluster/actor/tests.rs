@@ -88,6 +88,7 @@ fn cluster_with(lora: Lora) -> (Addr<ClusterActor>, watch::Receiver<ClusterView>
             max_model_len: 64,
             max_num_seqs: 4,
             max_num_batched_tokens: 64,
+            max_mixed_prefill_tokens: None,
             max_queued_requests: 4,
             max_steps_in_flight: 2,
             prefix_caching: true,

@@ -15,6 +15,7 @@ fn scheduler(max_queued_requests: u32) -> Scheduler {
         max_model_len: 1 << 17,
         max_num_seqs: 4,
         max_num_batched_tokens: 1 << 17,
+        max_mixed_prefill_tokens: None,
         max_queued_requests,
         max_steps_in_flight: 2,
         prefix_caching: false,
