@@ -11,7 +11,9 @@ round every server is started once, in turn, and meets the same clients, all of 
 - memory: of all of its processes after the loads (what they share is counted once)
 - loads: N clients at a time, each of which streams completions one after the other, of prompts of
   random tokens, never the same twice. Time to the first token, time between tokens, and all
-  clients' tokens together per second.
+  clients' tokens together per second. With --output-spread 0.5 each asks for half as many tokens
+  to half as many more: otherwise clients that begin together end together, all their prompts meet
+  in a few steps, and gaps between tokens are rare and long.
 - with --long TOKENS: a prompt of so many tokens alone; then again with another client that sends
   prompts of 32 tokens, one after the other, until the long one has its first token. Times to the
   first token of all three.
@@ -52,6 +54,7 @@ def parse_args():
     parser.add_argument("--clients", default="1,8,16", help="clients at a time")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--output-spread", type=float, default=0.0, help="0.5: 50 %% less to more")
     parser.add_argument("--requests", type=int, default=4, help="of each client")
     parser.add_argument("--vocabulary", type=int, help="token ids below it; from config.json else")
     return parser.parse_args()
@@ -151,28 +154,31 @@ async def load(port, clients, args, vocabulary, seed):
     """All clients' requests; returns tokens per second, and times in seconds."""
     source = random.Random(seed)
     prompt = lambda: [source.randrange(10, vocabulary) for _ in range(args.prompt_tokens)]
-    prompts = [[prompt() for _ in range(args.requests)] for _ in range(clients)]
+    spread = lambda: 1 + source.uniform(-args.output_spread, args.output_spread)
+    output = lambda: round(args.output_tokens * spread())
+    requests = [[(prompt(), output()) for _ in range(args.requests)] for _ in range(clients)]
     first, between = [], []
 
     async def client(own):
         count = 0
-        for each in own:
-            sent, times, _ = await completion(port, each, args.output_tokens)
+        for each, wanted in own:
+            sent, times, _ = await completion(port, each, wanted)
             if not times:
                 raise Failed("no token")
             first.append(times[0] - sent)
             between.extend(after - before for before, after in zip(times, times[1:]))
-            count += args.output_tokens
+            count += wanted
         return count
 
     begun = time.monotonic()
-    tokens = sum(await asyncio.gather(*(client(own) for own in prompts)))
+    tokens = sum(await asyncio.gather(*(client(own) for own in requests)))
     return {
         "tokens/s": tokens / (time.monotonic() - begun),
         "first p50": percentile(first, 50),
         "first p99": percentile(first, 99),
         "between p50": percentile(between, 50),
         "between p99": percentile(between, 99),
+        "between max": max(between),
     }
 
 
@@ -333,12 +339,13 @@ def main():
         for name, each in rounds.items():
             for seen in (row["killed"] for row in each if "killed" in row):
                 print(f"| {name} | {seen['stream']} | {seen['silence']} | {seen['next']} |")
-    print("\n| clients | server | tokens/s | first token p50 | p99 | between tokens p50 | p99 |")
-    print("| ---: | --- | ---: | ---: | ---: | ---: | ---: |")
+    print("\n| clients | server | tokens/s | first token p50 | p99 | between tokens p50 | p99 | max |")
+    print("| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for clients in map(int, args.clients.split(",")):
         for name, each in rounds.items():
             cells = [f"{median(each, clients, 'tokens/s'):.0f}"]
-            for column in ("first p50", "first p99", "between p50", "between p99"):
+            columns = ("first p50", "first p99", "between p50", "between p99", "between max")
+            for column in columns:
                 cells.append(f"{1000 * median(each, clients, column):.1f} ms")
             print(f"| {clients} | {name} | {' | '.join(cells)} |")
 
