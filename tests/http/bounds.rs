@@ -518,7 +518,19 @@ async fn what_every_choice_keeps_of_a_prompt_is_bounded() {
         let reply = rig.client.post("/v1/completions", &ask(n, logprobs)).await.unwrap();
         assert_eq!(reply.status, 200, "{}", reply.body);
     }
+    // So is what it keeps of its output, unless that is told as it comes: 1,000 tokens in each of
+    // 256 choices.
+    let mut much = json!({"prompt": [[300], [300]], "n": 128, "logprobs": 20, "max_tokens": 1000});
+    let refused = rig.client.post("/v1/completions", &much).await.unwrap();
+    assert_eq!((refused.status, &refused.body["error"]["param"]), (400, &json!("logprobs")));
+    let message = refused.body["error"]["message"].as_str().unwrap();
+    assert!(message.contains("5376000") && message.contains("4194304"), "{message}");
+    much["stream"] = json!(true);
+    assert_eq!(rig.client.open("/v1/completions", &much).await.unwrap().status(), 200);
     let limits = Limits::new(131_072);
+    assert!(limits.check_output_alternatives("top_logprobs", 1 << 20, Some(3)).is_ok());
+    assert!(limits.check_output_alternatives("top_logprobs", 4 << 20, None).is_ok());
+    assert!(limits.check_output_alternatives("top_logprobs", 1 << 20, Some(4)).is_err());
     assert!(limits.check_prompts(8 * 131_072).is_ok());
     let error = limits.check_prompts(8 * 131_072 + 1).unwrap_err();
     assert!(error.to_string().contains("1048577"), "{error}");

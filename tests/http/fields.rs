@@ -3,6 +3,7 @@ use std::collections::BTreeSet;
 
 use coordinator::http::refused::{self, Endpoint};
 use serde_json::{Value, json};
+use testkit::client::Client;
 use testkit::models::repository;
 
 use crate::rig::Rig;
@@ -113,6 +114,12 @@ async fn numbers_may_be_strings_and_integers_may_have_a_fraction_of_zero() {
     assert_eq!(answer["usage"]["completion_tokens"], 5, "{answer}");
     let given = rig.seen.lock().unwrap().requests[0].sampling[0].clone();
     assert_eq!((given.temperature, given.top_k), (0.5, 7));
+    // The API's description leaves out that numbers may be strings.
+    let plain: &Client = &rig.client;
+    let request = json!({"prompt": "x", "max_tokens": 1, "logit_bias": {"7": "-1.5"}});
+    assert_eq!(plain.post(COMPLETIONS, &request).await.unwrap().status, 200);
+    let given = rig.seen.lock().unwrap().requests[1].sampling[0].clone();
+    assert_eq!(given.logit_bias, [(7, -1.5)]);
     // A number above 0 stays above it, where f32 has none so small.
     let tokens = json!([5.0, 6]);
     let request = json!({"prompt": tokens, "max_tokens": 1, "top_p": 5e-324,
@@ -132,6 +139,16 @@ async fn numbers_may_be_strings_and_integers_may_have_a_fraction_of_zero() {
     assert_eq!(text, rig.ask("/detokenize", &json!({"tokens": [300]})).await);
     let request = json!({"messages": [{"role": "user", "content": "x"}], "logprobs": false, "top_logprobs": 0});
     assert_eq!(rig.client.post(CHAT, &request).await.unwrap().status, 200);
+}
+
+#[tokio::test]
+async fn an_empty_name_is_that_of_the_model() {
+    let rig = Rig::saying("x");
+    for path in [COMPLETIONS, CHAT] {
+        let mut request = body(path);
+        request["model"] = json!("");
+        assert_eq!(rig.ask(path, &request).await["model"], "demo", "{path}");
+    }
 }
 
 #[tokio::test]

@@ -2,8 +2,10 @@
 use coordinator::engine::EngineError;
 use coordinator::http::keys::{ApiKey, ApiKeys, KeyLimits};
 use coordinator::http::options::ApiOptions;
+use coordinator::text::model::TextModel;
 use serde_json::{Value, json};
 use shared::protocol::GuideSpec;
+use testkit::models::demo;
 
 use crate::rig::{Rig, Script, THOUGHT};
 
@@ -322,6 +324,36 @@ async fn a_message_says_why_it_ends() {
 }
 
 #[tokio::test]
+async fn an_answer_that_the_operators_bound_cuts_has_reached_its_most_tokens() {
+    let mut text = TextModel::load(&demo()).unwrap();
+    text.defaults.max_new_tokens = Some(2);
+    let rig = Rig::of(Script { text: TEXT.to_owned(), ..Script::default() }, text);
+    let answer = rig.ask(PATH, &body(&json!({}))).await;
+    let told = (&answer["stop_reason"], &answer["usage"]["output_tokens"]);
+    assert_eq!(told, (&json!("max_tokens"), &json!(2)));
+}
+
+#[tokio::test]
+async fn vllms_fields_do_what_they_do_in_chat() {
+    let rig = Rig::saying("One. Two.<|end|>Three.");
+    let dot = *rig.text.encode("One.", false).unwrap().last().unwrap();
+    for (more, expected) in [
+        (json!({"ignore_eos": true}), "One. Two.Three."),
+        (json!({"ignore_eos": true, "skip_special_tokens": false}), "One. Two.<|end|>Three."),
+        (json!({"stop_token_ids": [dot]}), "One"),
+        (json!({"stop_token_ids": [dot], "include_stop_str_in_output": true}), "One."),
+    ] {
+        let answer = rig.ask(PATH, &body(&more)).await;
+        assert_eq!(answer["content"][0]["text"], expected, "{more}");
+    }
+    rig.ask(PATH, &body(&json!({"guided_choice": ["a", "b"]}))).await;
+    assert!(rig.seen.lock().unwrap().requests.pop().unwrap().guide_spec.is_some());
+    let rig = Rig::thinking(THOUGHT);
+    let hidden = json!({"tools": tools(), "include_reasoning": false});
+    assert_eq!(rig.ask(PATH, &body(&hidden)).await["content"][0]["type"], "text");
+}
+
+#[tokio::test]
 async fn what_is_chosen_of_tools_reaches_the_engine() {
     let rig = Rig::thinking(THOUGHT);
     let guided = async |choice: Value| {
@@ -555,6 +587,11 @@ async fn what_is_not_understood_is_refused_by_its_name() {
         (json!({"mcp_servers": [{"type": "url"}]}), "`mcp_servers` is not supported"),
         (json!({"container": "c"}), "`container` is not supported"),
         (json!({"n": 2}), "`n` is not supported"),
+        (json!({"chat_template": "x"}), "`chat_template` is not supported"),
+        (json!({"documents": [{"text": "x"}]}), "`documents` is not supported"),
+        (json!({"function_call": "auto"}), "here it is `tool_choice`"),
+        (json!({"stop_token_ids": [-1]}), "`stop_token_ids` must be"),
+        (json!({"top_logprobs": 2}), "`top_logprobs` is not supported"),
         (
             json!({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}),
             "`context_management.edits`",

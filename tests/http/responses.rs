@@ -140,6 +140,35 @@ async fn the_bound_of_the_output_is_a_bound() {
     assert_eq!(last.prompt.len() + last.max_tokens as usize, rig.text.max_positions as usize);
 }
 
+/// A shorter output will do: the bound is one that many clients always send.
+#[tokio::test]
+async fn an_input_that_fits_is_not_cut_for_a_longer_output() {
+    let rig = Rig::saying("x");
+    let ask = async |truncation: &str, input: &str| {
+        let body =
+            json!({"input": input, "truncation": truncation, "max_output_tokens": 1_000_000});
+        rig.ask(PATH, &body).await["usage"]["input_tokens"].as_u64().unwrap()
+    };
+    let fits = "a ".repeat(300);
+    assert_eq!(ask("auto", &fits).await, ask("disabled", &fits).await);
+    // A quarter of the model's length is left for the output.
+    assert_eq!(ask("auto", &"a ".repeat(4000)).await, 768);
+}
+
+#[tokio::test]
+async fn a_call_that_a_stop_string_cuts_is_incomplete() {
+    let rig = Rig::thinking(THOUGHT);
+    for (stop, status) in [("Rome", "incomplete"), ("</tool", "completed")] {
+        let body = json!({"input": "x", "tools": tools(), "stop": [stop]});
+        let whole = rig.ask(PATH, &body).await;
+        let item = whole["output"].as_array().unwrap().last().unwrap();
+        let told = (&item["type"], &item["status"], &whole["status"]);
+        assert_eq!(told, (&json!("function_call"), &json!(status), &json!("completed")), "{stop}");
+        let events = events(&rig, &body).await;
+        assert_eq!(comparable(&events.last().unwrap()["response"]), comparable(&whole));
+    }
+}
+
 #[tokio::test]
 async fn items_come_in_the_order_in_which_they_were_said_whole_and_streamed() {
     let rig = Rig::thinking(THOUGHT);
@@ -378,6 +407,7 @@ async fn what_is_not_understood_is_refused_by_its_name() {
         ),
         (json!({"conversation": "conv_1"}), "conversation", "responses are not stored"),
         (json!({"background": true}), "background", "responses are not stored"),
+        (json!({"chat_template": "x"}), "chat_template", "not supported"),
         (json!({"prompt": {"id": "p"}}), "prompt", "not supported"),
         (json!({"messages": []}), "messages", "`input`"),
         (json!({"max_tokens": 5}), "max_tokens", "`max_output_tokens`"),

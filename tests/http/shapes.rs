@@ -78,6 +78,24 @@ async fn completion_logprobs_line_up_with_the_text() {
     }
 }
 
+#[tokio::test]
+async fn an_echo_has_special_tokens_where_they_are_part_of_the_text() {
+    let rig = Rig::saying("Hi");
+    let tokens = rig.text.encode("<|user|>Hello", false).unwrap();
+    for (prompt, skip, echoed, offset) in [
+        (json!(tokens), false, "<|user|>Hello", 8),
+        (json!(tokens), true, "Hello", 0),
+        // The client's own text; the tokenizer puts a token before it.
+        (json!("Hello"), false, "Hello", 0),
+    ] {
+        let body = json!({"prompt": prompt, "echo": true, "logprobs": 1, "max_tokens": 5,
+            "skip_special_tokens": skip});
+        let choice = rig.ask("/v1/completions", &body).await["choices"][0].clone();
+        assert_eq!(choice["text"], format!("{echoed}Hi"), "{body}");
+        assert_eq!(choice["logprobs"]["text_offset"][1], offset, "{body}");
+    }
+}
+
 /// Some tokenizers' decoders drop a leading space, such as those of Llama 2 and Mistral.
 #[tokio::test]
 async fn a_completion_keeps_the_space_between_prompt_and_text() {

@@ -284,6 +284,45 @@ async fn refusals_have_their_status_and_a_retry_after() {
 }
 
 #[tokio::test]
+async fn what_the_engine_refuses_names_the_field_at_fault() {
+    let rig = Rig::new(Script::default());
+    let turn = json!([{"role": "user", "content": "x"}]);
+    let (chat, form) = ("/v1/chat/completions", json!({"type": "json_object"}));
+    let large = EngineError::TooLarge { needed: 9, available: 4 };
+    let dear = EngineError::Guide { message: "too ambiguous".to_owned() };
+    for (error, path, body, param) in [
+        (&large, "/v1/completions", json!({"prompt": "x"}), "prompt"),
+        (&large, "/v1/completions", json!({"prompt": "x", "max_tokens": 5}), "max_tokens"),
+        (&large, chat, json!({"messages": turn}), "messages"),
+        (&large, chat, json!({"messages": turn, "max_tokens": 5}), "max_tokens"),
+        (
+            &large,
+            chat,
+            json!({"messages": turn, "max_completion_tokens": 5}),
+            "max_completion_tokens",
+        ),
+        (&large, "/v1/responses", json!({"input": "x", "max_output_tokens": 5}), "input"),
+        (&large, "/v1/embeddings", json!({"input": "x"}), "input"),
+        (
+            &dear,
+            "/v1/completions",
+            json!({"prompt": "x", "response_format": form}),
+            "response_format",
+        ),
+        (&dear, chat, json!({"messages": turn, "response_format": form}), "response_format"),
+        (&dear, "/v1/responses", json!({"input": "x", "text": {"format": form}}), "text.format"),
+    ] {
+        rig.script(|script| script.refuse = Some(error.clone()));
+        let reply = rig.client.post(path, &body).await.unwrap();
+        let told = &reply.body["error"];
+        assert_eq!((reply.status, &told["param"]), (400, &json!(param)), "{path} {body}: {told}");
+        let message = told["message"].as_str().unwrap();
+        let is_named = message.contains(&format!("`{param}`"));
+        assert!(is_named || param.contains("format"), "{path} {body}: {message}");
+    }
+}
+
+#[tokio::test]
 async fn a_failure_in_the_middle_ends_the_stream_without_done() {
     let rig = Rig::new(Script { text: TEXT.to_owned(), fail_after: Some(3), ..Script::default() });
     for (path, prompt) in [("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")] {

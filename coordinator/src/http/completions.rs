@@ -50,6 +50,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     // Exceeding the model's length has an error code of its own, which clients act on.
     let max_tokens = fields.count("max_tokens", least, u32::MAX)?;
     common.max_tokens = Some(max_tokens.unwrap_or(16));
+    common.output_field = max_tokens.map(|_| "max_tokens");
     common.check_least()?;
     common.sampling.logprobs = logprobs;
     let echoed_logprobs = logprobs.filter(|_| echo);
@@ -69,10 +70,12 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let id: Arc<str> = fields.response_id("cmpl-", limits)?.into();
     let fit = common.fit(limits);
     let (bytes, share) = (fields.bytes(), fields.share());
+    let keep_special = common.keep_special;
+    let echo_special = echo.then_some(keep_special);
     let encode = move |text: &TextModel| {
         let _share = share;
         let bad_words = bad_words.map(|words| words.tokens(text)).transpose()?;
-        Ok((encode(text, prompts, echo, special, fit)?, bad_words))
+        Ok((encode(text, prompts, echo_special, special, fit)?, bad_words))
     };
     // The fields may be much larger than what is kept of them.
     drop(fields);
@@ -84,13 +87,13 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let names = TokenNames::new(model.clone(), wanted.named_by_id);
     let (mut choices, mut told) = (Vec::new(), Vec::new());
     let mut running = Vec::new();
-    let (mut prompt_tokens, mut echoed) = (0, 0);
+    let (mut prompt_tokens, mut echoed, mut output_tokens) = (0, 0, 0_usize);
     for (mut text, mut tokens) in encoded {
         if tokens.is_empty() {
             return Err(ApiError::field("prompt", "`prompt` is empty: it has no tokens"));
         }
         if common.truncate(&mut tokens, limits) && echo {
-            text = Some(state.text.decode(&tokens));
+            text = Some(echoed_text(&state.text, &tokens, keep_special));
         }
         let max_tokens = common.output_tokens("prompt", tokens.len(), limits)?;
         prompt_tokens += tokens.len() * common.n as usize;
@@ -98,8 +101,12 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         check_sizes(limits, prompt_tokens, echoed)?;
         limits.check_alternatives("logprobs", prompt_tokens, echoed_logprobs)?;
         limits.check_alternatives("prompt_logprobs", prompt_tokens, wanted.prompt_logprobs)?;
+        output_tokens += max_tokens as usize * common.n as usize;
+        if !common.stream {
+            limits.check_output_alternatives("logprobs", output_tokens, logprobs)?;
+        }
         for _ in 0..common.n {
-            let new = || CompletionLogprobs::new(names.clone(), common.keep_special);
+            let new = || CompletionLogprobs::new(names.clone(), keep_special);
             let gathered = logprobs.map(|_| new());
             choices.push(Choice::new(&tokens, text.as_deref(), gathered, wanted.ids));
         }
@@ -185,10 +192,12 @@ fn prompts(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Pro
 /// Prompts as tokens, each with the text to echo.
 type Encoded = Vec<(Option<String>, Vec<u32>)>;
 
+/// Encodes prompts; `echo` tells whether they are echoed, and if so whether special tokens are part
+/// of the text.
 fn encode(
     model: &TextModel,
     prompts: Vec<Prompt>,
-    echo: bool,
+    echo: Option<bool>,
     special: bool,
     max_tokens: Option<u32>,
 ) -> Result<Encoded, ApiError> {
@@ -196,11 +205,18 @@ fn encode(
         Prompt::Text(text) => {
             conversation::check_fits(model, "prompt", &text, max_tokens)?;
             let tokens = model.encode(&text, special).map_err(|e| ApiError::field("prompt", e))?;
-            Ok((echo.then_some(text), tokens))
+            Ok((echo.map(|_| text), tokens))
         }
-        Prompt::Tokens(tokens) => Ok((echo.then(|| model.decode(&tokens)), tokens)),
+        Prompt::Tokens(tokens) => {
+            Ok((echo.map(|special| echoed_text(model, &tokens, special)), tokens))
+        }
     };
     prompts.into_iter().map(encode).collect()
+}
+
+/// The text to echo of a prompt of tokens.
+fn echoed_text(model: &TextModel, tokens: &[u32], keep_special: bool) -> String {
+    model.tokenizer.decode(tokens, !keep_special).unwrap_or_default()
 }
 
 /// What is told of a prompt with each of its choices, if the client wants it.
@@ -323,7 +339,7 @@ impl Completion {
         for choice in self.choices[range].iter_mut().filter(|_| self.echo) {
             let Some(gathered) = &mut choice.logprobs else { continue };
             if let Some(first) = choice.first.take() {
-                gathered.push_first(first);
+                gathered.push_first(first, &choice.text);
             }
             for token in &logprobs {
                 // There are more where `prompt_logprobs` asks for more.
@@ -350,7 +366,7 @@ impl Completion {
         {
             // A prompt of one token is echoed without log-probabilities.
             if let Some(first) = choice.first.take() {
-                gathered.push_first(first);
+                gathered.push_first(first, &choice.text);
             }
             if let Some(characters) = choice.echoed.take() {
                 gathered.go_on_behind(characters);

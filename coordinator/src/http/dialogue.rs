@@ -81,7 +81,15 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     common.sampling.prompt_logprobs = prompt_logprobs;
     // Exceeding the model's length has an error code of its own, which clients act on.
     let max_tokens = fields.count("max_tokens", 1, u32::MAX)?;
-    common.max_tokens = fields.count("max_completion_tokens", 1, u32::MAX)?.or(max_tokens);
+    let max_completion_tokens = fields.count("max_completion_tokens", 1, u32::MAX)?;
+    common.max_tokens = max_completion_tokens.or(max_tokens);
+    common.is_capped = form != Form::Chat;
+    common.prompt_field = "messages";
+    common.output_field = match (max_completion_tokens, max_tokens) {
+        _ if common.is_capped => None,
+        (Some(_), _) => Some("max_completion_tokens"),
+        (None, max) => max.map(|_| "max_tokens"),
+    };
     common.check_least()?;
     let template = state.text.template.as_ref().ok_or_else(conversation::no_template)?;
     let bad_words = Words::read(&fields, limits, &common)?;
@@ -143,13 +151,22 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
         return Err(ApiError::field("messages", "`messages` give an empty prompt"));
     }
     common.truncate(&mut tokens, limits);
-    if form != Form::Chat {
+    if common.is_capped {
         common.cap_output(tokens.len(), limits);
     }
     let max_tokens = common.output_tokens("messages", tokens.len(), limits)?;
     limits.check_prompts(tokens.len() * common.n as usize)?;
     // They are told once, for all choices.
     limits.check_alternatives("prompt_logprobs", tokens.len(), prompt_logprobs)?;
+    // The last events of a response's stream repeat them all.
+    if !common.stream || form == Form::Responses {
+        let field = if top.is_some_and(|top| top > 0) { "top_logprobs" } else { "logprobs" };
+        // Who does not say how long it may become rarely means as long as the model's length.
+        let open = max_tokens.min(limits.reserved_output());
+        let most = common.max_tokens.map_or(open, |_| max_tokens) as usize;
+        let most = most.saturating_mul(common.n as usize);
+        limits.check_output_alternatives(field, most, common.sampling.logprobs)?;
+    }
     let prompt = common.tokens.ids.then(|| tokens.clone());
     let running = RunningPrompt::start(state, &common, tokens, max_tokens, arrived, &id)?;
     let ids = CallIds { drawn: state.draw_seed(state.next_request()) };

@@ -90,6 +90,22 @@ impl ApiError {
             .counted_as(RejectReason::TooLarge)
     }
 
+    /// The engine's refusal of a request for which the KV cache has too few blocks: 400. It names
+    /// the field that bounds the output, if that is at fault, or the prompt's.
+    #[must_use]
+    pub fn cache_length(prompt: &str, output: Option<&str>, needed: u32, available: u32) -> Self {
+        let (asked, advice) = match output {
+            Some(output) => (format!("`{prompt}` and `{output}` need"), "ask for fewer tokens"),
+            None => (format!("`{prompt}` needs"), "shorten it"),
+        };
+        let message = format!(
+            "{asked} {needed} blocks of the KV cache, which has {available}: {advice}, or serve \
+             with more --kv-cache-memory"
+        );
+        // The engine counts it.
+        Self { reason: None, ..Self::context_length(output.unwrap_or(prompt), message) }
+    }
+
     /// A conversation that the server is to keep: 400.
     #[must_use]
     pub fn no_threads() -> Self {
@@ -264,7 +280,7 @@ impl ApiError {
     pub fn renamed(self, names: &[(&str, &str)]) -> Self {
         let mut message = self.message;
         for (here, there) in names {
-            message = message.replace(&format!("`{here}"), &format!("`{there}"));
+            message = renamed_in(&message, here, there);
         }
         let there = |param: String| {
             let name = names.iter().find(|(here, _)| *here == param);
@@ -353,6 +369,22 @@ impl ApiError {
             "message": self.message, "type": kind, "param": self.param, "code": self.code,
         }})
     }
+}
+
+/// Renames a field in a message, also before the rest of its path, and no other one whose name
+/// begins with its.
+fn renamed_in(message: &str, here: &str, there: &str) -> String {
+    let quoted = format!("`{here}");
+    let mut parts = message.split(quoted.as_str());
+    let mut renamed = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let goes_on = |next: char| next.is_ascii_alphanumeric() || next == '_';
+        let is_other = here.ends_with(goes_on) && part.starts_with(goes_on);
+        renamed.push('`');
+        renamed.push_str(if is_other { here } else { there });
+        renamed.push_str(part);
+    }
+    renamed
 }
 
 impl From<EngineError> for ApiError {

@@ -245,11 +245,7 @@ impl Fields {
     pub fn number(&self, name: &str, range: (f64, f64)) -> Result<Option<f32>, ApiError> {
         let (min, max) = range;
         let Some(value) = self.get(name) else { return Ok(None) };
-        let number = match value {
-            Value::String(text) => text.trim().parse().ok(),
-            other => other.as_f64(),
-        };
-        match number.filter(|number| *number >= min && *number <= max) {
+        match any_number(value).filter(|number| *number >= min && *number <= max) {
             // A number above 0 stays above it, however small.
             Some(number) if number > 0.0 => Ok(Some((number as f32).max(f32::MIN_POSITIVE))),
             Some(number) => Ok(Some(number as f32)),
@@ -284,6 +280,14 @@ fn whole(value: &Value) -> Option<i64> {
     match value {
         Value::String(text) => text.trim().parse().ok(),
         other => whole_number(other),
+    }
+}
+
+/// Reads a number, which may also be written as a string.
+pub(super) fn any_number(value: &Value) -> Option<f64> {
+    match value {
+        Value::String(text) => text.trim().parse().ok(),
+        other => other.as_f64(),
     }
 }
 

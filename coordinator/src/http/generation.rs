@@ -67,6 +67,37 @@ pub enum Next {
     Piece(Piece),
 }
 
+/// The fields of a request that an error of the engine's may be about.
+#[derive(Clone, Copy, Debug)]
+struct Named {
+    prompt: &'static str,
+    /// What bounds the output.
+    output: Option<&'static str>,
+    /// What constrains it.
+    guide: Option<&'static str>,
+}
+
+impl Named {
+    fn of(common: &Common) -> Self {
+        let guide = common.guide.as_ref().map(|it| it.field);
+        Self { prompt: common.prompt_field, output: common.output_field, guide }
+    }
+
+    /// The engine's error as the client is told of it.
+    fn told(self, error: EngineError) -> ApiError {
+        match error {
+            EngineError::TooLarge { needed, available } => {
+                ApiError::cache_length(self.prompt, self.output, needed, available)
+            }
+            error @ EngineError::Guide { .. } => match self.guide {
+                Some(field) => ApiError::from(error).of(field),
+                None => error.into(),
+            },
+            error => error.into(),
+        }
+    }
+}
+
 /// A running request.
 #[derive(Debug)]
 pub struct RunningPrompt {
@@ -82,6 +113,7 @@ pub struct RunningPrompt {
     next: Option<EngineEvent>,
     choices: Vec<TextStream>,
     tally: Tally,
+    named: Named,
     /// End tokens that the request did not name.
     model_end_tokens: Vec<u32>,
     /// Tokens of the prompt.
@@ -166,6 +198,7 @@ impl RunningPrompt {
         if let Some(trace) = common.tally.trace() {
             trace.asked(state, common, max_tokens, response_id);
         }
+        let named = Named::of(common);
         let generation = state.engine.submit(request).inspect_err(|error| {
             if let Some(trace) = common.tally.trace().filter(|_| counts.is_some()) {
                 trace.failed(error);
@@ -174,7 +207,8 @@ impl RunningPrompt {
                 EngineError::QueueFull { .. } => count_full(counts.as_ref(), error),
                 _ => state.stats.rejected(error.into()),
             }
-        })?;
+        });
+        let generation = generation.map_err(|error| named.told(error))?;
         let choices = vec![stream; common.n as usize];
         if is_asked_once {
             common.tally.prompt(prompt_tokens);
@@ -188,6 +222,7 @@ impl RunningPrompt {
             next: None,
             choices,
             tally: common.tally.clone(),
+            named,
             model_end_tokens: common.model_end_tokens.clone(),
             prompt_tokens,
             cached_tokens: 0,
@@ -316,7 +351,7 @@ impl RunningPrompt {
                 if self.completion_tokens == 0 && self.counts.is_some() {
                     self.tally.failed(self.prompt_tokens);
                 }
-                Err(error.into())
+                Err(self.named.told(error))
             }
             // Not among those that are polled for.
             EngineEvent::Note(_) => Ok(Next::Piece(Piece::default())),
@@ -326,7 +361,7 @@ impl RunningPrompt {
 
 impl RunningPrompt {
     /// Makes a choice's last piece.
-    fn finished(&mut self, choice: u32, reason: FinishReason, cached: u32) -> Piece {
+    fn finished(&mut self, choice: u32, mut reason: FinishReason, cached: u32) -> Piece {
         // The other choices find what the first one computed.
         if choice == 0 {
             self.cached_tokens = u64::from(cached);
@@ -334,6 +369,10 @@ impl RunningPrompt {
         let mut text = String::new();
         if let Some(stream) = self.choices.get_mut(choice as usize) {
             stream.finish(&mut text);
+            // It may be found in what was held back, of which the engine does not know.
+            if stream.stop_string().is_some() {
+                reason = FinishReason::StopString;
+            }
         }
         let told = match reason {
             FinishReason::EndToken(_) | FinishReason::StopString | FinishReason::Complete => "stop",

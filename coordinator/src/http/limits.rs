@@ -54,6 +54,9 @@ pub struct Limits {
     pub echoed_bytes: usize,
     /// Log-probabilities of prompts, echoed or not, alternatives included, over all choices.
     pub prompt_alternatives: usize,
+    /// Log-probabilities of outputs that are kept until an answer is complete, alternatives
+    /// included, over all choices.
+    pub output_alternatives: usize,
     /// Whether requests may have a priority other than 0.
     pub priorities: bool,
     /// Whether replies are in harmony format: its marks end them, too.
@@ -167,6 +170,8 @@ impl Limits {
             prompt_tokens: (8 * max_model_len as usize).max(1 << 20),
             echoed_bytes: 64 << 20,
             prompt_alternatives: 1 << 20,
+            // A long output, or several, with all the alternatives that OpenAI's API has.
+            output_alternatives: 4 << 20,
         }
     }
 
@@ -236,6 +241,30 @@ impl Limits {
         let message = format!(
             "`{field}`: the prompts have {entries} log-probabilities over all choices, the limit \
              is {max}"
+        );
+        Err(ApiError::field(field, message))
+    }
+
+    /// Checks the number of log-probabilities that an answer keeps of its output, of at most
+    /// `tokens` tokens over all choices with so many alternatives each, if this field asks for
+    /// them.
+    ///
+    /// # Errors
+    /// Names the field.
+    pub fn check_output_alternatives(
+        &self,
+        field: &str,
+        tokens: usize,
+        alternatives: Option<u32>,
+    ) -> Result<(), ApiError> {
+        let entries = alternatives.map_or(0, |each| tokens.saturating_mul(each as usize + 1));
+        if entries <= self.output_alternatives {
+            return Ok(());
+        }
+        let max = self.output_alternatives;
+        let message = format!(
+            "`{field}`: the output may have {entries} log-probabilities over all choices, the \
+             limit is {max}; ask for fewer tokens with `max_tokens`"
         );
         Err(ApiError::field(field, message))
     }

@@ -74,9 +74,14 @@ impl CompletionLogprobs {
         std::mem::replace(self, rest)
     }
 
-    /// Adds a prompt's first token, which has no log-probability.
-    pub fn push_first(&mut self, token: u32) {
+    /// Adds a prompt's first token, which has no log-probability. `echoed` is the prompt's text,
+    /// without a special token that the tokenizer put before it.
+    pub fn push_first(&mut self, token: u32, echoed: &str) {
         self.gather(token, None);
+        let special = self.names.model.special_tokens().get(&token);
+        if special.is_some_and(|special| !echoed.starts_with(special.as_str())) {
+            self.offset = 0;
+        }
     }
 
     /// Adds a token.
@@ -87,12 +92,13 @@ impl CompletionLogprobs {
     fn gather(&mut self, token: u32, logprobs: Option<TokenLogprobs>) {
         let model = &self.names.model;
         self.tokens.push(Gathered { token, offset: self.offset, logprobs });
-        if !self.keep_special && model.special_token(&text_of(model, token)) == Some(token) {
-            return;
-        }
         // A character that several tokens share begins with the first of them.
         let begins = |byte: &&u8| **byte & 0xc0 != 0x80;
-        self.offset += model.token_bytes(token).iter().filter(begins).count();
+        self.offset += match model.special_tokens().get(&token) {
+            Some(_) if !self.keep_special => 0,
+            Some(special) => special.chars().count(),
+            None => model.token_bytes(token).iter().filter(begins).count(),
+        };
     }
 
     /// Continues after so many characters: a prompt's text is not always that of its tokens
@@ -253,7 +259,7 @@ mod tests {
         let token = TokenLogprobs { token: b, logprob: -0.1, rank: 1, top };
         let names = TokenNames::new(model, false);
         let mut gathered = CompletionLogprobs::new(names.clone(), false);
-        gathered.push_first(a);
+        gathered.push_first(a, "a");
         gathered.push(token.clone());
         let logprob = f64::from(-0.1f32);
         let written = to_string(&gathered).unwrap();

@@ -61,7 +61,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         return sse::respond(answering).await;
     }
     while let Some(next) = answering.running.next().await {
-        if let Next::Piece(piece) = next? {
+        if let Next::Piece(piece) = next.map_err(|error| error.renamed(request::NAMES))? {
             answering.take(piece, &mut None)?;
         }
     }
@@ -100,7 +100,7 @@ struct Answering {
     request_id: String,
     reading: Reading,
     output: Output,
-    /// Most tokens that were asked for.
+    /// Most tokens that were asked for, or that the operator lets an answer have.
     max_tokens: u32,
     finish_reason: Option<&'static str>,
     stop_reason: Option<StopReason>,
@@ -125,6 +125,7 @@ struct Message<'a> {
 impl Answering {
     fn new(state: &AppState, started: Started, max_tokens: u32, request_id: String) -> Self {
         let Started { common, running, rules, shows_reasoning, ids, id, .. } = started;
+        let operators = state.text.defaults.max_new_tokens.unwrap_or(u32::MAX);
         Self {
             running,
             id,
@@ -132,7 +133,7 @@ impl Answering {
             request_id,
             reading: Reading::new(rules, shows_reasoning),
             output: Output::new(ids),
-            max_tokens,
+            max_tokens: max_tokens.min(operators),
             finish_reason: None,
             stop_reason: None,
             begun: false,
@@ -228,7 +229,7 @@ impl EventSource for Answering {
         let next = self.running.next().await;
         let sink = &mut Some(&mut *out);
         Some(match next {
-            Some(Err(error)) => Err(error),
+            Some(Err(error)) => Err(error.renamed(request::NAMES)),
             Some(Ok(Next::Piece(piece))) => self.begin(sink).and_then(|()| self.take(piece, sink)),
             Some(Ok(Next::Prompt(_) | Next::Embedding(_))) => Ok(()),
             None => return self.finish(out).err().map(Err),

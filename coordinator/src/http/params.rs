@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use super::access::Tally;
 use super::error::ApiError;
 pub use super::fields::Fields;
-use super::fields::whole_number;
+use super::fields::{any_number, whole_number};
 pub use super::limits::Limits;
 use super::limits::{MODEL_BYTES, SALT_BYTES, ranges};
 use super::models::Models;
@@ -34,7 +34,11 @@ pub struct Common {
     /// Most tokens per choice, whatever is asked for.
     new_tokens_max: u32,
     /// Whether `max_tokens` is only an upper bound: see [`Common::cap_output`].
-    is_capped: bool,
+    pub is_capped: bool,
+    /// The field that the prompts came in.
+    pub prompt_field: &'static str,
+    /// The field that set `max_tokens`, if one did and it is more than an upper bound.
+    pub output_field: Option<&'static str>,
     /// Sampling parameters; `choice` is set per choice, `seed` if the client names one.
     pub sampling: SamplingParams,
     /// Whether the client named a seed.
@@ -106,12 +110,12 @@ pub enum StreamUsage {
 }
 
 /// Returns the adapter that a request's `model` names; none for the model itself, or if it names
-/// nothing.
+/// nothing, which an empty name does too, as in vLLM.
 ///
 /// # Errors
 /// 404 if it is not served.
 pub fn adapter(fields: &Fields, models: &Models) -> Result<AdapterUse, ApiError> {
-    match fields.string("model", MODEL_BYTES)? {
+    match fields.string("model", MODEL_BYTES)?.filter(|model| !model.is_empty()) {
         Some(model) => models.find(model).ok_or_else(|| models.unknown(model)),
         None => Ok(AdapterUse::default()),
     }
@@ -194,6 +198,8 @@ impl Common {
             max_tokens: None,
             new_tokens_max: defaults.max_new_tokens.unwrap_or(u32::MAX),
             is_capped: false,
+            prompt_field: "prompt",
+            output_field: None,
             sampling,
             seeded: seed.is_some(),
             stops: stops(fields, limits)?,
@@ -260,7 +266,11 @@ impl Common {
             None => return false,
             Some(Truncation::To(max)) => max,
             Some(Truncation::Fit) => {
-                let output = self.max_tokens.unwrap_or_else(|| limits.reserved_output());
+                let output = match (self.max_tokens, limits.reserved_output()) {
+                    // A shorter output will do, so that no prompt need be cut for a longer one.
+                    (Some(max), usual) if self.is_capped => max.min(usual),
+                    (max, usual) => max.unwrap_or(usual),
+                };
                 limits.max_model_len.saturating_sub(output).max(1)
             }
         };
@@ -272,7 +282,6 @@ impl Common {
     /// Bounds the tokens per choice by what the model's length leaves after a prompt of `prompt`
     /// tokens.
     pub fn cap_output(&mut self, prompt: usize, limits: &Limits) {
-        self.is_capped = true;
         let prompt = u32::try_from(prompt).unwrap_or(u32::MAX);
         let left = limits.max_model_len.saturating_sub(prompt).max(1);
         self.max_tokens = self.max_tokens.map(|asked| asked.min(left));
@@ -440,7 +449,7 @@ fn logit_bias(
     let Some(value) = fields.get(name) else { return Ok(Vec::new()) };
     let entry = |(id, bias): (&String, &Value)| {
         let id = id.parse::<u32>().ok().filter(|id| *id < text.vocab_size)?;
-        let bias = bias.as_f64().filter(|bias| (low..=high).contains(bias))?;
+        let bias = any_number(bias).filter(|bias| (low..=high).contains(bias))?;
         Some((id, bias as f32))
     };
     let map = value.as_object().filter(|map| map.len() <= limits.logit_bias);

@@ -16,6 +16,8 @@ enum Neutral {
     False,
     /// `true`.
     True,
+    /// `0`.
+    Zero,
     /// `1`.
     One,
     /// An empty string, list or object.
@@ -26,7 +28,7 @@ enum Neutral {
     Only(&'static str),
 }
 
-use Neutral::{Empty, False, Null, One, Only, True, Words};
+use Neutral::{Empty, False, Null, One, Only, True, Words, Zero};
 
 /// OpenAI's words for the speed and price of an answer; here all are equal.
 const SERVICE_TIERS: [&str; 5] = ["auto", "default", "flex", "priority", "scale"];
@@ -87,6 +89,7 @@ const RESPONSES: &[(&str, Neutral)] = &[
     ("access_programs", Empty),
     ("add_generation_prompt", True),
     ("background", False),
+    ("chat_template", Null),
     ("context_management", Empty),
     ("continue_final_message", False),
     ("conversation", Null),
@@ -106,12 +109,25 @@ const RESPONSES: &[(&str, Neutral)] = &[
 /// Of `/v1/messages` alone; names of chat's that it says otherwise are told by
 /// [`super::messages`].
 const MESSAGES: &[(&str, Neutral)] = &[
+    ("add_generation_prompt", True),
+    ("audio", Null),
+    ("best_of", One),
+    ("chat_template", Null),
     ("container", Null),
+    ("continue_final_message", False),
+    ("echo", False),
     ("logprobs", False),
     ("mcp_servers", Empty),
+    ("mm_processor_kwargs", Empty),
+    ("modalities", Only("text")),
+    ("moderation", Null),
     ("n", One),
     ("speed", Words(&["standard"])),
     ("thread", Null),
+    ("top_logprobs", Zero),
+    ("truncation_side", Words(&["left"])),
+    ("verbosity", Words(&VERBOSITIES)),
+    ("web_search_options", Null),
 ];
 
 /// Fields of all endpoints that make numbers of texts.
@@ -157,6 +173,7 @@ impl Neutral {
             Null => json!({"type": "null"}),
             False => json!({"anyOf": [{"type": "null"}, {"const": false}]}),
             True => json!({"anyOf": [{"type": "null"}, {"const": true}]}),
+            Zero => json!({"anyOf": [{"type": "null"}, {"const": 0}]}),
             One => json!({"anyOf": [{"type": "null"}, {"const": 1}]}),
             Empty => json!({"anyOf": [
                 {"type": "null"},
@@ -181,6 +198,7 @@ impl Neutral {
             Null => false,
             False => *value == json!(false),
             True => *value == json!(true),
+            Zero => value.as_f64() == Some(0.0),
             One => value.as_f64() == Some(1.0),
             Empty => match value {
                 Value::String(text) => text.is_empty(),

@@ -46,7 +46,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         return sse::respond(answering).await;
     }
     while let Some(next) = answering.running.next().await {
-        if let Next::Piece(piece) = next? {
+        if let Next::Piece(piece) = next.map_err(|error| error.renamed(request::NAMES))? {
             answering.take(&piece, &mut None)?;
         }
     }
@@ -66,6 +66,8 @@ struct Answering {
     pending: Vec<ChatLogprob>,
     /// Whether the output limit cut it.
     is_cut: bool,
+    /// Whether a `stop` string cut its last call.
+    cuts_call: bool,
     status: Status,
     completed_at: Option<u64>,
     /// Whether the first events were sent.
@@ -128,6 +130,7 @@ impl Answering {
             reading: Reading::new(rules, shows_reasoning),
             pending: Vec::new(),
             is_cut: false,
+            cuts_call: false,
             status: Status::InProgress,
             completed_at: None,
             begun: false,
@@ -183,7 +186,8 @@ impl Answering {
     }
 
     fn take(&mut self, piece: &Piece, sink: &mut Sink<'_>) -> Result<(), ApiError> {
-        let Said { parts, reasons, .. } = self.reading.take(piece);
+        let Said { parts, reasons, cuts_call } = self.reading.take(piece);
+        self.cuts_call |= cuts_call;
         self.is_cut |= piece.finish_reason == Some("length");
         self.pending.extend(ChatLogprob::of(&self.names, piece.logprobs.as_ref()));
         let answers = parts.iter().any(|part| matches!(part, Part::Content(_)));
@@ -205,7 +209,7 @@ impl Answering {
     fn finish(&mut self, sink: &mut Sink<'_>) -> Result<(), ApiError> {
         self.status = if self.is_cut { Status::Incomplete } else { Status::Completed };
         self.completed_at = (!self.is_cut).then(|| since_1970().as_secs());
-        self.output.finish(self.status, sink)
+        self.output.finish(self.status, self.cuts_call, sink)
     }
 }
 
@@ -214,7 +218,7 @@ impl EventSource for Answering {
         let next = self.running.next().await;
         let sink = &mut Some(out);
         let pushed = match next {
-            Some(Err(error)) => Err(error),
+            Some(Err(error)) => Err(error.renamed(request::NAMES)),
             Some(Ok(Next::Piece(piece))) => self.begin(sink).and_then(|()| self.take(&piece, sink)),
             Some(Ok(Next::Prompt(_) | Next::Embedding(_))) => Ok(()),
             None => {

@@ -188,6 +188,7 @@ impl Vectors {
     ) -> Result<usize, ApiError> {
         let limits = &state.limits;
         let last = texts.last();
+        self.common.prompt_field = last;
         let width = self.dimensions.unwrap_or(state.text.numbers());
         if let Texts::Each(groups) = &texts
             && let Some(first) = groups.first()

@@ -40,6 +40,8 @@ pub struct TextStream {
     matcher: StopMatcher,
     rules: Arc<StopRules>,
     num_tokens: u32,
+    /// Whether a stop string may end the text where its last token is.
+    may_stop: bool,
     piece: String,
     stopped: bool,
 }
@@ -62,6 +64,7 @@ impl TextStream {
             matcher: StopMatcher::new(rules.stops.clone()).including(rules.include_stop),
             rules,
             num_tokens: 0,
+            may_stop: false,
             piece: String::new(),
             stopped: false,
         }
@@ -94,6 +97,8 @@ impl TextStream {
         if self.stopped || (ends && !self.rules.shown.contains(&token)) {
             return false;
         }
+        // The token ends the sequence before a stop string within its text could.
+        self.may_stop = may_stop && !ends;
         self.piece.clear();
         let mark = self.rules.fenced.as_ref().and_then(|fenced| fenced.get(&token));
         match mark {
@@ -109,12 +114,12 @@ impl TextStream {
             self.piece.push_str(mark);
             self.piece.push(FENCE);
         }
-        // The token ends the sequence before a stop string within its text could.
-        self.stopped = self.matcher.push(&self.piece, may_stop && !ends, text);
+        self.stopped = self.matcher.push(&self.piece, self.may_stop, text);
         self.stopped
     }
 
-    /// Appends what was held back; call it when the choice is finished.
+    /// Appends what was held back; call it when the choice is finished. It may have a stop string:
+    /// see [`TextStream::stop_string`].
     pub fn finish(&mut self, text: &mut String) {
         if self.stopped {
             return;
@@ -124,10 +129,12 @@ impl TextStream {
         if self.rules.fenced.is_some() {
             clean(&mut self.piece);
         }
-        // The rest is plain text: it could complete a stop string only with complete characters,
-        // which would have been emitted before.
-        let _ = self.matcher.push(&self.piece, false, text);
-        self.matcher.finish(text);
+        // The last token may have completed one and begun another character, without whose end its
+        // text was not certain.
+        self.stopped = self.matcher.push(&self.piece, self.may_stop, text);
+        if !self.stopped {
+            self.matcher.finish(text);
+        }
     }
 }
 
@@ -142,5 +149,39 @@ impl StopCheck for TextStream {
     fn push(&mut self, token: u32) -> bool {
         let mut text = String::new();
         self.push_token(token, &mut text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_stop_string_is_found_where_its_last_token_begins_another_character() {
+        // Of bytes; the last token has the first one of a euro sign.
+        let tokenizer = json!({"version": "1.0", "truncation": null, "padding": null,
+            "added_tokens": [], "normalizer": null, "pre_tokenizer": null, "post_processor": null,
+            "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+                "use_regex": true},
+            "model": {"type": "BPE", "dropout": null, "unk_token": null, "fuse_unk": false,
+                "continuing_subword_prefix": null, "end_of_word_suffix": null,
+                "byte_fallback": false, "vocab": {"a": 0, "b\u{e2}": 1}, "merges": []}});
+        let tokenizer = Arc::new(Tokenizer::from_bytes(tokenizer.to_string()).unwrap());
+        for (min_tokens, include_stop, expected) in
+            [(0, false, "a"), (0, true, "aab"), (4, false, "aab\u{fffd}")]
+        {
+            let stops = vec!["ab".to_owned()];
+            let rules = StopRules { stops, min_tokens, include_stop, ..StopRules::default() };
+            let mut stream = TextStream::new(tokenizer.clone(), Arc::new(rules));
+            let mut text = String::new();
+            for token in [0, 0, 1] {
+                assert!(!stream.push_token(token, &mut text), "it is not certain yet");
+            }
+            stream.finish(&mut text);
+            let is_found = stream.stop_string().is_some();
+            assert_eq!((text.as_str(), is_found), (expected, min_tokens == 0));
+        }
     }
 }

@@ -20,9 +20,19 @@ pub(in crate::http) const SAME: &[&str] = &[
     "top_k",
     "top_p",
     "add_special_tokens",
+    "allowed_token_ids",
     "cache_salt",
     "chat_template_kwargs",
+    "documents",
     "frequency_penalty",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "guided_whitespace_pattern",
+    "ignore_eos",
+    "include_reasoning",
+    "include_stop_str_in_output",
     "logit_bias",
     "min_p",
     "min_tokens",
@@ -31,12 +41,15 @@ pub(in crate::http) const SAME: &[&str] = &[
     "repetition_penalty",
     "request_id",
     "seed",
+    "skip_special_tokens",
+    "stop_token_ids",
     "structured_outputs",
     "truncate_prompt_tokens",
 ];
 
 /// Chat's fields that are said in others here.
 pub(in crate::http) const MOVED: &[(&str, &str)] = &[
+    ("function_call", "tool_choice"),
     ("functions", "tools"),
     ("max_completion_tokens", "max_tokens"),
     ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
@@ -283,12 +296,13 @@ fn thinking(
             return Err(Fields::wrong("thinking.display", other, words));
         }
     };
-    chat.insert("include_reasoning".to_owned(), (!is_hidden && is_wanted != Some(false)).into());
+    // What the client says itself goes before, here and below.
+    let is_shown = !is_hidden && is_wanted != Some(false);
+    chat.entry("include_reasoning").or_insert(is_shown.into());
     let has_tools = chat.get("tools").and_then(Value::as_array).is_some_and(|it| !it.is_empty());
     let switch = state.text.template.as_ref().and_then(|it| conversation::switch(it, has_tools));
     if let (Some(wanted), Some(switch)) = (is_wanted, switch) {
         let variables = chat.entry("chat_template_kwargs").or_insert_with(|| json!({}));
-        // What the client says itself goes before.
         if let Some(variables) = variables.as_object_mut() {
             variables.entry(switch).or_insert(wanted.into());
         }

@@ -92,10 +92,11 @@ impl Requests<'_> {
     }
 
     fn model(&self) -> Value {
-        let names: Vec<&str> = self.models.iter().map(String::as_str).collect();
+        let names = self.models.iter().map(String::as_str);
+        let names: Vec<&str> = names.chain([""]).collect();
         let mut schema = words(&names);
         schema["maxLength"] = MODEL_BYTES.into();
-        told(schema, "The model, or an adapter. Absent: the model.")
+        told(schema, "The model, or an adapter. Absent or empty: the model.")
     }
 
     fn effort(&self) -> Value {
@@ -387,7 +388,7 @@ impl Requests<'_> {
 
     /// Like `/v1/messages`; what would only concern the answer is not read.
     pub(super) fn count_tokens(&self) -> Value {
-        let read = ["model", "chat_template_kwargs", "add_special_tokens"];
+        let read = ["model", "chat_template_kwargs", "add_special_tokens", "documents"];
         let unread_here: Vec<&str> = messages::SAME
             .iter()
             .copied()

@@ -266,15 +266,23 @@ impl Output {
     }
 
     /// Closes the last item at the end of the output; without any item, makes an empty message,
-    /// since clients look for an answer.
+    /// since clients look for an answer. If it is a call, `cuts_call` tells whether its arguments
+    /// are incomplete although the output is not.
     ///
     /// # Errors
     /// Like [`tell`].
-    pub(super) fn finish(&mut self, status: Status, sink: &mut Sink<'_>) -> Result<(), ApiError> {
+    pub(super) fn finish(
+        &mut self,
+        status: Status,
+        cuts_call: bool,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), ApiError> {
         if self.items.is_empty() {
             self.turn_to(Kind::Message, sink)?;
         }
-        self.close(status, sink)
+        let is_call = |item: &Item| matches!(item.kind, Kind::Call { .. });
+        let is_cut = cuts_call && self.items.last().is_some_and(is_call);
+        self.close(if is_cut { Status::Incomplete } else { status }, sink)
     }
 
     /// Continues with an item of this kind.

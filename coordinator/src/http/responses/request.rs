@@ -64,6 +64,7 @@ pub(in crate::http) const MOVED: &[(&str, &str)] = &[
 /// Chat's names that errors may contain, and their names here.
 pub(super) const NAMES: &[(&str, &str)] = &[
     ("messages", "input"),
+    ("logprobs", "include"),
     ("max_tokens", "max_output_tokens"),
     ("max_completion_tokens", "max_output_tokens"),
     ("reasoning_effort", "reasoning.effort"),
