@@ -7,7 +7,7 @@ mod memory;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use sysinfo::{Pid, ProcessRefreshKind, ProcessesToUpdate, System};
@@ -40,11 +40,23 @@ pub struct HostSampler {
     handles: Option<Handles>,
     process: String,
     host: String,
-    /// CPU time already counted, in milliseconds.
-    counted_ms: u64,
-    /// Dropped log lines already counted.
-    counted_lines: u64,
+    counted: Arc<Counted>,
     samples: u64,
+}
+
+/// What is already counted of a process, whatever it was called then.
+#[derive(Debug, Default)]
+struct Counted {
+    /// CPU time, in milliseconds.
+    cpu_ms: AtomicU64,
+    /// Dropped log lines.
+    lines: AtomicU64,
+}
+
+/// Raises what is counted to `total`, and returns by how much. Two samplers, one of which is about
+/// to end, never count the same.
+fn count_up_to(counted: &AtomicU64, total: u64) -> u64 {
+    total.saturating_sub(counted.fetch_max(total, Ordering::Relaxed))
 }
 
 struct Handles {
@@ -79,8 +91,7 @@ impl HostSampler {
             handles: None,
             process: process.to_owned(),
             host,
-            counted_ms: 0,
-            counted_lines: 0,
+            counted: Arc::default(),
             samples: 0,
         }
     }
@@ -114,9 +125,7 @@ impl HostSampler {
             }
         });
         self.gpus.sample(stats);
-        let dropped = lines_dropped().saturating_sub(self.counted_lines);
-        self.counted_lines += dropped;
-        stats.add(handles.lines_dropped, dropped);
+        stats.add(handles.lines_dropped, count_up_to(&self.counted.lines, lines_dropped()));
         let bounded = memory::memory_limit(Path::new("/"));
         let limit = bounded.map(|bounded| bounded.limit);
         let used = bounded.and_then(|bounded| bounded.used);
@@ -142,10 +151,8 @@ impl HostSampler {
             let what = ProcessRefreshKind::nothing().with_cpu().with_memory();
             system.refresh_processes_specifics(ProcessesToUpdate::Some(&[pid]), false, what);
             if let Some(process) = system.process(pid) {
-                let total_ms = process.accumulated_cpu_time();
-                let grown = total_ms.saturating_sub(self.counted_ms);
-                self.counted_ms += grown;
-                stats.add(handles.cpu, grown.saturating_mul(1_000_000));
+                let grown_ms = count_up_to(&self.counted.cpu_ms, process.accumulated_cpu_time());
+                stats.add(handles.cpu, grown_ms.saturating_mul(1_000_000));
                 stats.set(handles.memory, process.memory() as f64);
             }
         }
@@ -162,6 +169,7 @@ fn host_name(said: Option<String>, own: Option<String>) -> String {
 #[derive(Debug)]
 pub struct HostThread {
     stop: Arc<AtomicBool>,
+    counted: Arc<Counted>,
 }
 
 impl HostThread {
@@ -169,12 +177,30 @@ impl HostThread {
     /// thread, nothing is sampled: that is no reason for a server to fail.
     #[must_use]
     pub fn start(process: &str, nvml: Option<PathBuf>, stats: SharedStats) -> Self {
+        Self::spawn(process, nvml, stats, LocalStats::new(), Arc::default())
+    }
+
+    /// Ends, and samples into other `stats` under another name from now on: these go on from their
+    /// totals, without what was counted under names before.
+    #[must_use]
+    pub fn go_on_as(self, process: &str, nvml: Option<PathBuf>, stats: SharedStats) -> Self {
+        let own = stats.with(|stats| stats.clone());
+        Self::spawn(process, nvml, stats, own, self.counted.clone())
+    }
+
+    /// `own`: the cells to record into first, since NVML queries may be slow.
+    fn spawn(
+        process: &str,
+        nvml: Option<PathBuf>,
+        stats: SharedStats,
+        mut own: LocalStats,
+        counted: Arc<Counted>,
+    ) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
-        let (process, stopped) = (process.to_owned(), stop.clone());
+        let (process, stopped, known) = (process.to_owned(), stop.clone(), counted.clone());
         let thread = std::thread::Builder::new().name("host-stats".into()).spawn(move || {
             let mut sampler = HostSampler::new(&process, nvml.as_deref());
-            // Recorded into separate cells first: NVML queries may be slow.
-            let mut own = LocalStats::new();
+            sampler.counted = known;
             while !stopped.load(Ordering::Relaxed) {
                 sampler.sample(&mut own);
                 stats.with(|stats| stats.clone_from(&own));
@@ -184,7 +210,7 @@ impl HostThread {
         if let Err(error) = thread {
             tracing::warn!(%error, "the host is not sampled");
         }
-        Self { stop }
+        Self { stop, counted }
     }
 }
 

@@ -127,6 +127,7 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
         ],
     ),
     ("TuttiRequestsTurnedAway", &[("tutti_requests_rejected_total{reason=\"queue_full\"}", "0+1")]),
+    ("TuttiStreamsCutOff", &[("tutti_requests_expired_total{reason=\"no_coordinator\"}", "0+1")]),
     (
         "TuttiHttpServerErrors",
         &[

@@ -70,8 +70,9 @@ fn the_text_is_the_one_operators_know_and_it_falls_to_zero_then_silent() {
     assert!(log.lines(seconds(50), &hub.merged()).len() == 1, "awake again");
 }
 
-/// Totals of a cluster with speculative decoding: 10 drafts of 4 tokens, half of them accepted.
-fn speculating() -> Merged {
+/// Totals of a cluster with speculative decoding: 10 drafts of 4 tokens, half of them accepted. The
+/// replica that drafted is there or gone.
+fn speculating(is_there: bool) -> Merged {
     let mut stats = LocalStats::new();
     for (id, count) in [
         (catalogue::SPEC_DECODE_DRAFT_TOKENS, 40),
@@ -83,6 +84,9 @@ fn speculating() -> Merged {
         let counter = stats.counter(id, ["0"]);
         stats.add(counter, count);
     }
+    // It is a gauge, which vanishes with its replica.
+    let up = stats.gauge(catalogue::REPLICA_UP, [if is_there { "0" } else { "1" }]);
+    stats.set(up, 1.0);
     let mut merger = Merger::default();
     merger.apply(Source::Coordinator, Incarnation(1), 1, stats.snapshot()).unwrap();
     merger.merged()
@@ -90,7 +94,7 @@ fn speculating() -> Merged {
 
 #[test]
 fn speculation_has_a_line_of_its_own_and_ratios_of_sums() {
-    let merged = speculating();
+    let merged = speculating(true);
     assert_eq!(merged.gauge(catalogue::SPEC_DECODE_ACCEPTANCE, ["0"]), Some(0.5));
     assert_eq!(merged.gauge(catalogue::SPEC_DECODE_EFFICIENCY, ["0"]), Some(0.6));
     let mut log = LogLine::new(Duration::ZERO, vec![Field::Running]);
@@ -103,6 +107,11 @@ fn speculation_has_a_line_of_its_own_and_ratios_of_sums() {
              Number of draft tokens: 40, Number of emitted tokens: 30."
         ]
     );
+    // The counters of a replica that is gone stay, its ratios do not.
+    let gone = speculating(false);
+    assert_eq!(gone.counter(catalogue::SPEC_DECODE_ACCEPTED_TOKENS, ["0"]), Some(20));
+    assert_eq!(gone.gauge(catalogue::SPEC_DECODE_ACCEPTANCE, ["0"]), None);
+    assert_eq!(gone.gauge(catalogue::SPEC_DECODE_EFFICIENCY, ["0"]), None);
     // Without drafts there is no ratio: neither 0 nor a division by 0.
     let none = Merger::default().merged();
     assert_eq!(none.gauge(catalogue::SPEC_DECODE_ACCEPTANCE, ["0"]), None);
@@ -148,7 +157,7 @@ fn fields_are_chosen_and_means_are_of_the_interval() {
 
 #[test]
 fn json_lines_say_the_same_in_numbers() {
-    let merged = speculating();
+    let merged = speculating(true);
     let out = tempfile::NamedTempFile::new().unwrap();
     let writer = Box::new(out.reopen().unwrap());
     let start = Duration::from_secs(1_700_000_000);

@@ -92,7 +92,11 @@ impl LinkOutbox {
                 (stats.with_actors(self.actors.clone()), process)
             });
             let (name, nvml) = (worker.to_string(), self.nvml.clone());
-            self.host = Some(HostThread::start(&name, nvml, process.clone()));
+            self.host = Some(match self.host.take() {
+                // The other coordinator may have handed its totals on: nothing is counted twice.
+                Some(host) => host.go_on_as(&name, nvml, process.clone()),
+                None => HostThread::start(&name, nvml, process.clone()),
+            });
             self.process = process;
             (worker, stats)
         });
@@ -175,9 +179,12 @@ impl Outbox for LinkOutbox {
 
 #[cfg(test)]
 mod tests {
+    use shared::host::HostSampler;
     use shared::ids::ReplicaId;
-    use shared::metrics::catalogue::{RANK_COLLECTIVE_ABORTS, RANK_STEP, RANK_WEIGHTS};
-    use shared::metrics::{Limits, Merger, Source, decode_snapshot};
+    use shared::metrics::catalogue::{
+        PROCESS_CPU, PROCESS_MEMORY, RANK_COLLECTIVE_ABORTS, RANK_STEP, RANK_WEIGHTS,
+    };
+    use shared::metrics::{Limits, LocalStats, Merged, Merger, Source, decode_snapshot};
     use shared::protocol::StepTimings;
 
     use super::*;
@@ -202,6 +209,35 @@ mod tests {
             }
         }
         assert_eq!(merger.merged().histogram_sum(RANK_STEP).count(), 6);
+    }
+
+    #[test]
+    fn cpu_time_is_counted_under_one_slot_alone() {
+        let uplink = Uplink::default();
+        let mut outbox = LinkOutbox::new(uplink.clone(), Metrics::new(), None);
+        let began = Instant::now();
+        while began.elapsed() < Duration::from_millis(300) {
+            let _ = std::hint::black_box(began);
+        }
+        let mut counted = 0;
+        for slot in [0, 1] {
+            uplink.joined(WorkerId(slot));
+            outbox.stats().step(&StepTimings::default());
+            let began = Instant::now();
+            let sampled = loop {
+                let sampled = Merged::of(&outbox.process.snapshot());
+                if sampled.gauge_sum(PROCESS_MEMORY) > 0.0 {
+                    break sampled;
+                }
+                assert!(began.elapsed() < Duration::from_secs(60), "nothing is sampled");
+                std::thread::sleep(Duration::from_millis(1));
+            };
+            counted += sampled.counter_sum(PROCESS_CPU);
+        }
+        let mut all = LocalStats::new();
+        HostSampler::new("worker-2", None).sample(&mut all);
+        let all = Merged::of(&all.snapshot()).counter_sum(PROCESS_CPU);
+        assert!(counted > 0 && counted <= all, "{counted} of {all} ns");
     }
 
     #[test]

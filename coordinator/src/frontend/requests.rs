@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use shared::ids::RequestId;
-use shared::metrics::labels::RejectReason;
+use shared::metrics::labels::{ExpiryReason, RejectReason};
 use shared::protocol::{EngineError, EngineEvent, FromFrontend, RequestNote};
 
 use super::held::{HELD_FOR, HeldRequest, HeldRequests, Outage, TOKENS_MAX};
@@ -220,6 +220,7 @@ impl Requests {
                 note_lost(&open_request, &events);
                 self.hold(HeldRequest { open_request, events, since: now, error });
             } else {
+                self.stats.expired(ExpiryReason::NoCoordinator);
                 let _ = events.send(EngineEvent::Failed(error));
             }
         }
@@ -246,17 +247,18 @@ impl Requests {
     /// Ends a request that cannot be held or has been for too long.
     fn refuse(&self, HeldRequest { open_request, events, error, .. }: HeldRequest) {
         // A request that has begun was accepted before.
-        if !open_request.has_begun() {
-            self.stats.rejected(match error {
-                EngineError::ShuttingDown => RejectReason::ShuttingDown,
-                _ => RejectReason::Unavailable,
-            });
+        match error {
+            _ if open_request.has_begun() => self.stats.expired(ExpiryReason::NoCoordinator),
+            EngineError::ShuttingDown => self.stats.rejected(RejectReason::ShuttingDown),
+            _ => self.stats.rejected(RejectReason::Unavailable),
         }
         let _ = events.send(EngineEvent::Failed(error));
     }
 
+    /// Ends a request that its coordinator gave up and that no other one can go on with.
     fn fail(&mut self, id: RequestId, error: EngineError) {
         if let Some(live) = self.forget(id) {
+            self.stats.expired(ExpiryReason::NoCoordinator);
             let _ = live.events.send(EngineEvent::Failed(error));
         }
     }

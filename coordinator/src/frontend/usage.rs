@@ -30,13 +30,19 @@ impl ProcessUsage {
         if self.current.as_ref().is_some_and(|(current, ..)| *current == slot) {
             return;
         }
-        if let Some((left, cells, _)) = self.current.take()
-            && self.earlier.len() < EARLIER_MAX
-        {
-            self.earlier.insert(left, cells);
-        }
+        let before = self.current.take().map(|(left, cells, host)| {
+            if self.earlier.len() < EARLIER_MAX {
+                self.earlier.insert(left, cells);
+            }
+            host
+        });
         let cells = self.earlier.remove(&slot).unwrap_or_default();
-        let host = HostThread::start(&slot.to_string(), self.nvml.clone(), cells.clone());
+        let (name, nvml) = (slot.to_string(), self.nvml.clone());
+        let host = match before {
+            // The other coordinator may have handed its totals on: nothing is counted twice.
+            Some(host) => host.go_on_as(&name, nvml, cells.clone()),
+            None => HostThread::start(&name, nvml, cells.clone()),
+        };
         self.current = Some((slot, cells, host));
     }
 

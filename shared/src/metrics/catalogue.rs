@@ -123,7 +123,7 @@ catalogue! {
         "Requests rejected, by the reason given to the client; never counted as accepted.";
     counter REQUESTS_EXPIRED: "tutti_requests_expired_total", Requests,
         model [ExpiryReason::LABEL], Frontend,
-        "Requests given up because their time was up: the client's own limit or the queue's.";
+        "Requests given up because their time was up: the client's own limit or the queue's; or because their coordinator was lost and none went on with them.";
     counter REQUEST_SUCCESS: "tutti_request_success_total", Requests,
         model [FinishedReason::LABEL], Coordinator,
         "Accepted requests that ended, by reason; abort and error included. handed_over: with its coordinator, and the next one goes on with it and accepts it anew.";

@@ -178,6 +178,8 @@ label_enum! {
         Deadline = "deadline",
         /// It waited too long for its first step.
         QueueWait = "queue_wait",
+        /// It had begun when its coordinator was lost, and no other one went on with it.
+        NoCoordinator = "no_coordinator",
     }
 }
 

@@ -2,9 +2,9 @@
 use std::collections::BTreeMap;
 
 use super::application::{Kind as AppKind, MergedFamily};
-use super::catalogue::CATALOGUE;
+use super::catalogue::{CATALOGUE, REPLICA_UP};
 use super::definition::{CounterId, Definition, GaugeId, GaugeMerge, HistogramId, Kind, SeriesId};
-use super::labels::LabelValue;
+use super::labels::{LabelValue, REPLICA};
 use super::snapshot::{HistogramTotals, LabelValues, PartialSnapshot, Value};
 
 /// Merged totals, all taken under one lock: any relation that holds between two series at every
@@ -154,7 +154,8 @@ impl Merged {
         }
     }
 
-    /// Computes the ratios; call it once, after everything was added.
+    /// Computes the ratios; call it once, after everything was added. Those of counters vanish, as
+    /// all gauges do, with the replica whose counters stay.
     pub(super) fn add_ratios(&mut self) {
         for (index, definition) in CATALOGUE.iter().enumerate() {
             let Kind::Gauge(GaugeMerge::Ratio { numerator, denominator }) = definition.kind else {
@@ -165,8 +166,16 @@ impl Merged {
             else {
                 continue;
             };
+            let replica = definition.labels.iter().position(|it| it.name == REPLICA.name);
+            let replica = replica.filter(|_| numerator.definition().kind == Kind::Counter);
+            let ups = self.series.get(&REPLICA_UP.series());
+            let is_there = |labels: &LabelValues| {
+                let Some(replica) = replica.and_then(|at| labels.get(at)) else { return true };
+                ups.is_some_and(|ups| ups.keys().any(|up| up.contains(replica)))
+            };
             let ratios: BTreeMap<LabelValues, Value> = wholes
                 .iter()
+                .filter(|(labels, _)| is_there(labels))
                 .filter_map(|(labels, whole)| {
                     let (part, whole) = (scalar(parts.get(labels)?)?, scalar(whole)?);
                     let ratio = Value::Gauge(part / whole);

@@ -1,5 +1,6 @@
 //! Requests in virtual time when their coordinator is lost.
-use shared::metrics::Value;
+use shared::metrics::Merged;
+use shared::metrics::catalogue::{REQUESTS_EXPIRED, REQUESTS_REJECTED};
 use shared::protocol::{AcceptedChoice, FinishReason, SubmitRequest};
 use shared::sampling::SamplingParams;
 
@@ -178,16 +179,14 @@ fn who_leaves_is_not_sent_again_and_frees_its_place() {
 }
 
 #[test]
-fn what_is_held_for_too_long_ends_and_only_what_never_began_was_rejected() {
+fn what_is_held_for_too_long_ends_and_counts_by_whether_it_had_begun() {
     let mut rig = Rig::new();
     let mut clients = [rig.ask(1, 1, 9), rig.ask(2, 1, 9)];
     let counted = |rig: &Rig| {
         let (_, snapshot) = rig.requests.stats.report();
-        let counters = snapshot.series.into_iter().map(|series| match series.value {
-            Value::Counter(count) => count,
-            _ => 0,
-        });
-        counters.sum::<u64>()
+        let merged = Merged::of(&snapshot);
+        let rejected = merged.counter_sum_of(REQUESTS_REJECTED, RejectReason::Unavailable);
+        (rejected, merged.counter_sum_of(REQUESTS_EXPIRED, ExpiryReason::NoCoordinator))
     };
     rig.submitted();
     rig.submitted();
@@ -202,7 +201,7 @@ fn what_is_held_for_too_long_ends_and_only_what_never_began_was_rejected() {
         let last = read(client).pop();
         assert!(matches!(last, Some(EngineEvent::Failed(EngineError::Unavailable { .. }))));
     }
-    assert_eq!(counted(&rig), 1);
+    assert_eq!(counted(&rig), (1, 1));
     assert!(!rig.requests.has_held());
 }
 
