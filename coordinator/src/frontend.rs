@@ -25,14 +25,14 @@ mod uplink;
 mod usage;
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use actix_web::dev::ServerHandle;
 use shared::actor::ActorRuntime;
 use shared::clock::{Clock, SystemClock, since_1970};
-use shared::hub::{DownloadHandle, Hub, HubError, HubModel, ModelPart};
+use shared::hub::{DownloadHandle, Hub, HubError, HubModel, ModelArgument, ModelPart};
 use shared::ids::Incarnation;
 use shared::membership::CoordinatorAddress;
 use shared::metrics::application::Metrics;
@@ -73,7 +73,7 @@ pub struct FrontendOptions {
     pub listen: SocketAddr,
     /// A separate address for probes and scrapes, if any.
     pub metrics_listen: Option<SocketAddr>,
-    /// The model folder; by default what the coordinator names.
+    /// The model folder; by default, and for a name on the hub, what the coordinator names.
     pub model: Option<PathBuf>,
     /// Where models of the hub come from, or why there is none.
     pub hub: Result<Hub, String>,
@@ -127,6 +127,31 @@ pub enum FrontendError {
         /// The operating system's error.
         error: std::io::Error,
     },
+}
+
+/// The folder with the text side of what a coordinator serves: the one that is `given`, or where
+/// that is. A name on the hub is no other folder: it is in a file that all roles read, and the
+/// coordinator alone knows which state of it is served.
+async fn folder_of(
+    given: Option<&Path>,
+    served: &str,
+    hub: &Result<Hub, String>,
+) -> Result<PathBuf, FrontendError> {
+    if let Some(given) = given {
+        // What is neither is reported as a folder that is not there.
+        let Ok(ModelArgument::Hub(name)) = ModelArgument::read(given, Path::exists) else {
+            return Ok(given.to_owned());
+        };
+        let is_it = |model: HubModel| model.name == name;
+        if !HubModel::parse(served).and_then(Result::ok).is_some_and(is_it) {
+            tracing::warn!(
+                model = name,
+                served,
+                "the coordinator serves another model, which is used"
+            );
+        }
+    }
+    text_of(served, hub).await
 }
 
 /// The folder with the text side of what a coordinator serves: a folder, or a model of the hub that
@@ -218,10 +243,7 @@ impl Frontend {
         let joined = dialler.dial(&hello, None).await?;
         let serving = joined.2.serving.clone();
         start_up.waits_for(format!("it loads what it needs of {}", serving.served_model_name));
-        let folder = match &options.model {
-            Some(folder) => folder.clone(),
-            None => text_of(&serving.model, &options.hub).await?,
-        };
+        let folder = folder_of(options.model.as_deref(), &serving.model, &options.hub).await?;
         let text = Arc::new(TextModel::load_with(&folder, &options.api.text)?);
         if text.fingerprint != serving.text_fingerprint {
             return Err(FrontendError::OtherText { folder });
@@ -321,5 +343,27 @@ impl Frontend {
         if let Some(traces) = self.traces {
             traces.flush(TRACES_PATIENCE).await;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_name_on_the_hub_is_where_the_coordinator_has_it() {
+        let hub = Err("no hub".to_owned());
+        for (given, found) in [
+            (None, "/served"),
+            (Some("org/demo"), "/served"),
+            (Some("/own"), "/own"),
+            (Some("neither"), "neither"),
+        ] {
+            let folder = folder_of(given.map(Path::new), "/served", &hub).await.unwrap();
+            assert_eq!(folder, Path::new(found));
+        }
+        let served = format!("hf://org/demo@{}", "0".repeat(40));
+        let fetched = folder_of(Some(Path::new("org/demo")), &served, &hub).await;
+        assert_eq!(fetched.unwrap_err().to_string(), "no hub");
     }
 }

@@ -124,6 +124,13 @@ async fn no_request_fails_by_scaling_or_draining() {
         |reason| scrape.sum("tutti_request_success_total", &[("finished_reason", reason)]);
     assert_eq!(finished("stop") + finished("length"), f64::from(answered));
     assert_eq!(finished("error") + finished("abort"), 0.0);
+    // Who was drained is not among those counted, and is started when there is to be one more.
+    for workers in ["2", "3"] {
+        let (ok, said) = operate(server, &["scale", "--workers", workers]);
+        assert!(ok, "{said}");
+    }
+    serving(3.0).await;
+    assert_eq!(nodes(&status(server)), ["local-0", "local-1", "local-2"]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -129,8 +129,12 @@ async fn each_host_downloads_what_it_needs() {
     assert!(first.has("tokenizer.json", &commit) && !first.has("model.safetensors", &commit));
     assert!(second.has("model.safetensors", &commit) && second.has("tokenizer.json", &commit));
     assert!(!second.has("tokenizer_config.json", &commit));
-    let mut frontend =
-        third.spawn(&["frontend", "--coordinator", &address, "--listen", "127.0.0.1:0"]);
+    // A file for all roles names the model for it as well.
+    let config = third.home.path().join("tutti.toml");
+    let keys = format!("coordinator = \"{address}\"\nmodel = \"{NAME}\"\nworkers = 2\n");
+    std::fs::write(&config, keys).unwrap();
+    let config = config.to_str().unwrap();
+    let mut frontend = third.spawn(&["frontend", "--config", config, "--listen", "127.0.0.1:0"]);
     frontend.wait_ready().await.unwrap();
     assert_eq!(completion(&frontend, NAME).await, text);
     assert!(third.has("tokenizer.json", &commit) && !third.has("model.safetensors", &commit));

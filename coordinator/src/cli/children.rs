@@ -6,7 +6,7 @@
 //! A worker must never outlive its parent, however that ends: its stdin is a socket whose other end
 //! this process holds, and it exits when that closes. The worker sends heartbeats through it; one
 //! that stops is killed, and restarted like one that crashed.
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{IsTerminal as _, Read as _, Write as _};
@@ -23,6 +23,7 @@ use shared::clock::{Clock, SystemClock};
 use shared::log::{LogLimits, LogWriter, SharedLog};
 use tokio::process::{Child, ChildStderr, Command};
 use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinHandle;
 use tokio::time::MissedTickBehavior;
 
 use super::health::ReadyWorkers;
@@ -60,10 +61,18 @@ pub(crate) enum ChildEvent {
     Ended(ProcessExit),
     /// A worker process ended and will be restarted.
     Restarting { node: String, status: String, after: Duration },
-    /// A worker was told to leave and did.
-    Left { node: String },
+    /// A worker was told to leave and did, as this watcher saw.
+    Left { node: String, watcher: u64 },
     /// A worker keeps failing and is not restarted any more.
     GaveUp { node: String, reason: String },
+}
+
+/// A task that watches a worker.
+#[derive(Debug)]
+struct WatcherTask {
+    watcher: u64,
+    stop: watch::Sender<bool>,
+    handle: JoinHandle<()>,
 }
 
 /// The running workers.
@@ -72,12 +81,12 @@ pub(crate) struct Children {
     command: Arc<WorkerCommand>,
     events: mpsc::Sender<ChildEvent>,
     kick: watch::Receiver<UnresponsiveNodes>,
-    stop: watch::Sender<bool>,
-    tasks: Vec<tokio::task::JoinHandle<()>>,
-    /// Number of workers wanted; their nodes are numbered from 0.
-    count: u32,
-    /// The same, for the tasks that watch them.
-    wanted: watch::Sender<u32>,
+    tasks: Vec<WatcherTask>,
+    /// The workers wanted, also for the tasks that watch them: the numbers of their nodes, lowest
+    /// first, each with its present watcher.
+    wanted: watch::Sender<BTreeMap<u32, u64>>,
+    /// Number of watchers so far.
+    watchers: u64,
     /// Workers that kept failing and are not restarted any more.
     given_up: BTreeSet<u32>,
     ready: ReadyWorkers,
@@ -92,20 +101,18 @@ impl Children {
         kick: watch::Receiver<UnresponsiveNodes>,
         ready: ReadyWorkers,
     ) -> Self {
-        let (stop, _) = watch::channel(false);
         let command = Arc::new(command);
         let mut children = Self {
             command,
             events,
             kick,
-            stop,
             tasks: Vec::new(),
-            count: 0,
-            wanted: watch::channel(0).0,
+            wanted: watch::channel(BTreeMap::new()).0,
+            watchers: 0,
             given_up: BTreeSet::new(),
             ready,
         };
-        while children.count < count {
+        while children.count() < count {
             children.add();
         }
         children
@@ -113,7 +120,7 @@ impl Children {
 
     /// Number of workers wanted.
     pub(crate) fn count(&self) -> u32 {
-        self.count
+        u32::try_from(self.wanted.borrow().len()).unwrap_or(u32::MAX)
     }
 
     /// Number of threads of each worker.
@@ -121,28 +128,40 @@ impl Children {
         self.command.threads
     }
 
-    /// Number of workers, without those given up.
+    /// Number of workers wanted, without those given up.
     pub(crate) fn num_tried(&self) -> u32 {
-        self.count - u32::try_from(self.given_up.len()).unwrap_or(self.count)
+        self.count().saturating_sub(u32::try_from(self.given_up.len()).unwrap_or(u32::MAX))
     }
 
-    /// Names of the workers beyond this number, the last one first, without those given up: they
-    /// have no process.
+    /// Names of the workers beyond this number, the last one first.
     pub(crate) fn nodes_from(&self, count: u32) -> Vec<String> {
-        let beyond = (count..self.count).rev().filter(|index| !self.given_up.contains(index));
-        beyond.map(|index| self.node(index)).collect()
+        let wanted = self.wanted.borrow();
+        wanted.keys().skip(count as usize).rev().map(|index| self.node(*index)).collect()
     }
 
-    /// Drops the last worker from the count; its process ends by itself.
-    pub(crate) fn forget_last(&mut self) {
-        self.count = self.count.saturating_sub(1);
-        self.wanted.send_replace(self.count);
-        self.given_up.remove(&self.count);
+    /// Wants this worker no more. If it is `told` to leave, its process ends by itself; otherwise,
+    /// as when it has not joined yet, it is stopped.
+    pub(crate) fn dismiss(&mut self, node: &str, told: bool) {
+        let Some(index) = self.index(node) else { return };
+        self.given_up.remove(&index);
+        let mut watcher = None;
+        self.wanted.send_modify(|wanted| watcher = wanted.remove(&index));
+        let task = self.tasks.iter().find(|task| Some(task.watcher) == watcher);
+        if let Some(task) = task.filter(|_| !told) {
+            task.stop.send_replace(true);
+        }
+    }
+
+    /// This watcher saw its worker leave: that is not wanted any more, unless it has been started
+    /// again since.
+    pub(crate) fn left(&mut self, watcher: u64) {
+        self.wanted.send_modify(|wanted| wanted.retain(|_, present| *present != watcher));
     }
 
     /// Gives up a worker that keeps failing.
-    pub(crate) fn give_up(&mut self, name: &str) {
-        self.given_up.extend((0..self.count).find(|index| self.node(*index) == name));
+    pub(crate) fn give_up(&mut self, node: &str) {
+        let index = self.index(node);
+        self.given_up.extend(index);
     }
 
     /// Retries the workers that were given up.
@@ -152,30 +171,43 @@ impl Children {
         }
     }
 
-    /// Starts one more worker.
+    /// Starts one more worker, with the lowest number that is free.
     pub(crate) fn add(&mut self) {
-        self.count += 1;
-        self.wanted.send_replace(self.count);
-        self.start_one(self.count - 1);
+        let is_free = |index: &u32| !self.wanted.borrow().contains_key(index);
+        let index = (0..=u32::MAX).find(is_free).unwrap_or(u32::MAX);
+        self.start_one(index);
     }
 
     fn start_one(&mut self, index: u32) {
         let devices = &self.command.devices;
         let turn = index as usize % devices.len().max(1);
+        self.watchers += 1;
+        let number = self.watchers;
+        self.wanted.send_modify(|wanted| {
+            wanted.insert(index, number);
+        });
+        let (stop, stopped) = watch::channel(false);
         let watcher = Watcher {
             node: self.node(index),
+            number,
             device: devices.get(turn).cloned().unwrap_or_else(|| "auto".to_owned()),
             command: self.command.clone(),
             events: self.events.clone(),
-            stopped: self.stop.subscribe(),
+            stopped,
             kick: self.kick.clone(),
             wanted: self.wanted.subscribe(),
             ready: self.ready.clone(),
             index,
         };
         self.ready.set(&watcher.node, false);
-        self.tasks.retain(|task| !task.is_finished());
-        self.tasks.push(tokio::spawn(watcher.run()));
+        self.tasks.retain(|task| !task.handle.is_finished());
+        let handle = tokio::spawn(watcher.run());
+        self.tasks.push(WatcherTask { watcher: number, stop, handle });
+    }
+
+    /// The number of a worker that is wanted.
+    fn index(&self, node: &str) -> Option<u32> {
+        self.wanted.borrow().keys().copied().find(|index| self.node(*index) == node)
     }
 
     fn node(&self, index: u32) -> String {
@@ -184,17 +216,21 @@ impl Children {
 
     /// Stops all workers and waits until they have ended.
     pub(crate) async fn stop(self) {
-        let _ = self.stop.send(true);
+        for task in &self.tasks {
+            task.stop.send_replace(true);
+        }
         for task in self.tasks {
-            let _ = task.await;
+            let _ = task.handle.await;
         }
     }
 }
 
 struct Watcher {
     node: String,
-    /// Its number.
+    /// Its node's number.
     index: u32,
+    /// This watcher's own.
+    number: u64,
     device: String,
     command: Arc<WorkerCommand>,
     events: mpsc::Sender<ChildEvent>,
@@ -202,8 +238,8 @@ struct Watcher {
     /// Nodes whose processes are alive but do not answer: they are killed, and restarted like
     /// crashed ones.
     kick: watch::Receiver<UnresponsiveNodes>,
-    /// Number of workers wanted: a worker above it is not restarted, however it ended.
-    wanted: watch::Receiver<u32>,
+    /// See [`Children`]: a worker that is not among them is not restarted, however it ended.
+    wanted: watch::Receiver<BTreeMap<u32, u64>>,
     ready: ReadyWorkers,
 }
 
@@ -223,7 +259,9 @@ impl Watcher {
                             return self.send_left().await;
                         }
                         Some(status) => status.to_string(),
-                        None => return,
+                        // All are stopped.
+                        None if self.is_wanted() => return,
+                        None => return self.send_left().await,
                     }
                 }
                 Err(error) => format!("cannot start: {error}"),
@@ -234,10 +272,13 @@ impl Watcher {
                     let event = ChildEvent::Restarting { node, status: ended, after };
                     self.send_event(event).await;
                     tokio::select! {
-                        () = tokio::time::sleep(after) => if !self.is_wanted() {
-                            return self.send_left().await;
+                        () = tokio::time::sleep(after) => {}
+                        _ = self.stopped.changed() => if self.is_wanted() {
+                            return;
                         },
-                        _ = self.stopped.changed() => return,
+                    }
+                    if !self.is_wanted() {
+                        return self.send_left().await;
                     }
                 }
                 Decision::GiveUp { reason } => {
@@ -251,12 +292,13 @@ impl Watcher {
     }
 
     fn is_wanted(&self) -> bool {
-        self.index < *self.wanted.borrow()
+        self.wanted.borrow().get(&self.index) == Some(&self.number)
     }
 
     async fn send_left(&self) {
         self.ready.forget(&self.node);
-        self.send_event(ChildEvent::Left { node: self.node.clone() }).await;
+        let (node, watcher) = (self.node.clone(), self.number);
+        self.send_event(ChildEvent::Left { node, watcher }).await;
     }
 
     /// Waits for room: a lost event is never made up for. Without a receiver, all workers are about
@@ -414,20 +456,74 @@ fn keep_others(kept: &mut LogWriter, text: &[u8]) {
 mod tests {
     use super::*;
 
-    /// Counts the events of workers that end at once while nobody listens: started, ended,
-    /// restarting, left.
-    async fn told(program: &str, workers: u32, wanted: usize) -> [usize; 4] {
+    /// Starts workers `w-0`, `w-1` .. Who has the last value never kicks one.
+    fn start(
+        program: &str,
+        args: &[&str],
+        workers: u32,
+        room: usize,
+    ) -> (Children, mpsc::Receiver<ChildEvent>, watch::Sender<UnresponsiveNodes>) {
         let command = WorkerCommand {
             program: PathBuf::from(program),
-            args: Vec::new(),
+            args: args.iter().map(OsString::from).collect(),
             threads: 1,
             devices: Vec::new(),
             name: "w".to_owned(),
             patience: Duration::from_secs(1),
         };
-        let (events, mut ends) = mpsc::channel(1);
-        let (_kick, kicked) = watch::channel(UnresponsiveNodes::new());
+        let (events, ends) = mpsc::channel(room);
+        let (kick, kicked) = watch::channel(UnresponsiveNodes::new());
         let children = Children::start(command, workers, events, kicked, ReadyWorkers::default());
+        (children, ends, kick)
+    }
+
+    /// Waits until a worker has left; returns who watched it.
+    async fn left(ends: &mut mpsc::Receiver<ChildEvent>, wanted: &str) -> u64 {
+        loop {
+            let event = tokio::time::timeout(Duration::from_secs(30), ends.recv()).await;
+            match event.unwrap_or_else(|_| panic!("{wanted} is still there")).unwrap() {
+                ChildEvent::Left { node, watcher } if node == wanted => return watcher,
+                _ => {}
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn who_has_left_is_not_counted_until_it_is_started_again() {
+        let (mut children, mut ends, _kick) = start("true", &[], 3, 64);
+        let before = left(&mut ends, "w-1").await;
+        children.left(before);
+        assert_eq!((children.count(), children.num_tried()), (2, 2));
+        assert_eq!(children.nodes_from(1), ["w-2"]);
+        assert!(children.nodes_from(2).is_empty());
+        children.add();
+        assert_eq!(children.nodes_from(0), ["w-2", "w-1", "w-0"]);
+        // What is told late of the one before does not concern its successor.
+        children.left(before);
+        assert_eq!(children.count(), 3);
+        children.give_up("w-0");
+        assert_eq!((children.count(), children.num_tried()), (3, 2));
+        children.dismiss("w-0", true);
+        assert_eq!((children.count(), children.num_tried()), (2, 2));
+        drop(ends);
+        children.stop().await;
+    }
+
+    #[tokio::test]
+    async fn who_is_dismissed_and_not_told_so_is_stopped() {
+        // Ends with its stdin, and has no use for what else it is given.
+        let (mut children, mut ends, _kick) = start("sh", &["-c", "cat"], 2, 64);
+        children.dismiss("w-1", false);
+        left(&mut ends, "w-1").await;
+        assert_eq!(children.nodes_from(0), ["w-0"]);
+        drop(ends);
+        children.stop().await;
+    }
+
+    /// Counts the events of workers that end at once while nobody listens: started, ended,
+    /// restarting, left.
+    async fn told(program: &str, workers: u32, wanted: usize) -> [usize; 4] {
+        let (children, mut ends, _kick) = start(program, &[], workers, 1);
         let mut told = [0; 4];
         while told.iter().sum::<usize>() < wanted {
             let event = tokio::time::timeout(Duration::from_secs(30), ends.recv()).await;

@@ -69,7 +69,7 @@ fn read(command: &clap::Command, file: &Path) -> Result<Vec<(String, String)>, S
     let at = |message: String| format!("{}: {message}", file.display());
     let text = std::fs::read_to_string(file)
         .map_err(|error| at(format!("cannot read the configuration file: {error}")))?;
-    let table: toml::Table = text.parse().map_err(|error| at(format!("not TOML: {error}")))?;
+    let table = text.parse::<toml::Table>().map_err(|error| at(not_toml(&text, &error)))?;
     let known = known_keys(command);
     let mut values: Vec<(String, String)> = Vec::with_capacity(table.len());
     for (given, value) in table {
@@ -99,6 +99,13 @@ fn read(command: &clap::Command, file: &Path) -> Result<Vec<(String, String)>, S
         values.push((key, text));
     }
     Ok(values)
+}
+
+/// What is wrong with it, and in which line. Not the line itself: it may hold an API key.
+fn not_toml(text: &str, error: &toml::de::Error) -> String {
+    let before = error.span().and_then(|span| text.get(..span.start));
+    let line = before.map(|before| format!("line {}: ", before.matches('\n').count() + 1));
+    format!("not TOML: {}{}", line.unwrap_or_default(), error.message())
 }
 
 /// The options of all roles.

@@ -106,7 +106,6 @@ async fn supervise(
 ) -> Result<(), CliError> {
     let first = tokio::time::Instant::now() + TRIED_AGAIN;
     let mut again = tokio::time::interval_at(first, TRIED_AGAIN);
-    let mut left = 0;
     loop {
         let last = tokio::select! {
             _ = again.tick() => {
@@ -119,9 +118,9 @@ async fn supervise(
                     tracing::warn!(node, status, ?after, "a worker ended; restarting it");
                     continue;
                 }
-                Some(ChildEvent::Left { node }) => {
+                Some(ChildEvent::Left { node, watcher }) => {
                     tracing::info!(node, "a worker left");
-                    left += 1;
+                    children.left(watcher);
                     Ok(())
                 }
                 Some(ChildEvent::GaveUp { node, reason }) => {
@@ -131,7 +130,7 @@ async fn supervise(
                 }
             },
         };
-        if children.num_tried() <= left {
+        if children.num_tried() == 0 {
             return last;
         }
     }

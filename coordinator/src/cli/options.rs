@@ -215,9 +215,10 @@ pub(crate) struct FrontendArgs {
     pub(crate) metrics_listen: Option<SocketAddr>,
     #[command(flatten)]
     pub(crate) api: ApiArgs,
-    /// Model folder, for its tokenizer and chat template [default: where the coordinator has it; a
+    /// Model folder, for its tokenizer and chat template; a name on Hugging Face's hub, as in a
+    /// file of all roles, leaves it to the coordinator [default: where the coordinator has it; a
     /// model of the hub is downloaded, without its weights]
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) cache: CacheArgs,

@@ -146,6 +146,15 @@ fn a_bad_value_is_named_with_its_bound_and_file() {
 }
 
 #[test]
+fn an_error_in_a_file_names_its_line_and_does_not_show_it() {
+    for (text, line) in [("workers = 2\napi-key = sk-abc", 2), ("api-key = \"sk-abc", 1)] {
+        let error = up(&[], text).unwrap_err();
+        let told = format!("not TOML: line {line}: ");
+        assert!(error.contains(&told) && !error.contains("sk-abc"), "{error}");
+    }
+}
+
+#[test]
 fn a_dtype_is_one_of_three() {
     use shared::protocol::Dtype;
 

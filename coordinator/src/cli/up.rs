@@ -145,19 +145,22 @@ fn worker_command(
     Ok(WorkerCommand { program, args, threads, devices, name, patience })
 }
 
-/// Starts workers, including those given up, or lets the last ones leave: all of them, or none if
-/// one is indispensable.
+/// Starts workers, including those that left or were given up, or lets the last ones leave: all of
+/// them, or none if one is indispensable.
 async fn scale(
     coordinator: &Coordinator,
     children: &mut Children,
     workers: u32,
 ) -> Result<(), String> {
-    let leaving = children.nodes_from(workers);
-    if !leaving.is_empty() {
-        coordinator.drain(leaving).await?;
+    let (leaving, view) = (children.nodes_from(workers), coordinator.view());
+    // Others cannot be told, and one unknown name would keep all of them here.
+    let is_linked = |node: &&String| view.borrow().workers.iter().any(|(_, it, _)| it == *node);
+    let told: Vec<String> = leaving.iter().filter(is_linked).cloned().collect();
+    if !told.is_empty() {
+        coordinator.drain(told.clone()).await?;
     }
-    while children.count() > workers {
-        children.forget_last();
+    for node in &leaving {
+        children.dismiss(node, told.contains(node));
     }
     children.try_again();
     while children.count() < workers {
@@ -202,7 +205,8 @@ async fn supervise(
                 ChildEvent::Started { node, max_restarts } => {
                     coordinator.supervised(&node, Some(max_restarts));
                 }
-                ChildEvent::Left { node } => {
+                ChildEvent::Left { node, watcher } => {
+                    children.left(watcher);
                     coordinator.supervised(&node, None);
                     tracing::info!(node, "a worker left");
                 }

@@ -2,10 +2,11 @@
 //! ended them, and what their supervisor saw.
 //!
 //! Up to three sources report an end, in any order: the process itself (goodbye), its link, and its
-//! supervisor. Their reports are matched by node name and process id.
+//! supervisor. Their reports are matched by node name and process id. A link may also end under a
+//! process that lives on: it is back under its incarnation, and was never dead.
 use std::collections::{BTreeMap, VecDeque};
 
-use shared::ids::WorkerId;
+use shared::ids::{Incarnation, WorkerId};
 use shared::log::{LogLimits, LogLines, LogRing};
 
 use super::status::{DeadProcess, NodeLogs};
@@ -32,6 +33,7 @@ pub struct ProcessExit {
 struct Process {
     node: String,
     pid: u32,
+    incarnation: Incarnation,
     log: LogRing,
     goodbye: Option<String>,
 }
@@ -39,6 +41,8 @@ struct Process {
 #[derive(Debug)]
 struct DeadRecord {
     dead: DeadProcess,
+    /// `None` of one that never joined.
+    incarnation: Option<Incarnation>,
     log: LogRing,
     stderr: Vec<String>,
 }
@@ -54,10 +58,14 @@ pub struct Records {
 }
 
 impl Records {
-    /// A process took a slot.
-    pub fn joined(&mut self, worker: WorkerId, node: &str, pid: u32) {
-        let log = LogRing::new(LogLimits::SENT);
-        let process = Process { node: node.to_owned(), pid, log, goodbye: None };
+    /// A process took a slot. One that had only lost its link goes on with its log.
+    pub fn joined(&mut self, worker: WorkerId, node: &str, pid: u32, incarnation: Incarnation) {
+        // Not by its process id, which in containers is the same for all of a node's processes.
+        let is_it =
+            |gone: &DeadRecord| gone.incarnation == Some(incarnation) && gone.dead.node == node;
+        let back = self.gone.iter().position(is_it).and_then(|index| self.gone.remove(index));
+        let log = back.map_or_else(|| LogRing::new(LogLimits::SENT), |gone| gone.log);
+        let process = Process { node: node.to_owned(), pid, incarnation, log, goodbye: None };
         self.live.insert(worker, process);
     }
 
@@ -90,7 +98,8 @@ impl Records {
             ..DeadProcess::default()
         };
         let stderr = seen.map(|ended| ended.stderr).unwrap_or_default();
-        self.remember(DeadRecord { dead, log: process.log, stderr });
+        let incarnation = Some(process.incarnation);
+        self.remember(DeadRecord { dead, incarnation, log: process.log, stderr });
     }
 
     /// Its supervisor saw it end, `at` seconds since 1970.
@@ -119,7 +128,7 @@ impl Records {
                     ..DeadProcess::default()
                 };
                 let log = LogRing::new(LogLimits::SENT);
-                self.remember(DeadRecord { dead, log, stderr: ended.stderr });
+                self.remember(DeadRecord { dead, incarnation: None, log, stderr: ended.stderr });
             }
         }
     }
@@ -214,7 +223,7 @@ mod tests {
     #[test]
     fn a_dead_process_keeps_its_reason_exit_and_lines() {
         let mut records = Records::default();
-        records.joined(W, "a", 10);
+        records.joined(W, "a", 10, Incarnation(1));
         records.logged(W, &lines(0, &["one", "two"]));
         let live = records.logs("a", WhichProcess::Newest, 1).unwrap();
         assert!(live.alive && live.lines == ["two"], "{live:?}");
@@ -228,7 +237,7 @@ mod tests {
         let logs = records.logs("a", WhichProcess::Ended, 9).unwrap();
         assert_eq!((logs.lines.len(), logs.stderr.len(), logs.alive), (2, 1, false));
         // Its successor has the name now.
-        records.joined(W, "a", 11);
+        records.joined(W, "a", 11, Incarnation(2));
         assert!(records.logs("a", WhichProcess::Newest, 9).unwrap().alive);
         assert_eq!(records.logs("a", WhichProcess::Ended, 9).unwrap().pid, 10);
         assert_eq!(records.logs("a", WhichProcess::Pid(10), 9).unwrap().pid, 10);
@@ -239,7 +248,7 @@ mod tests {
     #[test]
     fn a_goodbye_is_the_better_reason_and_one_that_never_joined_is_there_too() {
         let mut records = Records::default();
-        records.joined(W, "a", 10);
+        records.joined(W, "a", 10, Incarnation(1));
         records.said_goodbye(W, "drained");
         records.left(W, "closed", 5);
         records.ended(ended("b", 11), 6);
@@ -249,6 +258,25 @@ mod tests {
         assert_eq!(dead[0].reason, "it never joined");
     }
 
+    #[test]
+    fn one_that_only_lost_its_link_is_not_dead_and_keeps_its_log() {
+        let mut records = Records::default();
+        records.joined(W, "a", 1, Incarnation(10));
+        records.logged(W, &lines(0, &["one", "two"]));
+        records.left(W, "the peer was silent", 5);
+        assert_eq!(records.dead().count(), 1);
+        records.joined(W, "a", 1, Incarnation(10));
+        assert_eq!(records.dead().count(), 0);
+        records.logged(W, &lines(2, &["three"]));
+        let logs = records.logs("a", WhichProcess::Newest, 9).unwrap();
+        assert!(logs.alive && logs.missing == 0, "{logs:?}");
+        assert_eq!(logs.lines, ["one", "two", "three"]);
+        // In a container its successor has the same process id.
+        records.left(W, "the peer closed the connection", 6);
+        records.joined(W, "a", 1, Incarnation(11));
+        assert_eq!(records.dead().count(), 1);
+    }
+
     proptest! {
         /// In whatever order links and supervisors report ends, each process has one record with
         /// both, and there are never more than the bound.
@@ -256,7 +284,8 @@ mod tests {
         fn ends_are_put_together_in_any_order(order in Just((0..200u32).collect::<Vec<_>>()).prop_shuffle()) {
             let mut records = Records::default();
             for pid in 0..100 {
-                records.joined(WorkerId(pid), &format!("n{pid}"), pid);
+                let incarnation = Incarnation(u64::from(pid));
+                records.joined(WorkerId(pid), &format!("n{pid}"), pid, incarnation);
             }
             for step in order {
                 let pid = step / 2;

@@ -75,6 +75,11 @@ impl HubSettings {
         let cache = std::path::absolute(&cache).unwrap_or(cache);
         let endpoint = variable("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.to_owned());
         let endpoint = endpoint.trim_end_matches('/').to_owned();
+        if endpoint.contains('@') {
+            // The address is shown in logs.
+            return Err("HF_ENDPOINT has a user or password before an @: give a token in HF_TOKEN"
+                .to_owned());
+        }
         if !["https://", "http://"].iter().any(|it| endpoint.starts_with(it)) {
             return Err(format!("HF_ENDPOINT is {endpoint}, expected an https:// address"));
         }
@@ -163,6 +168,10 @@ mod tests {
         let mirror = settings(&[home, ("HF_ENDPOINT", "http://mirror:1/hub/")], None).unwrap();
         assert_eq!(mirror.endpoint, "http://mirror:1/hub");
         assert!(settings(&[home, ("HF_ENDPOINT", "mirror")], None).unwrap_err().contains("mirror"));
+        for secret in ["https://user:hidden@mirror/hub", "user:hidden@mirror", "http://hidden@m"] {
+            let error = settings(&[home, ("HF_ENDPOINT", secret)], None).unwrap_err();
+            assert!(error.contains("HF_TOKEN") && !error.contains("hidden"), "{error}");
+        }
         for (value, offline) in
             [("1", true), ("true", true), ("on", true), ("0", false), ("", false)]
         {

@@ -348,7 +348,7 @@ impl Handler<Joined> for ClusterActor {
         let connected =
             Connected { incarnation, number, peer, node, host, pid, link, addr, replica: None };
         self.connected.insert(worker, connected);
-        self.records.joined(worker, &hello.node, hello.pid);
+        self.records.joined(worker, &hello.node, hello.pid, incarnation);
         self.absences.back(worker);
         self.frozen.remove(&hello.node);
         if hello.rejoin.slot.is_some() {
