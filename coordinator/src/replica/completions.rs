@@ -42,9 +42,9 @@ impl Completions {
     }
 
     /// Returns the seconds after which a request may retry while `waiting` others wait: as long as
-    /// these take at the recent pace, from 1 to 60. If none has ended lately, the first one may take
-    /// as long again as it has run. Each request is told up to a quarter more or less, so that
-    /// requests refused together do not retry together.
+    /// these take at the recent pace, from 1 to 60. If none has ended lately, the first one may
+    /// take as long again as it has run. Each request is told up to a quarter more or less, so
+    /// that requests refused together do not retry together.
     #[must_use]
     pub fn retry_after_s(&self, now: Duration, waiting: u64, request: RequestId) -> u32 {
         let now = now.as_secs();
