@@ -2,7 +2,7 @@
 //!
 //! The engine runs the same code to find the token that completes a stop string, so that both sides
 //! agree on the sequence's last token.
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ pub struct StopRules {
     /// Special tokens that do not end the sequence are part of its text.
     pub keep_special: bool,
     /// The text of those special tokens by id: in the output, each is put between two [`FENCE`]
-    /// characters. `None` for no fences.
+    /// characters, which stop strings do not see. `None` for no fences.
     pub fenced: Option<Arc<HashMap<u32, String>>>,
 }
 
@@ -43,6 +43,12 @@ pub struct TextStream {
     /// Whether a stop string may end the text where its last token is.
     may_stop: bool,
     piece: String,
+    /// Bytes of the text that were searched, and of those that left the matcher.
+    searched: usize,
+    released: usize,
+    /// Fences of text that is held back: where they are in it, and whether a mark follows. They are
+    /// no part of what is searched, so that a stop string may cross them.
+    fences: VecDeque<(usize, bool)>,
     stopped: bool,
 }
 
@@ -66,6 +72,9 @@ impl TextStream {
             num_tokens: 0,
             may_stop: false,
             piece: String::new(),
+            searched: 0,
+            released: 0,
+            fences: VecDeque::new(),
             stopped: false,
         }
     }
@@ -110,12 +119,35 @@ impl TextStream {
             clean(&mut self.piece);
         }
         if let Some(mark) = mark {
-            self.piece.push(FENCE);
+            let at = self.searched + self.piece.len();
+            self.fences.extend([(at, true), (at + mark.len(), false)]);
             self.piece.push_str(mark);
-            self.piece.push(FENCE);
         }
-        self.stopped = self.matcher.push(&self.piece, self.may_stop, text);
+        self.search(text);
         self.stopped
+    }
+
+    /// Searches the piece; appends what is certain.
+    fn search(&mut self, text: &mut String) {
+        let from = text.len();
+        self.stopped = self.matcher.push(&self.piece, self.may_stop, text);
+        self.searched += self.piece.len();
+        self.fence(text, from);
+    }
+
+    /// Puts fences into the text behind `from`, which has just left the matcher.
+    fn fence(&mut self, text: &mut String, from: usize) {
+        let before = self.released;
+        self.released += text.len() - from;
+        let mut inserted = 0;
+        // Before a mark none is certain until the mark's own text is.
+        while let Some((at, opens)) = self.fences.front().copied()
+            && if opens { at < self.released } else { at <= self.released }
+        {
+            text.insert(from + (at - before) + inserted, FENCE);
+            inserted += FENCE.len_utf8();
+            self.fences.pop_front();
+        }
     }
 
     /// Appends what was held back; call it when the choice is finished. It may have a stop string:
@@ -131,9 +163,11 @@ impl TextStream {
         }
         // The last token may have completed one and begun another character, without whose end its
         // text was not certain.
-        self.stopped = self.matcher.push(&self.piece, self.may_stop, text);
+        self.search(text);
         if !self.stopped {
+            let from = text.len();
             self.matcher.finish(text);
+            self.fence(text, from);
         }
     }
 }
@@ -182,6 +216,49 @@ mod tests {
             stream.finish(&mut text);
             let is_found = stream.stop_string().is_some();
             assert_eq!((text.as_str(), is_found), (expected, min_tokens == 0));
+        }
+    }
+
+    /// Stop strings are found as where there are no fences, and the text is the same but for them.
+    #[test]
+    fn a_stop_string_may_cross_fences() {
+        let vocab = json!({"a": 0, "b": 1, "c": 2});
+        let mark = json!([{"id": 3, "content": "<m>", "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true}]);
+        let tokenizer = json!({"version": "1.0", "truncation": null, "padding": null,
+            "added_tokens": mark, "normalizer": null, "pre_tokenizer": null,
+            "post_processor": null, "decoder": {"type": "Fuse"},
+            "model": {"type": "BPE", "dropout": null, "unk_token": null, "fuse_unk": false,
+                "continuing_subword_prefix": null, "end_of_word_suffix": null,
+                "byte_fallback": false, "vocab": vocab, "merges": []}});
+        let tokenizer = Arc::new(Tokenizer::from_bytes(tokenizer.to_string()).unwrap());
+        let fences = Arc::new(HashMap::from([(3, "<m>".to_owned())]));
+        for (stop, including, expected) in [
+            ("<m>b", false, "a|<m>|"),
+            ("<m>b", true, "a|<m>||<m>|b"),
+            ("a<m><m>", false, ""),
+            ("><m>bc", false, "a|<m"),
+            ("c", false, "a|<m>||<m>|b"),
+            ("x", false, "a|<m>||<m>|bc"),
+            ("cx", false, "a|<m>||<m>|bc"),
+        ] {
+            let rules = |fenced| {
+                let (stops, keep_special) = (vec![stop.to_owned()], true);
+                let include_stop = including;
+                StopRules { stops, keep_special, include_stop, fenced, ..StopRules::default() }
+            };
+            let read = |rules| {
+                let mut stream = TextStream::new(tokenizer.clone(), Arc::new(rules));
+                let mut text = String::new();
+                let tokens = [0, 3, 3, 1, 2];
+                let end = tokens.iter().position(|token| stream.push_token(*token, &mut text));
+                stream.finish(&mut text);
+                (end, text)
+            };
+            let (plain, fenced) = (read(rules(None)), read(rules(Some(fences.clone()))));
+            assert_eq!(fenced.0, plain.0, "{stop}");
+            assert_eq!(fenced.1.replace(FENCE, "|"), expected, "{stop}");
+            assert_eq!(fenced.1.replace(FENCE, ""), plain.1, "{stop}");
         }
     }
 }
