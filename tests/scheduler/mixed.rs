@@ -25,6 +25,19 @@ fn prompts_have_a_part_of_a_step_while_someone_decodes_and_then_all_of_it() {
     assert!(prompts.finish().is_empty());
 }
 
+/// It samples nothing until all of it is there again, and nobody waits for it.
+#[test]
+fn who_is_computed_again_is_not_taken_for_one_that_decodes() {
+    let mut prompts = bounded(16);
+    prompts.ask_for(1, 10, |client| client.max_tokens = 300);
+    (0..200).for_each(|_| drop(prompts.step()));
+    prompts.rig.ready(256);
+    for _ in 0..3 {
+        assert_eq!(prompts.step(), [(1, 64)]);
+    }
+    prompts.finish();
+}
+
 #[test]
 fn prompts_share_that_part() {
     let mut prompts = bounded(16);

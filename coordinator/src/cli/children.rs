@@ -64,7 +64,7 @@ pub(crate) enum ChildEvent {
     /// A worker was told to leave and did, as this watcher saw.
     Left { node: String, watcher: u64 },
     /// A worker keeps failing and is not restarted any more.
-    GaveUp { node: String, reason: String },
+    GaveUp { node: String, watcher: u64, reason: String },
 }
 
 /// A task that watches a worker.
@@ -153,15 +153,19 @@ impl Children {
     }
 
     /// This watcher saw its worker leave: that is not wanted any more, unless it has been started
-    /// again since.
-    pub(crate) fn left(&mut self, watcher: u64) {
+    /// again since. Returns whether nobody watches it now.
+    pub(crate) fn left(&mut self, node: &str, watcher: u64) -> bool {
         self.wanted.send_modify(|wanted| wanted.retain(|_, present| *present != watcher));
+        self.index(node).is_none()
     }
 
-    /// Gives up a worker that keeps failing.
-    pub(crate) fn give_up(&mut self, node: &str) {
+    /// Gives up a worker that keeps failing, as this watcher says. Returns whether it is the one
+    /// that watches it now.
+    pub(crate) fn give_up(&mut self, node: &str, watcher: u64) -> bool {
         let index = self.index(node);
+        let index = index.filter(|index| self.wanted.borrow().get(index) == Some(&watcher));
         self.given_up.extend(index);
+        index.is_some()
     }
 
     /// Retries the workers that were given up.
@@ -283,9 +287,8 @@ impl Watcher {
                 }
                 Decision::GiveUp { reason } => {
                     let reason = format!("{reason}; last exit: {ended}");
-                    return self
-                        .send_event(ChildEvent::GaveUp { node: self.node.clone(), reason })
-                        .await;
+                    let (node, watcher) = (self.node.clone(), self.number);
+                    return self.send_event(ChildEvent::GaveUp { node, watcher, reason }).await;
                 }
             }
         }
@@ -296,7 +299,10 @@ impl Watcher {
     }
 
     async fn send_left(&self) {
-        self.ready.forget(&self.node);
+        // It may have been started again meanwhile.
+        if self.wanted.borrow().get(&self.index).is_none_or(|present| *present == self.number) {
+            self.ready.forget(&self.node);
+        }
         let (node, watcher) = (self.node.clone(), self.number);
         self.send_event(ChildEvent::Left { node, watcher }).await;
     }
@@ -492,16 +498,17 @@ mod tests {
     async fn who_has_left_is_not_counted_until_it_is_started_again() {
         let (mut children, mut ends, _kick) = start("true", &[], 3, 64);
         let before = left(&mut ends, "w-1").await;
-        children.left(before);
+        assert!(children.left("w-1", before));
         assert_eq!((children.count(), children.num_tried()), (2, 2));
         assert_eq!(children.nodes_from(1), ["w-2"]);
         assert!(children.nodes_from(2).is_empty());
         children.add();
         assert_eq!(children.nodes_from(0), ["w-2", "w-1", "w-0"]);
         // What is told late of the one before does not concern its successor.
-        children.left(before);
-        assert_eq!(children.count(), 3);
-        children.give_up("w-0");
+        assert!(!children.left("w-1", before));
+        assert!(!children.give_up("w-1", before));
+        assert_eq!((children.count(), children.num_tried()), (3, 3));
+        assert!(children.give_up("w-0", 1));
         assert_eq!((children.count(), children.num_tried()), (3, 2));
         children.dismiss("w-0", true);
         assert_eq!((children.count(), children.num_tried()), (2, 2));
@@ -533,7 +540,7 @@ mod tests {
                 ChildEvent::Ended(_) => 1,
                 ChildEvent::Restarting { .. } => 2,
                 ChildEvent::Left { .. } => 3,
-                ChildEvent::GaveUp { node, reason } => panic!("{node}: {reason}"),
+                ChildEvent::GaveUp { node, reason, .. } => panic!("{node}: {reason}"),
             };
             told[at] += 1;
             if told[0] == workers as usize && told[1..] == [0; 3] {

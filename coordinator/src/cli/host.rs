@@ -120,11 +120,11 @@ async fn supervise(
                 }
                 Some(ChildEvent::Left { node, watcher }) => {
                     tracing::info!(node, "a worker left");
-                    children.left(watcher);
+                    children.left(&node, watcher);
                     Ok(())
                 }
-                Some(ChildEvent::GaveUp { node, reason }) => {
-                    children.give_up(&node);
+                Some(ChildEvent::GaveUp { node, watcher, reason }) => {
+                    children.give_up(&node, watcher);
                     tracing::error!(node, reason, again = ?TRIED_AGAIN, "a worker keeps failing");
                     Err(CliError::Failed(format!("worker {node}: {reason}")))
                 }

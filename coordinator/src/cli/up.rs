@@ -206,16 +206,20 @@ async fn supervise(
                     coordinator.supervised(&node, Some(max_restarts));
                 }
                 ChildEvent::Left { node, watcher } => {
-                    children.left(watcher);
-                    coordinator.supervised(&node, None);
+                    if children.left(&node, watcher) {
+                        coordinator.supervised(&node, None);
+                    }
                     tracing::info!(node, "a worker left");
                 }
                 ChildEvent::Restarting { node, status, after } => {
                     tracing::warn!(node, status, ?after, "a worker ended; restarting it");
                 }
-                ChildEvent::GaveUp { node, reason } => {
+                ChildEvent::GaveUp { node, watcher, reason } => {
+                    if !children.give_up(&node, watcher) {
+                        // It has been started again since.
+                        continue;
+                    }
                     coordinator.supervised(&node, None);
-                    children.give_up(&node);
                     let serves = !view.borrow().serving.is_empty();
                     if !serves && children.num_tried() < least {
                         return Err(CliError::Failed(format!("worker {node}: {reason}")));

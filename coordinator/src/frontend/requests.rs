@@ -155,7 +155,7 @@ impl Requests {
                 let error = EngineError::ShuttingDown;
                 return self.hold(HeldRequest { open_request, events, since: now, error });
             }
-            return self.fail(id, EngineError::ShuttingDown);
+            return self.fail(now, id, EngineError::ShuttingDown);
         }
         let before = live.open_request.weight();
         let news = live.open_request.take(event);
@@ -220,8 +220,7 @@ impl Requests {
                 note_lost(&open_request, &events);
                 self.hold(HeldRequest { open_request, events, since: now, error });
             } else {
-                self.stats.expired(ExpiryReason::NoCoordinator);
-                let _ = events.send(EngineEvent::Failed(error));
+                self.refuse(HeldRequest { open_request, events, since: now, error });
             }
         }
     }
@@ -244,10 +243,10 @@ impl Requests {
         }
     }
 
-    /// Ends a request that cannot be held or has been for too long.
+    /// Ends a request that no coordinator goes on with.
     fn refuse(&self, HeldRequest { open_request, events, error, .. }: HeldRequest) {
-        // A request that has begun was accepted before.
         match error {
+            _ if events.is_closed() => return,
             _ if open_request.has_begun() => self.stats.expired(ExpiryReason::NoCoordinator),
             EngineError::ShuttingDown => self.stats.rejected(RejectReason::ShuttingDown),
             _ => self.stats.rejected(RejectReason::Unavailable),
@@ -256,10 +255,9 @@ impl Requests {
     }
 
     /// Ends a request that its coordinator gave up and that no other one can go on with.
-    fn fail(&mut self, id: RequestId, error: EngineError) {
-        if let Some(live) = self.forget(id) {
-            self.stats.expired(ExpiryReason::NoCoordinator);
-            let _ = live.events.send(EngineEvent::Failed(error));
+    fn fail(&mut self, now: Duration, id: RequestId, error: EngineError) {
+        if let Some(RunningRequest { open_request, events, .. }) = self.forget(id) {
+            self.refuse(HeldRequest { open_request, events, since: now, error });
         }
     }
 

@@ -150,8 +150,9 @@ impl Scheduler {
     /// Maximum number of prompt tokens in the next step.
     pub(super) fn prompt_tokens_max(&self) -> u32 {
         let max_model_len = self.config.max_model_len;
+        // One whose output is computed again wants more than a token, and samples none.
         let decodes =
-            |seq: &Sequence| seq.computed >= seq.num_prompt && seq.num_wanted(max_model_len) > 0;
+            |seq: &Sequence| seq.computed >= seq.num_prompt && seq.num_wanted(max_model_len) == 1;
         if self.running().any(decodes) { self.mixed_prefill_tokens } else { u32::MAX }
     }
 

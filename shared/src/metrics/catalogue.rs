@@ -120,7 +120,7 @@ catalogue! {
          counted once by each. Equals finished by reason plus in flight.";
     counter REQUESTS_REJECTED: "tutti_requests_rejected_total", Requests,
         model [RejectReason::LABEL], Frontend,
-        "Requests rejected, by the reason given to the client; never counted as accepted.";
+        "Requests rejected before any of their answer, by the reason given to the client; not counted as accepted, unless their coordinator was lost.";
     counter REQUESTS_EXPIRED: "tutti_requests_expired_total", Requests,
         model [ExpiryReason::LABEL], Frontend,
         "Requests given up because their time was up: the client's own limit or the queue's; or because their coordinator was lost and none went on with them.";
