@@ -240,11 +240,15 @@ pub(crate) const ROWS: &[Row] = &[
         Other("`--speculative-config JSON`"),
     ),
     row(
-        &["max-num-partial-prefills", "max-long-partial-prefills", "long-prefill-token-threshold"],
+        &["max-num-partial-prefills", "max-long-partial-prefills"],
         Other(
             "nothing to set: a prompt longer than a step leaves up to half of each step to shorter \
              ones",
         ),
+    ),
+    row(
+        &["long-prefill-token-threshold"],
+        Other("`--max-mixed-prefill-tokens` bounds all prompts together, while sequences decode"),
     ),
     row(
         &[
