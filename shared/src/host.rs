@@ -180,12 +180,18 @@ impl HostThread {
         Self::spawn(process, nvml, stats, LocalStats::new(), Arc::default())
     }
 
-    /// Ends, and samples into other `stats` under another name from now on: these go on from their
-    /// totals, without what was counted under names before.
+    /// Starts sampling under another name, into `stats` that may have totals already: what `before`
+    /// counted under names before, which another coordinator may hand on, is not counted again.
     #[must_use]
-    pub fn go_on_as(self, process: &str, nvml: Option<PathBuf>, stats: SharedStats) -> Self {
+    pub fn start_after(
+        before: Option<Self>,
+        process: &str,
+        nvml: Option<PathBuf>,
+        stats: SharedStats,
+    ) -> Self {
         let own = stats.with(|stats| stats.clone());
-        Self::spawn(process, nvml, stats, own, self.counted.clone())
+        let counted = before.map_or_else(Arc::default, |before| before.counted.clone());
+        Self::spawn(process, nvml, stats, own, counted)
     }
 
     /// `own`: the cells to record into first, since NVML queries may be slow.

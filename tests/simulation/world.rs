@@ -29,7 +29,7 @@ const STAYS_WELL: Time = 2500 * MS;
 /// Interval between checks of all that must be noticed in time.
 const SCRAPE: Time = 700 * MS;
 /// Totals are checked at every so many of those, and at the end: what is wrong with them mostly
-/// stays so, and to merge them takes most of the time.
+/// stays so, and to merge and compare them takes a good part of a run's time.
 const TOTALS_EVERY: Time = 2;
 
 pub(crate) struct World {

@@ -92,11 +92,8 @@ impl LinkOutbox {
                 (stats.with_actors(self.actors.clone()), process)
             });
             let (name, nvml) = (worker.to_string(), self.nvml.clone());
-            self.host = Some(match self.host.take() {
-                // The other coordinator may have handed its totals on: nothing is counted twice.
-                Some(host) => host.go_on_as(&name, nvml, process.clone()),
-                None => HostThread::start(&name, nvml, process.clone()),
-            });
+            let before = self.host.take();
+            self.host = Some(HostThread::start_after(before, &name, nvml, process.clone()));
             self.process = process;
             (worker, stats)
         });

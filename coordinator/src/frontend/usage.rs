@@ -38,11 +38,7 @@ impl ProcessUsage {
         });
         let cells = self.earlier.remove(&slot).unwrap_or_default();
         let (name, nvml) = (slot.to_string(), self.nvml.clone());
-        let host = match before {
-            // The other coordinator may have handed its totals on: nothing is counted twice.
-            Some(host) => host.go_on_as(&name, nvml, cells.clone()),
-            None => HostThread::start(&name, nvml, cells.clone()),
-        };
+        let host = HostThread::start_after(before, &name, nvml, cells.clone());
         self.current = Some((slot, cells, host));
     }
 

@@ -233,16 +233,14 @@ impl Limits {
         tokens: usize,
         alternatives: Option<u32>,
     ) -> Result<(), ApiError> {
-        let entries = alternatives.map_or(0, |each| tokens.saturating_mul(each as usize + 1));
-        if entries <= self.prompt_alternatives {
-            return Ok(());
-        }
-        let max = self.prompt_alternatives;
-        let message = format!(
-            "`{field}`: the prompts have {entries} log-probabilities over all choices, the limit \
-             is {max}"
-        );
-        Err(ApiError::field(field, message))
+        let kept = (tokens, alternatives, self.prompt_alternatives);
+        bounded(kept, |entries, max| {
+            let message = format!(
+                "`{field}`: the prompts have {entries} log-probabilities over all choices, the \
+                 limit is {max}"
+            );
+            ApiError::field(field, message)
+        })
     }
 
     /// Checks the number of log-probabilities that an answer keeps of its output, of at most
@@ -257,15 +255,23 @@ impl Limits {
         tokens: usize,
         alternatives: Option<u32>,
     ) -> Result<(), ApiError> {
-        let entries = alternatives.map_or(0, |each| tokens.saturating_mul(each as usize + 1));
-        if entries <= self.output_alternatives {
-            return Ok(());
-        }
-        let max = self.output_alternatives;
-        let message = format!(
-            "`{field}`: the output may have {entries} log-probabilities over all choices, the \
-             limit is {max}; ask for fewer tokens with `max_tokens`"
-        );
-        Err(ApiError::field(field, message))
+        let kept = (tokens, alternatives, self.output_alternatives);
+        bounded(kept, |entries, max| {
+            let message = format!(
+                "`{field}`: the output may have {entries} log-probabilities over all choices, the \
+                 limit is {max}; ask for fewer tokens with `max_tokens`"
+            );
+            ApiError::field(field, message)
+        })
     }
+}
+
+/// Checks how many log-probabilities are kept: of so many tokens, with so many alternatives each if
+/// they are asked for, up to a limit.
+fn bounded(
+    (tokens, alternatives, max): (usize, Option<u32>, usize),
+    refusal: impl FnOnce(usize, usize) -> ApiError,
+) -> Result<(), ApiError> {
+    let entries = alternatives.map_or(0, |each| tokens.saturating_mul(each as usize + 1));
+    if entries <= max { Ok(()) } else { Err(refusal(entries, max)) }
 }

@@ -171,7 +171,7 @@ impl Merged {
             let ups = self.series.get(&REPLICA_UP.series());
             let is_there = |labels: &LabelValues| {
                 let Some(replica) = replica.and_then(|at| labels.get(at)) else { return true };
-                ups.is_some_and(|ups| ups.keys().any(|up| up.contains(replica)))
+                ups.is_some_and(|ups| ups.contains_key(std::slice::from_ref(replica)))
             };
             let ratios: BTreeMap<LabelValues, Value> = wholes
                 .iter()
