@@ -45,6 +45,7 @@ mod slots;
 pub mod status;
 pub mod view;
 
+use shared::metrics::labels::FailoverReason;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -240,7 +241,8 @@ impl Cluster {
         }
         if let Some(id) = self.replicas.of(worker) {
             let reason = format!("{node}: {reason}");
-            self.break_replica(now, id, EpochEnd::Failed, &reason, effects);
+            let end = EpochEnd::Failed(FailoverReason::RankLost);
+            self.break_replica(now, id, end, &reason, effects);
             self.replicas.change(id, |replica| replica.vacate(now, worker));
         }
         self.reconcile(now, effects);
@@ -365,7 +367,11 @@ impl Cluster {
             self.hung_steps.failed(now, &ranks);
             self.replicas.change(id, Replica::step_hung);
         }
-        self.epoch_failed(now, id, epoch, reason, effects);
+        let cause = match waited_in_vain {
+            true => FailoverReason::StepOverdue,
+            false => FailoverReason::RankFailed,
+        };
+        self.epoch_failed(now, id, epoch, cause, reason, effects);
     }
 
     /// A step failed, hung or returned wrong results: the epoch is over.
@@ -374,6 +380,7 @@ impl Cluster {
         now: Duration,
         id: ReplicaId,
         epoch: Epoch,
+        cause: FailoverReason,
         reason: &str,
         effects: &mut Vec<Effect>,
     ) {
@@ -381,7 +388,7 @@ impl Cluster {
             return;
         };
         let hung = replica.is_serving() && replica.has_hung();
-        self.break_replica(now, id, EpochEnd::Failed, reason, effects);
+        self.break_replica(now, id, EpochEnd::Failed(cause), reason, effects);
         if hung {
             self.gives_way(now, id, Failing::Steps, effects);
         }

@@ -58,6 +58,9 @@ async fn a_killed_worker_comes_back_and_its_requests_go_on_unchanged() {
     assert_eq!(sum("tutti_iteration_tokens_sum"), 3.0 * (600.0 + prompt));
     assert_eq!(scrape.sum("tutti_request_success_total", &[("finished_reason", "length")]), 3.0);
     assert!(sum("tutti_tokens_recomputed_total") > 0.0 && sum("tutti_failovers_total") >= 2.0);
+    // A survivor may have said that it lost the other before the broken link was seen.
+    let replayed = |reason| scrape.sum("tutti_requests_replayed_total", &[("reason", reason)]);
+    assert_eq!(replayed("rank_lost") + replayed("rank_failed"), 2.0);
     assert!(scrape.sum("tutti_worker_restarts_total", &[]) >= 2.0);
     assert_eq!(scrape.sum("tutti_worker_up", &[]), 2.0);
 }

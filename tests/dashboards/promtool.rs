@@ -70,7 +70,10 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
         ],
     ),
     ("TuttiFrontendDown", &[("tutti_frontend_up{frontend=\"1\"}", "0+0")]),
-    ("TuttiFailoversRepeated", &[("tutti_failovers_total{replica=\"0\"}", "0+1")]),
+    (
+        "TuttiFailoversRepeated",
+        &[("tutti_failovers_total{reason=\"rank_lost\",replica=\"0\"}", "0+1")],
+    ),
     ("TuttiWorkerRestartsRepeated", &[("tutti_worker_restarts_total{worker=\"0\"}", "0+1")]),
     ("TuttiSlowRank", &[("tutti_slow_ranks{worker=\"0\"}", "1+0")]),
     ("TuttiDeviceSetAside", &[("tutti_devices_set_aside{worker=\"0\"}", "1+0")]),

@@ -6,7 +6,7 @@ use coordinator::metrics::{Exposition, Hub, StatLogger};
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
 use shared::metrics::catalogue::{self, CATALOGUE};
 use shared::metrics::compat::Compat;
-use shared::metrics::labels::{ActorState, FinishedReason, Method};
+use shared::metrics::labels::{ActorState, FencedReason, FinishedReason, Method};
 use shared::metrics::{Merged, RankStats, Source};
 use shared::protocol::StepTimings;
 use testkit::promtool::check_metrics;
@@ -296,14 +296,14 @@ fn the_prometheus_logger_holds_the_last_text() {
     let mut logger = Exposition::default();
     logger.log(ms(0), &hub.merged());
     let first = logger.text().to_owned();
-    hub.observer().record().fenced_frames(41);
+    hub.observer().record().fenced_frame(FencedReason::NoRank);
     logger.log(ms(0), &hub.merged());
     assert_eq!(
         first.lines().count(),
         logger.text().lines().count(),
         "nothing is left of the first"
     );
-    assert!(logger.text().contains("tutti_fenced_frames_total 41\n"));
+    assert!(logger.text().contains("tutti_fenced_frames_total{reason=\"no_rank\"} 1\n"));
 }
 
 /// `promtool check metrics` reports nothing. The tool comes with the Prometheus server; without it,

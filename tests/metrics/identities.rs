@@ -6,7 +6,7 @@ use coordinator::metrics::observe::{ReplicaConfig, RequestTrack, StepTokens};
 use proptest::prelude::*;
 use shared::ids::ReplicaId;
 use shared::metrics::catalogue;
-use shared::metrics::labels::FinishedReason;
+use shared::metrics::labels::{FailoverReason, FinishedReason};
 
 use crate::rig::{SUMMARY, config, hub, id, ms, scrape};
 
@@ -89,7 +89,7 @@ proptest! {
                 }
                 Event::Replay(i) => {
                     if let Some(i) = picked(i) {
-                        record.interrupted(&mut tracks[i], true);
+                        record.interrupted(&mut tracks[i], Some(FailoverReason::RankLost));
                     }
                 }
                 Event::Finish(i) => {
@@ -118,7 +118,7 @@ proptest! {
                     let config = ReplicaConfig { host_blocks: 8 * (r % 2), ..config(10) };
                     record.replica_ready(ReplicaId(r), &config);
                 }
-                Event::Gone(r) => record.failover(ReplicaId(r)),
+                Event::Gone(r) => record.failover(ReplicaId(r), FailoverReason::RankLost),
             }
             drop(record);
             let scrape = scrape(&hub);

@@ -5,7 +5,9 @@ use coordinator::adapters::ServedAdapters;
 use coordinator::metrics::observe::{ReplicaConfig, RequestSummary, StepTokens};
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
 use shared::metrics::compat::Compat;
-use shared::metrics::labels::{ActorState, FinishedReason, Method, RejectReason};
+use shared::metrics::labels::{
+    ActorState, FailoverReason, FencedReason, FinishedReason, Method, RejectReason,
+};
 use shared::metrics::{RankStats, Source, catalogue};
 use shared::protocol::{FrontendId, Lora, StepTimings, WorkerStats};
 
@@ -179,13 +181,13 @@ fn a_broken_replica_keeps_its_totals_and_loses_its_gauges() {
     assert_eq!(before.get("tutti_requests_running{replica=\"0\"}"), 1.0);
     assert_eq!(before.matching("tutti_cache_config_info").count(), 2);
 
-    hub.observer().record().failover(broken);
+    hub.observer().record().failover(broken, FailoverReason::RankLost);
     // Not moved yet: it still counts, exactly once.
     let during = scrape(&hub);
     during.check_identities();
     assert_eq!(during.get("tutti_requests_running{replica=\"0\"}"), 1.0);
 
-    hub.observer().record().interrupted(&mut track, true);
+    hub.observer().record().interrupted(&mut track, Some(FailoverReason::RankLost));
     let after = scrape(&hub);
     after.check_identities();
     let gauges_of_broken: Vec<_> = after
@@ -197,11 +199,11 @@ fn a_broken_replica_keeps_its_totals_and_loses_its_gauges() {
     assert_eq!(gauges_of_broken, ["tutti_replica_up{replica=\"0\"}"], "and that one is 0");
     assert_eq!(after.get(gauges_of_broken[0]), 0.0);
     assert_eq!(after.get("tutti_generation_tokens_total{replica=\"0\"}"), 1.0);
-    assert_eq!(after.get("tutti_failovers_total{replica=\"0\"}"), 1.0);
-    assert_eq!(after.get("tutti_requests_replayed_total"), 1.0);
+    assert_eq!(after.get("tutti_failovers_total{reason=\"rank_lost\",replica=\"0\"}"), 1.0);
+    assert_eq!(after.get("tutti_requests_replayed_total{reason=\"rank_lost\"}"), 1.0);
     // An intended pause is not a failure.
-    hub.observer().record().interrupted(&mut track, false);
-    assert_eq!(scrape(&hub).get("tutti_requests_replayed_total"), 1.0);
+    hub.observer().record().interrupted(&mut track, None);
+    assert_eq!(scrape(&hub).get("tutti_requests_replayed_total{reason=\"rank_lost\"}"), 1.0);
     assert_eq!(after.get("tutti_requests_waiting{reason=\"no_replica\",replica=\"none\"}"), 1.0);
 
     let mut record = hub.observer().record();
@@ -298,7 +300,8 @@ fn cluster_and_http_events_come_out() {
     record.worker_reported(WorkerId(4), Duration::from_millis(1_700_000_000_500));
     record.worker_restarted(WorkerId(4));
     record.actors(ActorState::Alive, 3);
-    record.fenced_frames(2);
+    record.fenced_frame(FencedReason::Repeated);
+    record.fenced_frame(FencedReason::Repeated);
     record.started("1.2.3", Duration::from_secs(1_700_000_000));
     hub.frontend().http_started();
     hub.frontend().http_started();
@@ -314,7 +317,7 @@ fn cluster_and_http_events_come_out() {
     let at = "tutti_worker_last_report_timestamp_seconds{worker=\"4\"}";
     assert_eq!(up.get(at), 1_700_000_000.5);
     assert_eq!(up.get("tutti_actors{state=\"alive\"}"), 3.0);
-    assert_eq!(up.get("tutti_fenced_frames_total"), 2.0);
+    assert_eq!(up.get("tutti_fenced_frames_total{reason=\"repeated\"}"), 2.0);
     assert_eq!(up.get("tutti_build_info{version=\"1.2.3\"}"), 1.0);
     assert_eq!(up.get("tutti_http_requests_in_flight"), 1.0);
     let answered =
@@ -382,8 +385,8 @@ fn what_is_swapped_is_shown_where_there_is_host_memory_for_it() {
     assert_eq!(back.get("tutti_kv_swapped_blocks_total{direction=\"in\",replica=\"1\"}"), 2.0);
     // What describes the current state ends with the epoch; totals stay.
     let mut record = hub.observer().record();
-    record.failover(with);
-    record.interrupted(&mut track, true);
+    record.failover(with, FailoverReason::RankLost);
+    record.interrupted(&mut track, Some(FailoverReason::RankLost));
     record.finished(track, FinishedReason::Stop, SUMMARY, ms(9));
     drop(record);
     let gone = scrape(&hub);
@@ -463,7 +466,7 @@ fn requests_of_adapters_are_counted_while_they_run() {
     assert_eq!(told(), "2|sql|sql");
     let mut record = hub.observer().record();
     record.scheduled(&mut tracks[1], replica, ms(3));
-    record.interrupted(&mut tracks[2], true);
+    record.interrupted(&mut tracks[2], Some(FailoverReason::RankLost));
     drop(record);
     assert_eq!(counts(), (1.0, 0.0));
     let mut record = hub.observer().record();

@@ -13,6 +13,7 @@ use shared::protocol::{SequenceOutput, StepPlan, StepResult, StepTimings, ToWork
 use tokio::sync::mpsc;
 
 use crate::rig::sizes;
+use shared::metrics::labels::{FailoverReason, FencedReason};
 
 #[derive(Default)]
 pub(crate) struct SentMessages {
@@ -34,7 +35,13 @@ impl Outbound for SentMessages {
         Ok(())
     }
 
-    fn end_epoch(&mut self, _epoch: Epoch, reason: String, hung: Vec<WorkerId>) {
+    fn end_epoch(
+        &mut self,
+        _epoch: Epoch,
+        _cause: FailoverReason,
+        reason: String,
+        hung: Vec<WorkerId>,
+    ) {
         self.ends.push(reason);
         self.hung = hung;
     }
@@ -158,7 +165,7 @@ fn a_step_counts_once_all_ranks_agree_on_the_one_before() {
             core.step_done(now, WORKERS[1], result(&second, 6), &mut sent);
             assert_eq!((accepted(&mut tokens), sent.ends.len()), (0, 1));
             // The next epoch continues from what was accepted.
-            assert!(core.epoch_ended(now, Epoch(3), EpochEnd::Failed));
+            assert!(core.epoch_ended(now, Epoch(3), EpochEnd::Failed(FailoverReason::StepOverdue)));
             core.epoch_formed(now, Epoch(4), 8, 0, WORKERS.to_vec(), &mut sent);
             let again = sent.plans.iter().find(|plan| plan.epoch == Epoch(4)).unwrap();
             assert_eq!(again.admitted.iter().map(|it| it.tokens.len()).max(), Some(4));
@@ -217,5 +224,7 @@ fn what_a_rank_says_again_counts_once() {
         count += 1;
     }
     assert_eq!((count, sent.ends.len()), (2, 0));
-    assert_eq!(hub.merged().counter_sum(FENCED_FRAMES), 8);
+    let merged = hub.merged();
+    assert_eq!(merged.counter_sum(FENCED_FRAMES), 8);
+    assert_eq!(merged.counter_sum_of(FENCED_FRAMES, FencedReason::Repeated), 8);
 }

@@ -13,6 +13,7 @@ use shared::metrics::catalogue::STEPS_OVERDUE;
 use tokio::sync::mpsc;
 
 use crate::agreement::{SentMessages, WORKERS, config, core_with, request, result};
+use shared::metrics::labels::FailoverReason;
 
 /// How long each step takes, as long as all is well.
 const STEP: Duration = Duration::from_millis(20);
@@ -192,7 +193,7 @@ fn the_next_epoch_begins_to_learn_anew_and_the_next_alarm_takes_longer() {
     rig.submit(2000);
     rig.run(100, STEP);
     assert!(rig.hang(TICK, MINUTE).unwrap() < 5_200);
-    rig.core.epoch_ended(rig.now, Epoch(3), EpochEnd::Failed);
+    rig.core.epoch_ended(rig.now, Epoch(3), EpochEnd::Failed(FailoverReason::StepOverdue));
     rig.answered = rig.sent.plans.len();
     rig.form(4);
     rig.run(4, STEP);

@@ -13,6 +13,7 @@ use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId};
 use tokio::sync::mpsc;
 
 use crate::agreement::{SentMessages, WORKERS, core, request, result};
+use shared::metrics::labels::FailoverReason;
 
 const BLOCKS: u32 = 4;
 
@@ -46,7 +47,7 @@ fn outgrown(hub: &Hub) -> (Vec<MovedRequest>, mpsc::Receiver<EngineEvent>, Stays
     core.submit(at, large_one, EventSender::Local(large), &mut sent);
     let small_one = GenerateRequest { id: RequestId(3), max_tokens: 8, ..request() };
     core.submit(at, small_one, EventSender::Local(small), &mut sent);
-    assert!(core.epoch_ended(at, Epoch(1), EpochEnd::Failed));
+    assert!(core.epoch_ended(at, Epoch(1), EpochEnd::Failed(FailoverReason::StepOverdue)));
     let moved = ready(&mut core, 2, BLOCKS / 2);
     (moved, large_events, (small_events, core))
 }
@@ -141,7 +142,7 @@ fn outgrown_without_bound(
         answered += 1;
         WORKERS.iter().for_each(|it| core.step_done(at, *it, result(&plan, 5), &mut sent));
     }
-    assert!(core.epoch_ended(at, Epoch(1), EpochEnd::Failed));
+    assert!(core.epoch_ended(at, Epoch(1), EpochEnd::Failed(FailoverReason::StepOverdue)));
     let half = BLOCKS / 2;
     let moved = core.epoch_formed(at, Epoch(2), half, 0, WORKERS.to_vec(), &mut sent);
     (moved, events, core)

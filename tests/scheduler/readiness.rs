@@ -11,6 +11,7 @@ use shared::ids::{Epoch, Incarnation, RequestId};
 use tokio::sync::mpsc;
 
 use crate::agreement::{SentMessages, WORKERS, core_of, limits, request, result};
+use shared::metrics::labels::FailoverReason;
 
 /// What others see of a replica: what a step has left waiting, and what is free.
 #[test]
@@ -72,7 +73,7 @@ fn a_replica_is_ready_while_a_step_takes_long_and_no_longer_than_steps_may() {
     load.doubtful.store(true, Ordering::Relaxed);
     assert!(is_ready(6100) && !is_ready(6101), "a rank is silent");
     load.doubtful.store(false, Ordering::Relaxed);
-    assert!(core.epoch_ended(at(2000), Epoch(1), EpochEnd::Failed));
+    assert!(core.epoch_ended(at(2000), Epoch(1), EpochEnd::Failed(FailoverReason::StepOverdue)));
     assert!(!is_ready(6101), "nothing is in flight any more");
     core.epoch_formed(at(2500), Epoch(2), 8, 0, WORKERS.to_vec(), &mut sent);
     assert!(!is_ready(2500), "a step of another epoch says nothing");

@@ -17,6 +17,7 @@ use shared::sampling::{Pooling, SamplingParams};
 use crate::frames::travels;
 use crate::guided::{Guidance, TestGuide, Woken, known};
 use crate::worker::{FakeWorker, adapter_of, next_token};
+use shared::metrics::labels::FailoverReason;
 
 /// Limits of a small replica; tests change those that they are about.
 pub(crate) fn sizes() -> SchedulerConfig {
@@ -197,7 +198,7 @@ impl Rig {
     }
 
     pub(crate) fn lost(&mut self) {
-        self.ended(EpochEnd::Failed);
+        self.ended(EpochEnd::Failed(FailoverReason::StepOverdue));
     }
 
     pub(crate) fn ended(&mut self, end: EpochEnd) {

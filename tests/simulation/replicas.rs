@@ -9,6 +9,7 @@ use coordinator::engine::EngineError;
 use coordinator::replica::core::{Outbound, ReplicaCore};
 use coordinator::replica::driver::MovedRequest;
 use shared::ids::{Epoch, ReplicaId, WorkerId};
+use shared::metrics::labels::FailoverReason;
 use shared::protocol::{StepResult, ToWorker};
 
 use crate::coordinator::Coordinator;
@@ -50,7 +51,7 @@ pub(crate) struct RunningReplica {
 struct Outgoing<'a> {
     ranks: &'a [(WorkerId, LinkId, bool)],
     plans: Vec<(LinkId, Rc<ToWorker>)>,
-    ends: Vec<(Epoch, String, Vec<WorkerId>)>,
+    ends: Vec<(Epoch, FailoverReason, String, Vec<WorkerId>)>,
     paces: Vec<(Epoch, WorkerId, bool)>,
 }
 
@@ -66,8 +67,14 @@ impl Outbound for Outgoing<'_> {
         Ok(())
     }
 
-    fn end_epoch(&mut self, epoch: Epoch, reason: String, hung: Vec<WorkerId>) {
-        self.ends.push((epoch, reason, hung));
+    fn end_epoch(
+        &mut self,
+        epoch: Epoch,
+        cause: FailoverReason,
+        reason: String,
+        hung: Vec<WorkerId>,
+    ) {
+        self.ends.push((epoch, cause, reason, hung));
     }
 
     fn report_pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, _times: f64) {
@@ -77,9 +84,23 @@ impl Outbound for Outgoing<'_> {
 
 /// A message to the cluster.
 pub(crate) enum ClusterMail {
-    EpochFailed { replica: ReplicaId, epoch: Epoch, reason: String, hung: Vec<WorkerId> },
-    Pace { replica: ReplicaId, epoch: Epoch, worker: WorkerId, slow: bool },
-    MigrateRequests { from: ReplicaId, requests: Vec<MovedRequest> },
+    EpochFailed {
+        replica: ReplicaId,
+        epoch: Epoch,
+        cause: FailoverReason,
+        reason: String,
+        hung: Vec<WorkerId>,
+    },
+    Pace {
+        replica: ReplicaId,
+        epoch: Epoch,
+        worker: WorkerId,
+        slow: bool,
+    },
+    MigrateRequests {
+        from: ReplicaId,
+        requests: Vec<MovedRequest>,
+    },
 }
 
 impl Coordinator {
@@ -200,12 +221,12 @@ impl World {
             self.note_sent(id, &plan);
             self.send(link, Side::Worker, Packet::Down(plan));
         }
-        for (epoch, reason, hung) in ends {
-            if reason.contains("took over") {
+        for (epoch, cause, reason, hung) in ends {
+            if cause == FailoverReason::StepOverdue {
                 self.check_overdue(id, &ranks, &reason);
             }
-            self.report.disagreed += u64::from(reason.contains("ranks disagree"));
-            self.mail_cluster(ClusterMail::EpochFailed { replica: id, epoch, reason, hung });
+            self.report.disagreed += u64::from(cause == FailoverReason::RanksDisagree);
+            self.mail_cluster(ClusterMail::EpochFailed { replica: id, epoch, cause, reason, hung });
         }
         for (epoch, worker, slow) in paces {
             if !self.switches.slow_ranks_stay {
@@ -245,14 +266,21 @@ impl World {
     pub(crate) fn cluster_mail(&mut self) {
         let Some(mail) = self.coordinator.mail.pop_front() else { return };
         match mail {
-            ClusterMail::EpochFailed { replica, epoch, reason, hung } => {
+            ClusterMail::EpochFailed { replica, epoch, cause, reason, hung } => {
                 self.report.hung += u64::from(!hung.is_empty());
                 let mut effects = Vec::new();
                 let now = self.time();
                 if !self.switches.hung_steps_are_failures {
                     self.coordinator.core.ranks_hang(now, replica, epoch, &hung);
                 }
-                self.coordinator.core.epoch_failed(now, replica, epoch, &reason, &mut effects);
+                self.coordinator.core.epoch_failed(
+                    now,
+                    replica,
+                    epoch,
+                    cause,
+                    &reason,
+                    &mut effects,
+                );
                 self.carry_out(effects);
             }
             ClusterMail::Pace { replica, epoch, worker, slow } => {

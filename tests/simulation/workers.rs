@@ -4,6 +4,7 @@ use coordinator::cluster::Member;
 use coordinator::cluster::roster::{Admission, JoinOutcome};
 use shared::ids::{Incarnation, WorkerId};
 use shared::metrics::Source;
+use shared::metrics::labels::FencedReason;
 use shared::protocol::{
     FromWorker, NodeResources, Rejoin, SequenceOutput, StepResult, WorkerStats,
 };
@@ -224,7 +225,7 @@ impl World {
     fn step_done(&mut self, worker: WorkerId, mut result: StepResult) {
         self.report(worker, std::mem::take(&mut result.stats));
         let Some(replica) = self.coordinator.dispatch.replica_of(worker, None) else {
-            return self.coordinator.hub.observer().record().fenced_frames(1);
+            return self.coordinator.hub.observer().record().fenced_frame(FencedReason::NoRank);
         };
         if self.switches.ranks_may_disagree {
             result.digest = 0;

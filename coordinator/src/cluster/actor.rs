@@ -289,10 +289,10 @@ impl Handler<EpochFailed> for ClusterActor {
 
     fn handle(&mut self, failed: EpochFailed, ctx: &mut Self::Context) {
         let mut effects = Vec::new();
-        let EpochFailed { replica, epoch, reason, hung } = failed;
+        let EpochFailed { replica, epoch, cause, reason, hung } = failed;
         let now = self.clock.now();
         self.core.ranks_hang(now, replica, epoch, &hung);
-        self.core.epoch_failed(now, replica, epoch, &reason, &mut effects);
+        self.core.epoch_failed(now, replica, epoch, cause, &reason, &mut effects);
         self.carry_out(ctx, effects);
     }
 }

@@ -20,6 +20,7 @@ use super::replica::Replica;
 use super::status::AdapterStatus;
 use super::{Cluster, DesiredState, Effect};
 use crate::scheduler::EpochEnd;
+use shared::metrics::labels::FailoverReason;
 
 /// Identifies a command for the shell that gave it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -324,7 +325,8 @@ impl Cluster {
                 self.pending_answers.answered(worker);
                 let Some(id) = self.replicas.of(worker) else { return };
                 let why = format!("{}: {reason}", self.display_name(worker));
-                self.break_replica(now, id, EpochEnd::Failed, &why, effects);
+                let end = EpochEnd::Failed(FailoverReason::RankFailed);
+                self.break_replica(now, id, end, &why, effects);
                 self.replicas.change(id, |replica| replica.hold(now));
                 effects.push(Effect::Unservable { replica: id, reason });
             }

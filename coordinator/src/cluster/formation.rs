@@ -9,6 +9,7 @@ use shared::protocol::{
 use super::replica::Replica;
 use super::{Cluster, ClusterConfig, Effect, Failing, Member};
 use crate::scheduler::EpochEnd;
+use shared::metrics::labels::FailoverReason;
 
 impl Cluster {
     /// Rank 0 has made NCCL's unique id: relays it to the other ranks.
@@ -120,7 +121,8 @@ impl Cluster {
         // One that says nothing is waited for, and replaced, for that.
         let all_answer = !ranks.iter().any(|rank| self.pending_answers.is_unanswered(*rank));
         let fetches = self.replicas.get(id).is_some_and(|it| it.waited_for_files(worker));
-        self.break_replica(now, id, EpochEnd::Failed, &why, effects);
+        let end = EpochEnd::Failed(FailoverReason::RankFailed);
+        self.break_replica(now, id, end, &why, effects);
         if failure.permanent {
             self.replicas.change(id, |replica| replica.hold(now));
             effects.push(Effect::Unservable { replica: id, reason });

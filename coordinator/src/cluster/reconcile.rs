@@ -17,6 +17,7 @@ use super::placement::joins;
 use super::replica::Replica;
 use super::{Cluster, Effect, Member, PlacementRules, place};
 use crate::scheduler::EpochEnd;
+use shared::metrics::labels::FailoverReason;
 
 impl Cluster {
     /// Sets the maximum number of replicas, for an operator. 0: as many as the members allow;
@@ -247,7 +248,8 @@ impl Cluster {
                 guilty.iter().map(|worker| self.pending_answers.patience(*worker, patience));
             let seconds = waited.min().unwrap_or(patience).as_secs();
             let reason = format!("nothing was heard from {} for {seconds} s", names.join(", "));
-            self.break_replica(now, id, EpochEnd::Failed, &reason, effects);
+            let end = EpochEnd::Failed(FailoverReason::RankSilent);
+            self.break_replica(now, id, end, &reason, effects);
             let mut again = Vec::new();
             for worker in guilty {
                 let lasts = self.pending_answers.patience(worker, patience);

@@ -26,8 +26,8 @@ use std::time::Duration;
 use shared::ids::{ReplicaId, WorkerId};
 use shared::metrics::catalogue;
 use shared::metrics::labels::{
-    ActorState, ExpiryReason, FinishedReason, GuideKind, HandshakeRefusal, LabelValue, LinkEnd,
-    NO_REPLICA, PromptSource, RejectReason, WaitingReason,
+    ActorState, ExpiryReason, FailoverReason, FencedReason, FinishedReason, GuideKind,
+    HandshakeRefusal, LabelValue, LinkEnd, NO_REPLICA, PromptSource, RejectReason, WaitingReason,
 };
 use shared::metrics::local::PerValue;
 use shared::metrics::{Counter, Exemplars, Gauge, Histogram, LocalStats, PartialSnapshot};
@@ -86,7 +86,7 @@ struct GlobalSeries {
     rejected: PerValue<Counter>,
     expired: PerValue<Counter>,
     finished: PerValue<Counter>,
-    replayed: Counter,
+    replayed: PerValue<Counter>,
     in_flight: UpDownGauge,
     ttft: Histogram,
     inter_token: Histogram,
@@ -107,7 +107,7 @@ struct GlobalSeries {
     max_tokens: Histogram,
     prompt_throughput: Gauge,
     generation_throughput: Gauge,
-    fenced: Counter,
+    fenced: PerValue<Counter>,
     handshakes: PerValue<Counter>,
     links: PerValue<Counter>,
     actors: PerValue<Gauge>,
@@ -138,7 +138,7 @@ struct ReplicaCells {
     overdue: Counter,
     preemptions: Counter,
     preempted_tokens: Counter,
-    failovers: Counter,
+    failovers: PerValue<Counter>,
     up: Gauge,
     used_blocks: Gauge,
     blocks: Gauge,
@@ -400,7 +400,9 @@ impl GlobalSeries {
             finished: PerValue::new::<FinishedReason>(|reason| {
                 stats.counter(catalogue::REQUEST_SUCCESS, [reason])
             }),
-            replayed: stats.counter(catalogue::REQUESTS_REPLAYED, []),
+            replayed: PerValue::new::<FailoverReason>(|reason| {
+                stats.counter(catalogue::REQUESTS_REPLAYED, [reason])
+            }),
             in_flight: UpDownGauge::permanent(stats, in_flight),
             ttft: stats.histogram(catalogue::TIME_TO_FIRST_TOKEN, []),
             inter_token: stats.histogram(catalogue::INTER_TOKEN_LATENCY, []),
@@ -422,7 +424,9 @@ impl GlobalSeries {
             max_tokens: stats.histogram(catalogue::REQUEST_PARAMS_MAX_TOKENS, []),
             prompt_throughput: stats.gauge(catalogue::PROMPT_THROUGHPUT, []),
             generation_throughput: stats.gauge(catalogue::GENERATION_THROUGHPUT, []),
-            fenced: stats.counter(catalogue::FENCED_FRAMES, []),
+            fenced: PerValue::new::<FencedReason>(|reason| {
+                stats.counter(catalogue::FENCED_FRAMES, [reason])
+            }),
             handshakes: PerValue::new::<HandshakeRefusal>(|reason| {
                 stats.counter(catalogue::HANDSHAKES_REFUSED, [reason])
             }),
@@ -469,7 +473,9 @@ impl ReplicaCells {
             overdue: stats.counter(catalogue::STEPS_OVERDUE, label),
             preemptions: stats.counter(catalogue::PREEMPTIONS, label),
             preempted_tokens: stats.counter(catalogue::PREEMPTED_TOKENS, label),
-            failovers: stats.counter(catalogue::FAILOVERS, label),
+            failovers: PerValue::new::<FailoverReason>(|reason| {
+                stats.counter(catalogue::FAILOVERS, [reason, &name])
+            }),
             up: stats.gauge(catalogue::REPLICA_UP, label),
             used_blocks: stats.gauge(catalogue::KV_CACHE_BLOCKS_USED, label),
             blocks: stats.gauge(catalogue::KV_CACHE_BLOCKS, label),

@@ -10,6 +10,7 @@ use actix::{
 use shared::actor::peer::Encoded;
 use shared::clock::Clock;
 use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
+use shared::metrics::labels::FailoverReason;
 use shared::protocol::{StepResult, ToWorker};
 
 pub use super::core::ReplicaLoad;
@@ -52,8 +53,14 @@ impl Outbound for ReplicaLinks {
         })
     }
 
-    fn end_epoch(&mut self, epoch: Epoch, reason: String, hung: Vec<WorkerId>) {
-        self.cluster.do_send(EpochFailed { replica: self.id, epoch, reason, hung });
+    fn end_epoch(
+        &mut self,
+        epoch: Epoch,
+        cause: FailoverReason,
+        reason: String,
+        hung: Vec<WorkerId>,
+    ) {
+        self.cluster.do_send(EpochFailed { replica: self.id, epoch, cause, reason, hung });
     }
 
     fn report_pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, times: f64) {
@@ -187,7 +194,9 @@ pub struct EpochFailed {
     pub replica: ReplicaId,
     /// The epoch.
     pub epoch: Epoch,
-    /// Why.
+    /// Why, for metrics.
+    pub cause: FailoverReason,
+    /// Why, in words.
     pub reason: String,
     /// Ranks that have not finished a step that takes too long.
     pub hung: Vec<WorkerId>,

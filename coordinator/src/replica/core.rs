@@ -8,6 +8,7 @@ use std::task::Waker;
 use std::time::Duration;
 
 use shared::ids::{Epoch, RequestId, StepId, WorkerId};
+use shared::metrics::labels::{FailoverReason, FencedReason};
 use shared::protocol::{StepMasks, StepPlan, StepResult, ToWorker};
 
 use super::agreement::{Agreement, FinishedStep, RankReport};
@@ -81,9 +82,15 @@ pub trait Outbound {
     /// # Errors
     /// Why some rank does not get it, in one sentence.
     fn send(&mut self, epoch: Epoch, message: &ToWorker) -> Result<(), String>;
-    /// The epoch must end. These ranks have not finished a step that takes too long, if that is
+    /// The epoch must end. `hung` ranks have not finished a step that takes too long, if that is
     /// why.
-    fn end_epoch(&mut self, epoch: Epoch, reason: String, hung: Vec<WorkerId>);
+    fn end_epoch(
+        &mut self,
+        epoch: Epoch,
+        cause: FailoverReason,
+        reason: String,
+        hung: Vec<WorkerId>,
+    );
     /// Tells that a rank has computed `times` as long as the others for a while, which is slow, or
     /// that it keeps pace.
     fn report_pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, times: f64);
@@ -275,16 +282,21 @@ impl ReplicaCore {
         if self.epoch != Some(result.epoch) {
             return self.driver.apply(now, result);
         }
-        let Some(index) = self.ranks.iter().position(|rank| rank.worker == worker) else { return };
+        let Some(index) = self.ranks.iter().position(|rank| rank.worker == worker) else {
+            return self.driver.fenced(FencedReason::NoRank);
+        };
         let done = self.ranks[index].done;
-        if self.over || result.step <= done {
-            // Each rank finishes a step once; anything more is fenced.
-            return self.driver.fenced();
+        if self.over {
+            return self.driver.fenced(FencedReason::StaleEpoch);
+        }
+        if result.step <= done {
+            // Each rank finishes a step once.
+            return self.driver.fenced(FencedReason::Repeated);
         }
         if result.step > self.driver.last_step() || result.step.0 - done.0 > 1 {
             self.over = true;
             let reason = format!("{worker} answered {} after {done}", result.step);
-            return self.end_epoch(reason, outbound);
+            return self.end_epoch(FailoverReason::WrongStep, reason, outbound);
         }
         self.ranks[index].done = result.step;
         if self.ranks.len() > 1 {
@@ -323,7 +335,7 @@ impl ReplicaCore {
             }
             self.driver.step_overdue();
             if let Some(epoch) = self.epoch {
-                outbound.end_epoch(epoch, reason, slow);
+                outbound.end_epoch(epoch, FailoverReason::StepOverdue, reason, slow);
             }
         }
         // A step under way is a sign of life itself; anything sent after it would only queue up.
@@ -369,7 +381,8 @@ impl ReplicaCore {
             self.plan = plan;
         }
         if let Err(reason) = sent {
-            self.end_epoch(format!("a step plan could not be sent: {reason}"), outbound);
+            let reason = format!("a step plan could not be sent: {reason}");
+            self.end_epoch(FailoverReason::RankLost, reason, outbound);
         }
     }
 
@@ -384,7 +397,8 @@ impl ReplicaCore {
                 self.masks = masks;
             }
             if let Err(reason) = sent {
-                self.end_epoch(format!("a step's masks could not be sent: {reason}"), outbound);
+                let reason = format!("a step's masks could not be sent: {reason}");
+                self.end_epoch(FailoverReason::RankLost, reason, outbound);
             }
         }
     }
@@ -416,7 +430,8 @@ impl ReplicaCore {
                 let workers = workers.join(", ");
                 if let Some(epoch) = self.epoch {
                     let reason = format!("ranks disagree on {step}: {workers}");
-                    outbound.end_epoch(epoch, reason, Vec::new());
+                    let cause = FailoverReason::RanksDisagree;
+                    outbound.end_epoch(epoch, cause, reason, Vec::new());
                 }
             }
         }
@@ -439,9 +454,9 @@ impl ReplicaCore {
         }
     }
 
-    fn end_epoch(&self, reason: String, outbound: &mut impl Outbound) {
+    fn end_epoch(&self, cause: FailoverReason, reason: String, outbound: &mut impl Outbound) {
         if let Some(epoch) = self.epoch {
-            outbound.end_epoch(epoch, reason, Vec::new());
+            outbound.end_epoch(epoch, cause, reason, Vec::new());
         }
     }
 }

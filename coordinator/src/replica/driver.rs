@@ -18,6 +18,7 @@ use std::time::Duration;
 
 pub use moving::MovedRequest;
 use shared::ids::{Epoch, ReplicaId, RequestId, SeqId, StepId};
+use shared::metrics::labels::FencedReason;
 use shared::mix::IdMap;
 use shared::protocol::{RequestNote, StepMasks, StepPlan, StepResult};
 
@@ -29,7 +30,7 @@ use crate::engine::{
 };
 use crate::metrics::Observer;
 use crate::metrics::observe::{RequestSummary, RequestTrack};
-use crate::scheduler::{AwaitedMask, Effect, EpochEnd, Scheduler};
+use crate::scheduler::{ApplyError, AwaitedMask, Effect, EpochEnd, Scheduler};
 
 /// How long the driver waits for what.
 #[derive(Clone, Copy, Debug)]
@@ -346,14 +347,18 @@ impl ReplicaDriver {
         self.in_flight.clear();
         self.scheduler.replica_lost(end, &mut self.effects);
         let mut recording = self.observer.record();
-        match end {
-            EpochEnd::Failed => recording.failover(self.id),
-            EpochEnd::Planned => recording.replica_gone(self.id),
+        let failure = match end {
+            EpochEnd::Failed(reason) => Some(reason),
+            EpochEnd::Planned => None,
+        };
+        match failure {
+            Some(reason) => recording.failover(self.id, reason),
+            None => recording.replica_gone(self.id),
         }
         for live in self.live.values_mut() {
-            let failed = end == EpochEnd::Failed;
-            recording.interrupted(&mut live.track, failed);
+            recording.interrupted(&mut live.track, failure);
             if live.has_run {
+                let failed = failure.is_some();
                 live.note(RequestNote::Interrupted { replica: self.id, failed });
             }
             live.waits_since = now;
@@ -426,15 +431,18 @@ impl ReplicaDriver {
             }
             Err(error) => {
                 tracing::debug!(replica = %self.id, %error, "a result was fenced");
-                self.observer.record().fenced_frames(1);
+                self.fenced(match error {
+                    ApplyError::StaleEpoch { .. } => FencedReason::StaleEpoch,
+                    ApplyError::UnexpectedStep { .. } => FencedReason::Repeated,
+                });
             }
         }
         self.deliver(now);
     }
 
     /// A result arrived that does not count.
-    pub fn fenced(&mut self) {
-        self.observer.record().fenced_frames(1);
+    pub fn fenced(&mut self, reason: FencedReason) {
+        self.observer.record().fenced_frame(reason);
     }
 
     /// The ranks of a step did not report the same tokens.

@@ -1,5 +1,6 @@
 //! PURE: an epoch begins when the replica's ranks are formed, and ends. Accepted tokens outlive it.
 use shared::ids::{Epoch, RequestId, StepId};
+use shared::metrics::labels::FailoverReason;
 use shared::mix::IdSet;
 
 use super::blocks::BlockPool;
@@ -15,7 +16,7 @@ pub const SUSPICION_MAX: u32 = 3;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EpochEnd {
     /// Something broke, maybe because of what was computed.
-    Failed,
+    Failed(FailoverReason),
     /// The cluster ended it: a drain, another degree, fewer replicas.
     Planned,
 }
@@ -76,7 +77,7 @@ impl Scheduler {
         }
         let mut guilty: Vec<(RequestId, u32)> = Vec::new();
         while let Some(slot) = self.running.last().copied() {
-            if end == EpochEnd::Failed
+            if matches!(end, EpochEnd::Failed(_))
                 && let Some(seq) = &mut self.sequences[slot]
             {
                 seq.suspicion += u32::from(!seq.progressed);

@@ -9,11 +9,12 @@ use super::definition::{
 };
 use super::labels::{
     ADAPTER, ALGORITHM, ActorState, BLOCK_SIZE, CACHE_DTYPE, ENABLE_PREFIX_CACHING, ExpiryReason,
-    FRONTEND, FinishedReason, GPU, GuideKind, HOST, HandshakeRefusal, Label, LabelValue, LinkEnd,
-    MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MemberRole, MessageRefusal, Method, NAME,
-    NODE, NUM_BLOCKS, NUM_HOST_BLOCKS, ObservationRefusal, POSITION, PROCESS, PromptSource, RANK,
-    REPLICA, ROUTE, RejectReason, ReloadOutcome, ReportRefusal, STATUS, SecretFile, SpanLoss,
-    SwapDirection, TENSOR_PARALLEL, UUID, VERSION, WORKER, WaitingReason,
+    FRONTEND, FailoverReason, FencedReason, FinishedReason, GPU, GuideKind, HOST, HandshakeRefusal,
+    Label, LabelValue, LinkEnd, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MemberRole,
+    MessageRefusal, Method, NAME, NODE, NUM_BLOCKS, NUM_HOST_BLOCKS, ObservationRefusal, POSITION,
+    PROCESS, PromptSource, RANK, REPLICA, ROUTE, RejectReason, ReloadOutcome, ReportRefusal,
+    STATUS, SecretFile, SpanLoss, SwapDirection, TENSOR_PARALLEL, UUID, VERSION, WORKER,
+    WaitingReason,
 };
 
 mod buckets;
@@ -139,8 +140,10 @@ catalogue! {
         "Requests waiting now, by what they wait for; replica is none before one is chosen.";
     gauge(Sum) REQUESTS_SWAPPED: "tutti_requests_swapped", Requests, model [REPLICA], Coordinator,
         "Requests whose KV blocks are in host memory now.", when "requests are swapped";
-    counter REQUESTS_REPLAYED: "tutti_requests_replayed_total", Requests, model [], Coordinator,
-        "Requests continued elsewhere from their accepted tokens after their replica broke.";
+    counter REQUESTS_REPLAYED: "tutti_requests_replayed_total", Requests,
+        model [FailoverReason::LABEL], Coordinator,
+        "Requests continued elsewhere from their accepted tokens after their replica broke, by why \
+         it broke.";
     gauge(Sum) LORA_REQUESTS: "tutti_lora_requests", Requests, model [ADAPTER, REPLICA],
         Coordinator, "Requests in a replica's batch now, by LoRA adapter.",
         when "LoRA adapters are served";
@@ -369,10 +372,11 @@ catalogue! {
     gauge(Max) REPLICAS_WANTED: "tutti_replicas_wanted", Items, model [], Coordinator,
         "Replicas wanted by --replicas or tutti scale; without either, the replicas that exist, \
          serving or not.";
-    counter FAILOVERS: "tutti_failovers_total", Events, model [REPLICA], Coordinator,
-        "Times a serving replica broke and its requests were moved.";
-    counter FENCED_FRAMES: "tutti_fenced_frames_total", Events, [], Coordinator,
-        "Frames dropped because their epoch is over.";
+    counter FAILOVERS: "tutti_failovers_total", Events,
+        model [FailoverReason::LABEL, REPLICA], Coordinator,
+        "Times a serving replica broke and its requests were moved, by why it broke.";
+    counter FENCED_FRAMES: "tutti_fenced_frames_total", Events, [FencedReason::LABEL], Coordinator,
+        "Results of steps that had no effect, by reason: their epoch is over, or they came twice.";
     gauge(Max) WORKER_UP: "tutti_worker_up", Items, [WORKER], Coordinator,
         "1 while a worker is linked, 0 for ten minutes after it is gone, unless it was drained.";
     gauge(Max) WORKER_INFO: "tutti_worker_info", Info, [NODE, VERSION, WORKER], Coordinator,

@@ -184,6 +184,38 @@ label_enum! {
 }
 
 label_enum! {
+    /// Why a serving replica broke.
+    FailoverReason, "reason" {
+        /// The coordinator's actor for it ended.
+        ActorFailed = "actor_failed",
+        /// A rank reported that it cannot go on: a device's error, or a collective's.
+        RankFailed = "rank_failed",
+        /// A rank's worker is gone, or its link takes no more.
+        RankLost = "rank_lost",
+        /// A rank left unanswered what it was told.
+        RankSilent = "rank_silent",
+        /// Ranks computed different tokens in the same step.
+        RanksDisagree = "ranks_disagree",
+        /// A step took too long, or a rank waited in it for another in vain.
+        StepOverdue = "step_overdue",
+        /// A rank answered a step that it was not sent, or left one out.
+        WrongStep = "wrong_step",
+    }
+}
+
+label_enum! {
+    /// Why a result of a step had no effect.
+    FencedReason, "reason" {
+        /// Its worker has no rank in the epoch, or in any.
+        NoRank = "no_rank",
+        /// Its rank had answered the step before.
+        Repeated = "repeated",
+        /// Its epoch is over, or its end is decided.
+        StaleEpoch = "stale_epoch",
+    }
+}
+
+label_enum! {
     /// Files with secrets that are read again when they change.
     SecretFile, "file" {
         /// API keys.

@@ -14,6 +14,7 @@ use crate::links::WorkerLink;
 use crate::metrics::observe::ReplicaConfig;
 use crate::replica::actor::{EpochFormed, ReplicaLoad};
 use crate::scheduler::EpochEnd;
+use shared::metrics::labels::FailoverReason;
 
 impl ClusterActor {
     /// Carries out the core's effects, then publishes the view; without effects, the next tick
@@ -39,7 +40,7 @@ impl ClusterActor {
                     self.replica_ready(ctx, replica, epoch, ranks, sizes);
                 }
                 Effect::ReplicaBroken { replica, epoch, end, reason } => {
-                    if end == EpochEnd::Failed {
+                    if matches!(end, EpochEnd::Failed(_)) {
                         *self.broken.entry(replica).or_default() += 1;
                     }
                     if self.stopping || end == EpochEnd::Planned {
@@ -211,8 +212,9 @@ impl ClusterActor {
             tracing::error!(replica = %id, "the replica's actor ended; restarting it");
             self.replicas.remove(&id);
             if let Some(epoch) = self.dispatch.crashed(id) {
-                self.hub.observer().record().failover(id);
-                self.core.epoch_failed(now, id, epoch, "its actor has ended", effects);
+                let cause = FailoverReason::ActorFailed;
+                self.hub.observer().record().failover(id, cause);
+                self.core.epoch_failed(now, id, epoch, cause, "its actor has ended", effects);
             }
         }
     }

@@ -16,6 +16,7 @@ use crate::cluster::{Effect, Member, PlacementRules, ReplicaPhase};
 use crate::coordinator::ended;
 use crate::replica::driver::{DriverLimits, ReplicaDriver};
 use crate::scheduler::{EpochEnd, Scheduler, SchedulerConfig};
+use shared::metrics::labels::FailoverReason;
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -180,9 +181,11 @@ fn a_replica_that_pauses_as_planned_has_not_been_restarted() {
             end,
             reason: "so".to_owned(),
         };
-        for (end, restarts) in
-            [(EpochEnd::Planned, 0), (EpochEnd::Failed, 1), (EpochEnd::Planned, 1)]
-        {
+        for (end, restarts) in [
+            (EpochEnd::Planned, 0),
+            (EpochEnd::Failed(FailoverReason::StepOverdue), 1),
+            (EpochEnd::Planned, 1),
+        ] {
             let effect = broke(end);
             let counted = within(&cluster, move |actor, ctx| {
                 actor.carry_out(ctx, vec![effect]);

@@ -19,6 +19,7 @@ use super::super::roster::{Admission, JoinOutcome, LinkNumber};
 use super::{ClusterActor, Connected};
 use crate::links::link_end;
 use crate::replica::actor::StepDone;
+use shared::metrics::labels::FencedReason;
 
 /// Interval of idle workers' stats reports.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
@@ -221,7 +222,7 @@ impl ClusterActor {
         let replica = self.replica_of(worker).and_then(|id| self.replicas.get(&id));
         match replica {
             Some(replica) => replica.do_send(StepDone { worker, result }),
-            None => self.hub.observer().record().fenced_frames(1),
+            None => self.hub.observer().record().fenced_frame(FencedReason::NoRank),
         }
     }
 

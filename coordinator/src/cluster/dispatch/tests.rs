@@ -3,6 +3,7 @@ use shared::sampling::SamplingParams;
 
 use super::*;
 use crate::engine::{EngineCommand, EngineHandle};
+use shared::metrics::labels::FailoverReason;
 
 const MAX_NUM_SEQS: u32 = 16;
 const BLOCK: u32 = 16;
@@ -162,7 +163,12 @@ fn an_open_ended_request_goes_where_it_does_not_soon_end() {
     assert_eq!(goes(1000, 60_000), 0, "most answers are shorter");
     assert_eq!(goes(5900, 50), 0, "it gets all that it may have");
     // The larger one does not serve.
-    rig.dispatch.broke(ReplicaId(1), Epoch(1), EpochEnd::Failed, &mut Vec::new());
+    rig.dispatch.broke(
+        ReplicaId(1),
+        Epoch(1),
+        EpochEnd::Failed(FailoverReason::StepOverdue),
+        &mut Vec::new(),
+    );
     assert_eq!(rig.submit(5900, 1, 60_000, true), 0);
     assert_eq!(rig.submit(6100, 1, 60_000, true), 1, "it has to wait for that one");
 }

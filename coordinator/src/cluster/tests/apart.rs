@@ -1,4 +1,5 @@
 //! Ranks that do not reach each other, while the coordinator reaches each of them.
+use shared::metrics::labels::FailoverReason;
 use shared::protocol::Trouble;
 
 use super::*;
@@ -86,7 +87,14 @@ fn what_failed_is_forgotten_when_it_serves() {
         epoch = forms(&effects)[0].2;
         bring_up(&mut cluster, secs(101), epoch, &[0, 1]);
         let mut effects = Vec::new();
-        cluster.epoch_failed(secs(102), ReplicaId(0), Epoch(epoch), "a step", &mut effects);
+        cluster.epoch_failed(
+            secs(102),
+            ReplicaId(0),
+            Epoch(epoch),
+            FailoverReason::StepOverdue,
+            "a step",
+            &mut effects,
+        );
         cluster.tick(secs(200), &mut effects);
         epoch = forms(&effects)[0].2;
         assert_eq!(groups(&cluster), [[Some(0), Some(1)]]);
@@ -293,7 +301,14 @@ fn a_replica_grows_with_those_that_came_only() {
     }
     let mut effects = Vec::new();
     all.cluster.worker_joined(all.now, member(2, 1, "far"), &mut effects);
-    all.cluster.epoch_failed(all.now, ReplicaId(0), Epoch(1), "again", &mut effects);
+    all.cluster.epoch_failed(
+        all.now,
+        ReplicaId(0),
+        Epoch(1),
+        FailoverReason::StepOverdue,
+        "again",
+        &mut effects,
+    );
     all.now += secs(11);
     all.cluster.tick(all.now, &mut effects);
     all.goes_on(effects);
@@ -316,7 +331,14 @@ fn spares_that_fail_in_another_way_do_not_take_turns() {
         let epoch = all.cluster.replicas().next().unwrap().epoch;
         let mut effects = Vec::new();
         all.cluster.ranks_hang(all.now, ReplicaId(0), epoch, &ranks);
-        all.cluster.epoch_failed(all.now, ReplicaId(0), epoch, "it hangs", &mut effects);
+        all.cluster.epoch_failed(
+            all.now,
+            ReplicaId(0),
+            epoch,
+            FailoverReason::StepOverdue,
+            "it hangs",
+            &mut effects,
+        );
         ranks.iter().for_each(|rank| all.cluster.executor_heard(all.now, *rank));
         all.now += secs(11);
         all.cluster.tick(all.now, &mut effects);

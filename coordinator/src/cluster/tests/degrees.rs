@@ -1,5 +1,6 @@
 //! Fewer ranks while some stay away.
 use super::*;
+use shared::metrics::labels::FailoverReason;
 
 #[test]
 fn the_degree_follows_the_members_down_and_up_again() {
@@ -80,7 +81,14 @@ fn two_broken_replicas_complete_one() {
     assert_eq!(ids, [0, 1]);
     // Late messages about the number's earlier epoch change nothing.
     effects.clear();
-    cluster.epoch_failed(secs(8), ReplicaId(1), Epoch(2), "late", &mut effects);
+    cluster.epoch_failed(
+        secs(8),
+        ReplicaId(1),
+        Epoch(2),
+        FailoverReason::StepOverdue,
+        "late",
+        &mut effects,
+    );
     assert!(effects.is_empty(), "{effects:?}");
 }
 

@@ -1,6 +1,7 @@
 //! Ranks whose every step hangs, although they answer when they are formed.
 use super::super::failing_ranks::HUNG_MAX;
 use super::*;
+use shared::metrics::labels::FailoverReason;
 
 /// Forms `effects`' replica, lets it serve for a while, and has a step hang in which all of its
 /// ranks wait for each other. Returns who they were, and what came of it.
@@ -14,7 +15,14 @@ fn hangs(cluster: &mut Cluster, now: &mut Duration, effects: &[Effect]) -> (Vec<
     let mut effects = Vec::new();
     let id = ReplicaId(0);
     cluster.ranks_hang(*now, id, Epoch(epoch), &ranks);
-    cluster.epoch_failed(*now, id, Epoch(epoch), "a step took over 15 s", &mut effects);
+    cluster.epoch_failed(
+        *now,
+        id,
+        Epoch(epoch),
+        FailoverReason::StepOverdue,
+        "a step took over 15 s",
+        &mut effects,
+    );
     // All are heard: they left when they were told to.
     ranks.iter().for_each(|rank| cluster.executor_heard(*now, *rank));
     for _ in 0..12 {
@@ -81,7 +89,14 @@ fn what_hung_is_forgotten_after_an_hour_of_serving() {
         now += secs(1799);
         effects.clear();
         cluster.tick(now, &mut effects);
-        cluster.epoch_failed(now, ReplicaId(0), Epoch(epoch), "a device", &mut effects);
+        cluster.epoch_failed(
+            now,
+            ReplicaId(0),
+            Epoch(epoch),
+            FailoverReason::StepOverdue,
+            "a device",
+            &mut effects,
+        );
         cluster.tick(now + secs(10), &mut effects);
         now += secs(20);
     }
@@ -209,7 +224,14 @@ fn without_permission_and_a_spare_the_same_ranks_are_formed_with_a_growing_wait(
     now += secs(20);
     let mut effects = Vec::new();
     cluster.ranks_hang(now, ReplicaId(0), Epoch(epoch), &[WorkerId(0), WorkerId(1)]);
-    cluster.epoch_failed(now, ReplicaId(0), Epoch(epoch), "it hangs", &mut effects);
+    cluster.epoch_failed(
+        now,
+        ReplicaId(0),
+        Epoch(epoch),
+        FailoverReason::StepOverdue,
+        "it hangs",
+        &mut effects,
+    );
     cluster.tick(now + secs(9), &mut effects);
     assert!(forms(&effects).is_empty());
     cluster.tick(now + secs(10), &mut effects);

@@ -1,5 +1,6 @@
 //! What passes over the cluster cost, and that no pass is skipped that would find something to do.
 use proptest::prelude::*;
+use shared::metrics::labels::FailoverReason;
 
 use shared::model_identity::ModelIdentity;
 
@@ -188,7 +189,9 @@ impl Twins {
             Happening::Broke(replica) => {
                 let Some(it) = self.eager.replicas().find(|it| it.id.0 == replica) else { return };
                 let (id, epoch) = (it.id, it.epoch);
-                self.both(|it, now, effects| it.epoch_failed(now, id, epoch, "hung", effects));
+                self.both(|it, now, effects| {
+                    it.epoch_failed(now, id, epoch, FailoverReason::StepOverdue, "hung", effects)
+                });
             }
             Happening::Pace(worker, slow) => {
                 let worker = WorkerId(worker);

@@ -1,4 +1,5 @@
 //! Ranks that never answer when they are formed, while their links live.
+use shared::metrics::labels::FailoverReason;
 use shared::model_identity::ModelIdentity;
 
 use super::*;
@@ -110,7 +111,14 @@ fn a_rank_whose_step_hung_makes_room_for_a_spare_sooner() {
     let hung = [WorkerId(0), WorkerId(1)];
     let mut effects = Vec::new();
     cluster.ranks_hang(secs(10), ReplicaId(0), Epoch(1), &hung);
-    cluster.epoch_failed(secs(10), ReplicaId(0), Epoch(1), "a step took over 5 s", &mut effects);
+    cluster.epoch_failed(
+        secs(10),
+        ReplicaId(0),
+        Epoch(1),
+        FailoverReason::StepOverdue,
+        "a step took over 5 s",
+        &mut effects,
+    );
     effects.extend(wait(&mut cluster, 10, 11));
     let ranks: Vec<u32> = forms(&effects).iter().map(|form| form.0).collect();
     assert_eq!(ranks, [0, 1], "who hangs is not known");
@@ -133,7 +141,14 @@ fn a_step_of_an_epoch_that_is_over_says_nothing_of_the_ranks_of_the_next() {
     let (mut cluster, effects) = cluster_of(config(2), 3);
     bring_up(&mut cluster, secs(1), forms(&effects)[0].2, &[0, 1]);
     let mut effects = Vec::new();
-    cluster.epoch_failed(secs(10), ReplicaId(0), Epoch(1), "a link is gone", &mut effects);
+    cluster.epoch_failed(
+        secs(10),
+        ReplicaId(0),
+        Epoch(1),
+        FailoverReason::StepOverdue,
+        "a link is gone",
+        &mut effects,
+    );
     effects.extend(wait(&mut cluster, 10, 11));
     assert_eq!(forms(&effects).len(), 2, "the next epoch");
     cluster.ranks_hang(secs(10), ReplicaId(0), Epoch(1), &[WorkerId(0), WorkerId(1)]);

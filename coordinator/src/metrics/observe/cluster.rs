@@ -4,7 +4,9 @@ use std::time::Duration;
 use shared::ids::{ReplicaId, WorkerId};
 use shared::metrics::LocalStats;
 use shared::metrics::catalogue;
-use shared::metrics::labels::{ActorState, HandshakeRefusal, LinkEnd};
+use shared::metrics::labels::{
+    ActorState, FailoverReason, FencedReason, HandshakeRefusal, LinkEnd,
+};
 use shared::protocol::{EngineConfig, FrontendId};
 
 use super::swap::HostCells;
@@ -83,18 +85,18 @@ impl Recording<'_> {
     }
 
     /// A serving replica broke; its requests go elsewhere.
-    pub fn failover(&mut self, replica: ReplicaId) {
+    pub fn failover(&mut self, replica: ReplicaId, reason: FailoverReason) {
         self.replica_gone(replica);
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.replica(replica);
-        stats.add(cells.failovers, 1);
+        stats.add(cells.failovers.get(reason), 1);
     }
 
-    /// Frames were dropped because their epoch was over.
-    pub fn fenced_frames(&mut self, count: u64) {
+    /// A step's result had no effect.
+    pub fn fenced_frame(&mut self, reason: FencedReason) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let Cells { stats, fixed, .. } = cells;
-        stats.add(fixed.fenced, count);
+        stats.add(fixed.fenced.get(reason), 1);
     }
 
     /// A connection did not become a link.

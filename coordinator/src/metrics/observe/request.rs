@@ -9,7 +9,7 @@ use std::time::Duration;
 use shared::ids::ReplicaId;
 use shared::metrics::LocalStats;
 use shared::metrics::labels::{
-    ExpiryReason, FinishedReason, GuideKind, RejectReason, WaitingReason,
+    ExpiryReason, FailoverReason, FinishedReason, GuideKind, RejectReason, WaitingReason,
 };
 use shared::protocol::GuideSpec;
 
@@ -250,15 +250,17 @@ impl Recording<'_> {
         stats.add(cells.preempted_tokens, tokens);
     }
 
-    /// The request's replica pauses, because it `failed` or as planned: the request waits to be
-    /// continued, there or elsewhere. It counts as replayed if its replica failed, unless it had
-    /// not been scheduled yet and so loses nothing.
-    pub fn interrupted(&mut self, track: &mut RequestTrack, failed: bool) {
+    /// The request's replica pauses, because it failed or, without `failure`, as planned: the
+    /// request waits to be continued, there or elsewhere. It counts as replayed if its replica
+    /// failed, unless it had not been scheduled yet and so loses nothing.
+    pub fn interrupted(&mut self, track: &mut RequestTrack, failure: Option<FailoverReason>) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.move_to(track, RequestGauge::NoReplica);
-        if failed && track.first_scheduled.is_some() {
+        if let Some(reason) = failure
+            && track.first_scheduled.is_some()
+        {
             let Cells { stats, fixed, .. } = cells;
-            stats.add(fixed.replayed, 1);
+            stats.add(fixed.replayed.get(reason), 1);
         }
     }
 

@@ -6,6 +6,7 @@ use shared::sampling::SamplingParams;
 use super::*;
 use crate::engine::GenerateRequest;
 use crate::scheduler::{EpochEnd, HandedOver, SchedulerConfig};
+use shared::metrics::labels::FailoverReason;
 
 fn scheduler(max_queued_requests: u32) -> Scheduler {
     let config = SchedulerConfig {
@@ -79,7 +80,7 @@ fn what_has_run_does_not_count_as_queued() {
     here.submit(request(1, 3, 1)).unwrap();
     assert!(here.plan(&mut plan, &mut effects));
     // Both wait again, and a new one may, too.
-    here.replica_lost(EpochEnd::Failed, &mut effects);
+    here.replica_lost(EpochEnd::Failed(FailoverReason::StepOverdue), &mut effects);
     assert_eq!((here.gauges().waiting, here.queued), (2, QueueLoad::default()));
     here.submit(request(2, 3, 1)).unwrap();
     assert_eq!(here.submit(request(3, 3, 1)), Err(full(1, 1)));
