@@ -1,10 +1,10 @@
 //! Scaling up and down, draining, and what operators see; no request fails.
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use testkit::client::Client;
-use testkit::local_cluster::tutti_binary;
+use testkit::local_cluster::{LocalCluster, tutti_binary};
 use testkit::scrape::Scrape;
 
 use crate::{STORY, greedy, text, up};
@@ -130,7 +130,27 @@ async fn no_request_fails_by_scaling_or_draining() {
         assert!(ok, "{said}");
     }
     serving(3.0).await;
-    assert_eq!(nodes(&status(server)), ["local-0", "local-1", "local-2"]);
+    let now = status(server);
+    assert_eq!(nodes(&now), ["local-0", "local-1", "local-2"]);
+    // Nor is who has not left yet: it is frozen until the number is given.
+    let last = &now["nodes"][2];
+    let pid = u32::try_from(last["pid"].as_u64().unwrap()).unwrap();
+    LocalCluster::signal(pid, "STOP").unwrap();
+    for command in [&["drain", last["node"].as_str().unwrap()][..], &["scale", "--workers", "3"]] {
+        let (ok, said) = operate(server, command);
+        assert!(ok, "{said}");
+    }
+    LocalCluster::signal(pid, "CONT").unwrap();
+    let is_replaced = |now: &Value| {
+        let alive = now["nodes"].as_array().unwrap().iter().filter(|it| it["state"] == "alive");
+        alive.clone().count() == 3 && !alive.clone().any(|it| it["pid"] == last["pid"])
+    };
+    let (mut seen, began) = (status(server), Instant::now());
+    while !is_replaced(&seen) {
+        assert!(began.elapsed() < PATIENCE, "{seen}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        seen = status(server);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -152,7 +152,12 @@ async fn scale(
     children: &mut Children,
     workers: u32,
 ) -> Result<(), String> {
-    let (leaving, view) = (children.nodes_from(workers), coordinator.view());
+    let view = coordinator.view();
+    // Who is drained is not among those counted, though its process still runs.
+    for node in &view.borrow().leaving {
+        children.dismiss(node, true);
+    }
+    let leaving = children.nodes_from(workers);
     // Others cannot be told, and one unknown name would keep all of them here.
     let is_linked = |node: &&String| view.borrow().workers.iter().any(|(_, it, _)| it == *node);
     let told: Vec<String> = leaving.iter().filter(is_linked).cloned().collect();

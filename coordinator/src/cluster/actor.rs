@@ -215,8 +215,13 @@ impl ClusterActor {
             .iter()
             .map(|(id, connected)| (*id, connected.node.clone(), connected.pid))
             .collect();
+        let is_leaving = |connected: &&Connected| {
+            self.core.desired().drains(&connected.node, connected.incarnation.0)
+        };
+        let leaving = self.connected.values().filter(is_leaving);
         let view = ClusterView {
             workers,
+            leaving: leaving.map(|connected| connected.node.clone()).collect(),
             replicas: self.core.replicas().collect(),
             serving: self.dispatch.serving().cloned().collect(),
             load: self.core.load_progress(),

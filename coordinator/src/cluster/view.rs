@@ -16,6 +16,8 @@ pub type UnresponsiveNodes = BTreeMap<String, u32>;
 pub struct ClusterView {
     /// Live workers.
     pub workers: Vec<(WorkerId, String, u32)>,
+    /// Nodes of live workers that are drained: they end soon.
+    pub leaving: Vec<String>,
     /// Replicas and their phases.
     pub replicas: Vec<ReplicaStatus>,
     /// Loads of the replicas that serve.

@@ -172,6 +172,8 @@ impl Handler<Drain> for ClusterActor {
         let result = self.core.drain(self.clock.now(), &workers, &mut effects);
         self.carry_out(ctx, effects);
         self.report_actors();
+        // Before the answer: what its reader asks next may depend on who leaves.
+        self.publish();
         result.map(|()| self.core.desired().generation)
     }
 }
