@@ -29,7 +29,7 @@ use int4::Int4;
 pub(crate) use int4::{Int4Group, Int4Panel, Int4Row, MIDDLE};
 use panels::Elements;
 pub(crate) use panels::{PairRow, PairRows, Panels};
-use rows::pack_all;
+use rows::{Parts, pack_all};
 
 /// Outputs per panel.
 pub(crate) const PANEL: usize = 64;
@@ -132,7 +132,7 @@ impl CpuMatrix {
         }
         let shape = Shape { count: 1, rows, cols };
         shape.check("load_matrix")?;
-        let packed = pack_all(pool, format, shape, &|_| parts)?;
+        let packed = pack_all(pool, format, shape, &Parts::new([parts]))?;
         Ok(Self { packed, rows, cols })
     }
 }
@@ -158,7 +158,8 @@ impl CpuStack {
         }
         let shape = Shape { count: matrices.len(), rows, cols };
         shape.check(op)?;
-        let packed = pack_all(pool, format, shape, &|i| std::slice::from_ref(&matrices[i]))?;
+        let parts = Parts::new(matrices.iter().map(std::slice::from_ref));
+        let packed = pack_all(pool, format, shape, &parts)?;
         Ok(Self { packed, shape })
     }
 
@@ -172,7 +173,8 @@ impl CpuStack {
         let Shape { count, rows, cols } = self.shape;
         check::replacement((count, rows, cols), index, matrix)?;
         let shape = Shape { count: 1, ..self.shape };
-        let made = pack_all(pool, Format::Bf16, shape, &|_| std::slice::from_ref(matrix))?;
+        let parts = Parts::new([std::slice::from_ref(matrix)]);
+        let made = pack_all(pool, Format::Bf16, shape, &parts)?;
         match (&mut self.packed, made) {
             (Packed::Bf16(all), Packed::Bf16(made)) => {
                 let len = all.len() / count;

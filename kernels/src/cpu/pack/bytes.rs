@@ -8,9 +8,8 @@ use std::ops::Range;
 use super::super::fp8;
 use super::super::memory::{AlignedVec, Disjoint};
 use super::panels::part;
-use super::rows::find;
+use super::rows::Parts;
 use super::{PANEL, Shape};
-use crate::backend::HostMatrix;
 use crate::error::KernelError;
 use crate::pool::Pool;
 use crate::weights::Fp8Groups;
@@ -43,11 +42,11 @@ impl Bytes {
 
     /// Packs matrices: in FP8 with these groups, or quantised to int8. Each matrix is the vertical
     /// concatenation of its `parts`, which are checked and, for FP8, have these groups.
-    pub(super) fn pack<'p, 'd: 'p>(
+    pub(super) fn pack(
         pool: &mut Pool,
         shape: Shape,
         groups: Option<Fp8Groups>,
-        parts: &(dyn Fn(usize) -> &'p [HostMatrix<'d>] + Sync),
+        parts: &Parts<'_, '_>,
     ) -> Result<Self, KernelError> {
         let panels = shape.rows.div_ceil(PANEL);
         let panel_bytes = shape.cols.div_ceil(2).saturating_mul(2 * PANEL);
@@ -67,7 +66,7 @@ impl Bytes {
                 // SAFETY: as above.
                 let scales = unsafe { to_scales.slice(index * count * PANEL, count * PANEL) };
                 for lane in 0..PANEL.min(shape.rows - first) {
-                    let Some((part, row)) = find(parts(matrix), first + lane) else { continue };
+                    let Some((part, row)) = parts.find(matrix, first + lane) else { continue };
                     match &groups {
                         None => scales[lane] = part.row_int8(row, &mut wide, &mut bytes),
                         Some(groups) => {

@@ -9,9 +9,8 @@ use std::ops::Range;
 
 use super::super::memory::{AlignedVec, Disjoint};
 use super::panels::part;
-use super::rows::find;
+use super::rows::Parts;
 use super::{PANEL, Shape};
-use crate::backend::HostMatrix;
 use crate::error::KernelError;
 use crate::pool::Pool;
 use crate::weights::{E2M1, Int4Groups, int4_row};
@@ -58,11 +57,11 @@ impl Int4 {
 
     /// Packs matrices. Each is the vertical concatenation of its `parts`, which are checked and
     /// have these groups.
-    pub(super) fn pack<'p, 'd: 'p>(
+    pub(super) fn pack(
         pool: &mut Pool,
         shape: Shape,
         groups: Int4Groups,
-        parts: &(dyn Fn(usize) -> &'p [HostMatrix<'d>] + Sync),
+        parts: &Parts<'_, '_>,
     ) -> Result<Self, KernelError> {
         let panels = shape.rows.div_ceil(PANEL);
         let (blocks, count) = (row_words(shape.cols), groups.count);
@@ -87,7 +86,7 @@ impl Int4 {
                 let zeros = unsafe { to_zeros.slice(index * count * PANEL, count * PANEL) };
                 zeros.fill(MIDDLE);
                 for lane in 0..PANEL.min(shape.rows - first) {
-                    let Some((part, row)) = find(parts(matrix), first + lane) else { continue };
+                    let Some((part, row)) = parts.find(matrix, first + lane) else { continue };
                     let (own, behind) = integers.split_at_mut(shape.cols);
                     int4_row(part, row, &groups, own, |group, zero, scale| {
                         own_zeros[group] = zero;
