@@ -7,17 +7,33 @@ use std::ffi::OsStr;
 /// nothing would end them.
 const FIXED: [(&str, &str); 2] = [("NCCL_GRAPH_REGISTER", "0"), ("NCCL_COMM_BLOCKING", "0")];
 
+/// What NCCL is set to unless the environment has it. From version 2.24 on, each rank would listen
+/// for NCCL's tools and for the other ranks (RAS), and answer everybody.
+const DEFAULTS: [(&str, &str); 1] = [("NCCL_RAS_ENABLE", "0")];
+
 /// The variable that names the network interface for NCCL's own connections.
 pub const INTERFACE: &str = "NCCL_SOCKET_IFNAME";
 
-/// Prepares the environment for NCCL. Restricts connections to `interface`, if given, unless the
-/// variable is already set. In any case sets what this program relies on. Must be called before the
-/// process has a second thread; returns whether it was.
+/// Prepares the environment for NCCL. Unless the variables for that are set, restricts connections
+/// to `interface`, if given, and keeps ports for NCCL's tools closed. In any case sets what this
+/// program relies on. Must be called before the process has a second thread; returns whether it
+/// was.
 #[must_use]
 pub fn prepare(interface: Option<&str>) -> bool {
-    let named = interface.filter(|_| std::env::var_os(INTERFACE).is_none()).map(exactly);
-    let is_named = named.is_none_or(|value| set(INTERFACE, value.as_ref()));
-    is_named && FIXED.into_iter().all(|(name, value)| set(name, value.as_ref()))
+    let settings = settings(interface, |name| std::env::var_os(name).is_some());
+    settings.iter().all(|(name, value)| set(name, value.as_ref()))
+}
+
+/// What to set, given what is there.
+fn settings(
+    interface: Option<&str>,
+    is_there: impl Fn(&str) -> bool,
+) -> Vec<(&'static str, String)> {
+    let named = interface.map(|interface| (INTERFACE, exactly(interface)));
+    let owned = |(name, value): (&'static str, &str)| (name, value.to_owned());
+    let chosen = named.into_iter().chain(DEFAULTS.map(owned));
+    let missing = chosen.filter(|(name, _)| !is_there(name));
+    missing.chain(FIXED.map(owned)).collect()
 }
 
 /// An interface's name for NCCL: a bare one would match as a prefix of others' names, too. A name
@@ -50,6 +66,21 @@ mod tests {
         for own in ["=eth0", "^docker", "eth0,eth1", "^=lo"] {
             assert_eq!(exactly(own), own);
         }
+    }
+
+    #[test]
+    fn what_the_environment_has_stays_unless_this_program_relies_on_it() {
+        let all = |there: &[&str], interface| {
+            let settings = settings(interface, |name| there.contains(&name));
+            settings.into_iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>()
+        };
+        let fixed = ["NCCL_GRAPH_REGISTER=0", "NCCL_COMM_BLOCKING=0"];
+        let with = |own: &[&'static str]| [own, &fixed].concat();
+        assert_eq!(all(&[], None), with(&["NCCL_RAS_ENABLE=0"]));
+        assert_eq!(all(&[], Some("lo")), with(&["NCCL_SOCKET_IFNAME==lo", "NCCL_RAS_ENABLE=0"]));
+        assert_eq!(all(&["NCCL_RAS_ENABLE"], None), with(&[]));
+        assert_eq!(all(&[INTERFACE], Some("lo")), with(&["NCCL_RAS_ENABLE=0"]));
+        assert_eq!(all(&["NCCL_GRAPH_REGISTER", "NCCL_RAS_ENABLE"], None), with(&[]));
     }
 
     /// A test always has a thread besides the process's first.
