@@ -13,6 +13,7 @@
 //! - `grammar`: a compiled specification, and one sequence's place in it
 //! - `compiler`: how many grammars are compiled at a time, on which threads
 //! - `masks`: threads that compute masks
+//! - `numbers`: PURE: numbers of schemas, as the grammars' library holds them
 //! - `thinking`: PURE: a bound on reasoning, with or without a grammar
 //! - `vocabulary`: the bytes of each token
 mod bad_words;
@@ -23,6 +24,7 @@ mod compiler;
 mod ebnf;
 mod grammar;
 mod masks;
+mod numbers;
 mod thinking;
 mod vocabulary;
 

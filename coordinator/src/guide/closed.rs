@@ -69,6 +69,9 @@ const UNENFORCED: [&str; 14] = [
     "uniqueItems",
 ];
 
+/// What look-around begins with, in regular expressions.
+const LOOK_AROUND: [&str; 4] = ["(?=", "(?!", "(?<=", "(?<!"];
+
 /// Returns the schema without what demands nothing: that names are strings, which zod writes for
 /// every map.
 #[must_use]
@@ -88,10 +91,31 @@ pub(crate) fn without_unique_items(schema: &Value) -> Value {
 /// with look-around for decimals and addresses.
 #[must_use]
 pub(crate) fn loosened(schema: &Value) -> Value {
-    let looks = |pattern: &str| ["(?=", "(?!", "(?<"].iter().any(|it| pattern.contains(it));
     without(schema, |key, value| {
-        UNENFORCED.contains(&key) || key == "pattern" && value.as_str().is_some_and(looks)
+        UNENFORCED.contains(&key) || key == "pattern" && value.as_str().is_some_and(looks_around)
     })
+}
+
+/// Whether a pattern has look-around: not what only looks like it, within a class or behind a
+/// backslash, and no group with a name (`(?<name>..)`).
+fn looks_around(pattern: &str) -> bool {
+    let (mut is_escaped, mut in_class) = (false, false);
+    for (at, c) in pattern.char_indices() {
+        match c {
+            _ if is_escaped => is_escaped = false,
+            '\\' => is_escaped = true,
+            '[' => in_class = true,
+            ']' => in_class = false,
+            '(' if !in_class => {
+                let rest = &pattern[at..];
+                if LOOK_AROUND.iter().any(|look| rest.starts_with(look)) {
+                    return true;
+                }
+            }
+            _ => {}
+        }
+    }
+    false
 }
 
 /// Whether a keyword holds for every value.
@@ -207,6 +231,21 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn look_around_is_told_from_what_looks_like_it() {
+        for looks in ["a(?=b)", "^(?!a)b", "(?<=a)b", "(?<!a)b", r"\\(?=a)", "[a](?=b)", "((?=a))"]
+        {
+            assert!(looks_around(looks), "{looks}");
+        }
+        for plain in
+            ["(?<y>[0-9]{4})", "(?:a)", r"\(?=", "[(?=]", r"[\](?=]", "(a)?=", "(", "é(?i)", ""]
+        {
+            assert!(!looks_around(plain), "{plain}");
+        }
+        let named = json!({"properties": {"a": {"pattern": "^(?<y>[0-9]{4})-(?<m>[0-9]{2})$"}}});
+        assert_eq!(loosened(&named), named);
+    }
 
     fn object(more: &Value) -> Value {
         let mut object = json!({"type": "object", "properties": {"a": {"type": "integer"}}});

@@ -7,7 +7,6 @@ use std::task::{Context, Poll, Waker};
 use llguidance::api::{StopReason, TopLevelGrammar};
 use llguidance::toktrie::{SimpleVob, TokenId};
 use llguidance::{Matcher, ParserFactory};
-use serde::Deserialize;
 use serde_json::{Value, json};
 use shared::protocol::{GuideSpec, TokenMask, Whitespace};
 
@@ -15,6 +14,7 @@ use super::bounds;
 use super::closed::closed;
 use super::ebnf;
 use super::masks::Masks;
+use super::numbers;
 use crate::engine::{GuideEnd, Guided, TokenGuide};
 use crate::text::reply::grammar;
 
@@ -116,7 +116,7 @@ impl Grammar {
 fn top_level(spec: &GuideSpec) -> Result<TopLevelGrammar, String> {
     Ok(match spec {
         GuideSpec::Json { schema, whitespace } => {
-            TopLevelGrammar::from_json_schema(json_schema(schema, whitespace)?)
+            TopLevelGrammar::from_json_schema(numbers::held(&json_schema(schema, whitespace)?)?)
         }
         GuideSpec::Regex(regex) => TopLevelGrammar::from_regex(without_anchors(regex)),
         GuideSpec::Choice(strings) => TopLevelGrammar::from_lark(grammar::choice("start", strings)),
@@ -129,16 +129,26 @@ fn top_level(spec: &GuideSpec) -> Result<TopLevelGrammar, String> {
     })
 }
 
-/// A grammar in Lark's notation, after checking the bounds of its JSON schemas.
+/// A grammar in Lark's notation, after checking its JSON schemas.
 fn lark(grammar: &str) -> Result<TopLevelGrammar, String> {
-    for (at, key) in grammar.match_indices("%json") {
+    let (key, mut made, mut rest) = ("%json", String::with_capacity(grammar.len()), grammar);
+    while let Some(at) = rest.find(key) {
+        let (before, behind) = rest.split_at(at + key.len());
+        made.push_str(before);
+        rest = behind;
         // Leaves invalid JSON to the compiler.
-        let mut schemas = serde_json::Deserializer::from_str(&grammar[at + key.len()..]);
-        if let Ok(schema) = Value::deserialize(&mut schemas) {
+        let mut schemas = serde_json::Deserializer::from_str(behind).into_iter::<Value>();
+        if let Some(Ok(schema)) = schemas.next() {
             bounds::check(&schema)?;
+            let held = numbers::held(&schema)?;
+            if held != schema {
+                made.push_str(&format!(" {held}"));
+                rest = &behind[schemas.byte_offset()..];
+            }
         }
     }
-    Ok(TopLevelGrammar::from_lark(grammar.to_owned()))
+    made.push_str(rest);
+    Ok(TopLevelGrammar::from_lark(made))
 }
 
 /// A closed schema with options for llguidance added.

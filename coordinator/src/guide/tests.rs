@@ -1,6 +1,7 @@
 //! Guides over real vocabularies, followed at random and checked by independent oracles.
 //!
-//! - `forms`: each kind of specification; `schemas`: JSON schemas that combine others
+//! - `forms`: each kind of specification; `schemas`: JSON schemas that combine others; `numbers`:
+//!   numbers at the edges of what grammars hold
 //! - `tokenizers`: tokens of different tokenizers
 //! - `thinking`: bounds on reasoning; `bad_words`: words that must not come
 //! - `hostile`: specifications that would cost too much
@@ -21,6 +22,7 @@ mod bad_words;
 mod forms;
 mod harmony;
 mod hostile;
+mod numbers;
 mod replies;
 mod schemas;
 mod thinking;

@@ -2,8 +2,10 @@
 //!
 //! - `formats`: what models that write other formats than the first ones write
 //! - `python`: calls as Python writes them
+//! - `types`: the types of values that are written as text
 mod formats;
 mod python;
+mod types;
 
 use proptest::prelude::*;
 use serde_json::json;

@@ -89,11 +89,14 @@ pub(super) const GLM: Notation = Notation {
     ..SEED
 };
 
+/// Names of types.
+type Types = BTreeSet<&'static str>;
+
 /// The types of functions' parameters, from their schemas.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Parameters {
     /// By function, then by parameter.
-    types: HashMap<String, HashMap<String, BTreeSet<&'static str>>>,
+    types: HashMap<String, HashMap<String, Types>>,
 }
 
 const STRING: &str = "string";
@@ -107,13 +110,11 @@ impl Parameters {
         let functions = tools.as_array().into_iter().flatten().filter_map(|it| it.get("function"));
         let types = functions.filter_map(|function| {
             let name = function.get("name")?.as_str()?.to_owned();
-            let properties = function.get("parameters").and_then(|it| it.get("properties"));
-            let properties = properties.and_then(Value::as_object).into_iter().flatten();
-            let types = properties.map(|(name, schema)| {
-                let mut types = BTreeSet::new();
-                collect(schema, &mut types, 0);
-                (name.clone(), types)
-            });
+            let root = function.get("parameters").unwrap_or(&Value::Null);
+            let properties = root.get("properties").and_then(Value::as_object);
+            let mut schemas = Schemas { root, known: HashMap::new() };
+            let types = properties.into_iter().flatten();
+            let types = types.map(|(name, schema)| (name.clone(), schemas.types(schema, 0)));
             Some((name, types.collect()))
         });
         Self { types: types.collect() }
@@ -142,30 +143,72 @@ impl Parameters {
     }
 }
 
-/// Adds the types that a schema allows.
-fn collect(schema: &Value, types: &mut BTreeSet<&'static str>, depth: u32) {
-    const KNOWN: [&str; 7] = [STRING, NULL, BOOLEAN, "integer", "number", "object", "array"];
-    if depth > 4 {
-        return;
-    }
-    let mut add = |name: &Value| {
-        let known = KNOWN.into_iter().find(|known| name.as_str() == Some(known));
-        types.extend(known);
-        // A number does not show which of the two it is.
-        if let Some("integer" | "number") = known {
-            types.extend(["integer", "number"]);
+/// How deeply schemas within schemas are looked at.
+const DEPTH_MAX: u32 = 4;
+
+/// The schemas of one function's parameters.
+struct Schemas<'a> {
+    root: &'a Value,
+    /// The types of what is referred to, by where that is and how deeply: found once, however many
+    /// refer to it.
+    known: HashMap<(&'a str, u32), Types>,
+}
+
+impl<'a> Schemas<'a> {
+    /// The types that a schema allows; none if it does not say.
+    fn types(&mut self, schema: &'a Value, depth: u32) -> Types {
+        const KNOWN: [&str; 7] = [STRING, NULL, BOOLEAN, "integer", "number", "object", "array"];
+        let mut types = Types::new();
+        if depth > DEPTH_MAX {
+            return types;
         }
-    };
-    match schema.get("type") {
-        Some(Value::Array(names)) => names.iter().for_each(&mut add),
-        Some(name) => add(name),
-        None => {}
+        let mut add = |name: &Value| {
+            let known = KNOWN.into_iter().find(|known| name.as_str() == Some(known));
+            types.extend(known);
+            // A number does not show which of the two it is.
+            if let Some("integer" | "number") = known {
+                types.extend(["integer", "number"]);
+            }
+        };
+        match schema.get("type") {
+            Some(Value::Array(names)) => names.iter().for_each(&mut add),
+            Some(name) => add(name),
+            None => {}
+        }
+        let list = |key: &str| schema.get(key).and_then(Value::as_array).into_iter().flatten();
+        types.extend(list("enum").chain(schema.get("const")).map(kind));
+        for member in list("anyOf").chain(list("oneOf")) {
+            types.extend(self.types(member, depth + 1));
+        }
+        for part in list("allOf") {
+            let part = self.types(part, depth + 1);
+            narrow(&mut types, part);
+        }
+        if let Some(to) = schema.get("$ref").and_then(Value::as_str) {
+            let target = self.referred(to, depth + 1);
+            narrow(&mut types, target);
+        }
+        types
     }
-    let values = schema.get("enum").and_then(Value::as_array).into_iter().flatten();
-    types.extend(values.chain(schema.get("const")).map(kind));
-    for key in ["anyOf", "oneOf"] {
-        let members = schema.get(key).and_then(Value::as_array).into_iter().flatten();
-        members.for_each(|member| collect(member, types, depth + 1));
+
+    /// The types of what a reference within the parameters leads to.
+    fn referred(&mut self, to: &'a str, depth: u32) -> Types {
+        if let Some(known) = self.known.get(&(to, depth)) {
+            return known.clone();
+        }
+        let target = to.strip_prefix('#').and_then(|to| self.root.pointer(to));
+        let types = target.map(|target| self.types(target, depth)).unwrap_or_default();
+        self.known.insert((to, depth), types.clone());
+        types
+    }
+}
+
+/// Leaves the types that another schema for the same value allows as well, as far as both say.
+fn narrow(types: &mut Types, other: Types) {
+    if types.is_empty() {
+        *types = other;
+    } else if !types.is_disjoint(&other) {
+        types.retain(|it| other.contains(it));
     }
 }
 
