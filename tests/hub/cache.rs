@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use shared::hub::cache::ModelCache;
 use shared::hub::{
     DownloadHandle, FetchedModel, Hub, HubError, HubSettings, ModelPart, RequestedModel,
 };
@@ -341,6 +342,50 @@ fn without_a_network_the_cache_is_enough() {
     assert_eq!(fetch(away, NAME, "main", ModelPart::Text).unwrap(), text);
     rig.hub.restrict(NAME, "hf_new");
     assert_eq!(rig.fetch(ModelPart::Text).unwrap(), text);
+}
+
+/// A worker's files are not all that a front end needs; which those are, the hub has said.
+#[test]
+fn without_a_network_a_cache_that_workers_filled_is_not_whole_for_text() {
+    let rig = Rig::new();
+    let offline = || HubSettings { offline: true, ..rig.settings() };
+    rig.fetch(ModelPart::Weights).unwrap();
+    let error = fetch(offline(), NAME, "main", ModelPart::Text).unwrap_err();
+    let HubError::Permanent(error) = error else { panic!("{error:?}") };
+    for what in ["tokenizer_config.json", "generation_config.json", "HF_HUB_OFFLINE", NAME] {
+        assert!(error.contains(what), "{error}");
+    }
+    fetch(offline(), NAME, "main", ModelPart::Weights).unwrap();
+    let text = rig.fetch(ModelPart::Text).unwrap();
+    assert_eq!(fetch(offline(), NAME, "main", ModelPart::Text).unwrap(), text);
+    // One that other programs have filled is served; what they say is not there is not missed.
+    let cache = ModelCache::new(rig.folder.path(), NAME);
+    assert!(cache.unknown(&rig.commit).is_empty());
+    let root = rig.folder.path().join("models--org--demo");
+    std::fs::remove_dir_all(root.join(".tutti")).unwrap();
+    assert!(cache.unknown(&rig.commit).is_empty());
+    std::fs::remove_file(text.folder.join("tokenizer_config.json")).unwrap();
+    assert_eq!(fetch(offline(), NAME, "main", ModelPart::Text).unwrap(), text);
+    assert_eq!(cache.unknown(&rig.commit), ["tokenizer_config.json"]);
+    let absent = root.join(".no_exist").join(&rig.commit);
+    std::fs::create_dir_all(&absent).unwrap();
+    std::fs::write(absent.join("tokenizer_config.json"), "").unwrap();
+    assert!(cache.unknown(&rig.commit).is_empty());
+}
+
+#[test]
+fn a_model_without_other_files_of_text_is_whole_without_them() {
+    let rig = Rig::new();
+    let mut few = files(&demo());
+    few.retain(|name, _| ["config.json", "tokenizer.json", WEIGHTS].contains(&name.as_str()));
+    let few = few.into_iter().map(|(name, content)| (name, Arc::new(content))).collect();
+    let commit = rig.hub.put_files(NAME, "main", few);
+    let weights = rig.fetch(ModelPart::Weights).unwrap();
+    assert_eq!(weights.model.commit, commit);
+    let offline = HubSettings { offline: true, ..rig.settings() };
+    assert_eq!(fetch(offline, NAME, "main", ModelPart::Text).unwrap(), weights);
+    let cache = ModelCache::new(rig.folder.path(), NAME);
+    assert!(cache.unknown(&commit).is_empty());
 }
 
 #[test]

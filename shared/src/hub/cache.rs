@@ -3,9 +3,19 @@ use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
-use super::files::{self, ADAPTER, CONFIG, INDEX, ModelPart, TOKENIZER};
+use super::files::{self, ADAPTER, CONFIG, INDEX, ModelPart, TOKENIZER, USUAL};
 use super::name::{HubModel, is_commit};
+
+/// Which files of text a commit has: this project's own notes, which other programs do not read.
+const NOTES: &str = ".tutti";
+/// The notes of other programs: the names of files that a commit does not have.
+const ABSENT: &str = ".no_exist";
+/// What a name ends with that stands for a part of a content.
+const INCOMPLETE: &str = ".incomplete";
+/// Nobody brings any more what has not grown for so long: no answer takes as long.
+const ABANDONED: Duration = Duration::from_secs(600);
 
 /// One model in the cache.
 #[derive(Clone, Debug)]
@@ -57,7 +67,39 @@ impl ModelCache {
 
     /// The part of it that has come.
     pub(super) fn incomplete(&self, etag: &str) -> PathBuf {
-        self.root.join("blobs").join(format!("{etag}.incomplete"))
+        self.root.join("blobs").join(format!("{etag}{INCOMPLETE}"))
+    }
+
+    /// The same where no lock keeps others from it: a file of nobody else. What others have left
+    /// becomes it.
+    ///
+    /// # Errors
+    /// The operating system's.
+    pub(super) fn incomplete_of_own(&self, etag: &str) -> io::Result<PathBuf> {
+        let (process, random) = (std::process::id(), random()?);
+        let blobs = self.root.join("blobs");
+        let own = blobs.join(format!("{etag}.{process}-{random:016x}{INCOMPLETE}"));
+        for entry in fs::read_dir(&blobs)?.flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let whose = name.strip_prefix(etag).and_then(|rest| rest.strip_suffix(INCOMPLETE));
+            let is_left = match whose {
+                // Nobody writes to it without a lock.
+                Some("") => true,
+                Some(whose) if whose.starts_with('.') => {
+                    let changed = entry.metadata().and_then(|it| it.modified()).ok();
+                    let age = changed.and_then(|changed| changed.elapsed().ok());
+                    age.is_some_and(|age| age > ABANDONED)
+                }
+                _ => false,
+            };
+            // Of several that want it one gets it, and says so.
+            if is_left && fs::rename(entry.path(), &own).is_ok() {
+                let taken = File::options().append(true).open(&own);
+                let _ = taken.and_then(|file| file.set_modified(SystemTime::now()));
+                break;
+            }
+        }
+        Ok(own)
     }
 
     /// The lock of whoever downloads it, the one that the hub's own libraries take.
@@ -95,11 +137,48 @@ impl ModelCache {
         put(&pointer, |new| std::os::unix::fs::symlink(&target, new))
     }
 
-    /// Which files of `part` a commit's folder lacks, as far as those that are there tell.
+    /// Notes which of the files that a commit has, which are `listed`, are those of its text: some
+    /// models have more of them than others, and later nobody may be there to say which.
+    ///
+    /// # Errors
+    /// The operating system's.
+    pub(super) fn note<'a>(
+        &self,
+        commit: &str,
+        listed: impl IntoIterator<Item = &'a str>,
+    ) -> io::Result<()> {
+        let names = files::first(ModelPart::Text, listed);
+        if self.noted(commit).as_ref() == Some(&names) {
+            return Ok(());
+        }
+        let text: String = names.iter().map(|name| format!("{name}\n")).collect();
+        put(&self.root.join(NOTES).join(commit), |new| fs::write(new, text))
+    }
+
+    /// The files of text that a commit has, if that was noted.
+    fn noted(&self, commit: &str) -> Option<BTreeSet<String>> {
+        let text = fs::read_to_string(self.root.join(NOTES).join(commit)).ok()?;
+        Some(files::first(ModelPart::Text, text.lines()))
+    }
+
+    /// The files that most models have and this commit's folder lacks, where nothing tells whether
+    /// the model has them: another program, or an old version of this one, has filled it.
+    #[must_use]
+    pub fn unknown(&self, commit: &str) -> Vec<&'static str> {
+        if self.noted(commit).is_some() {
+            return Vec::new();
+        }
+        let (folder, absent) = (self.snapshot(commit), self.root.join(ABSENT).join(commit));
+        let is_unknown = |name: &&str| !folder.join(name).is_file() && !absent.join(name).is_file();
+        USUAL.into_iter().filter(is_unknown).collect()
+    }
+
+    /// Which files of `part` a commit's folder lacks, as far as those that are there and what was
+    /// noted tell.
     ///
     /// # Errors
     /// What is wrong with the index of weights.
-    pub fn lacks(&self, commit: &str, part: ModelPart) -> Result<Option<String>, String> {
+    pub fn lacks(&self, commit: &str, part: ModelPart) -> Result<Vec<String>, String> {
         let folder = self.snapshot(commit);
         let mut needed: BTreeSet<String> = BTreeSet::new();
         if part == ModelPart::Adapter {
@@ -109,6 +188,7 @@ impl ModelCache {
         }
         if part.has_text() {
             needed.insert(TOKENIZER.to_owned());
+            needed.extend(self.noted(commit).unwrap_or_default());
         }
         if part.has_weights() {
             let config = fs::read(folder.join(CONFIG)).unwrap_or_default();
@@ -118,13 +198,13 @@ impl ModelCache {
             let index = fs::read(folder.join(INDEX)).ok();
             needed.extend(files::weights(index.as_deref())?);
         }
-        Ok(needed.into_iter().find(|name| !folder.join(name).is_file()))
+        Ok(needed.into_iter().filter(|name| !folder.join(name).is_file()).collect())
     }
 
     /// Whether all of `part` is there.
     #[must_use]
     pub fn has(&self, commit: &str, part: ModelPart) -> bool {
-        matches!(self.lacks(commit, part), Ok(None))
+        self.lacks(commit, part).is_ok_and(|lacking| lacking.is_empty())
     }
 }
 
@@ -146,10 +226,86 @@ pub fn located(cache: &Path, text: &str) -> Result<PathBuf, String> {
 fn put(file: &Path, make: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
     let folder = file.parent().unwrap_or(Path::new("."));
     fs::create_dir_all(folder)?;
-    let mut random = [0; 8];
-    getrandom::fill(&mut random).map_err(io::Error::other)?;
-    let new = folder.join(format!(".tutti-{:016x}", u64::from_le_bytes(random)));
+    let new = folder.join(format!(".tutti-{:016x}", random()?));
     make(&new).and_then(|()| fs::rename(&new, file)).inspect_err(|_| {
         let _ = fs::remove_file(&new);
     })
+}
+
+/// A number that no other process has.
+fn random() -> io::Result<u64> {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes).map_err(io::Error::other)?;
+    Ok(u64::from_le_bytes(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An empty cache of its own for a test, which ends with it.
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn new() -> (Self, ModelCache) {
+            let name = format!("tutti-cache-{:016x}", random().unwrap());
+            let folder = std::env::temp_dir().join(name);
+            let cache = ModelCache::new(&folder, "org/model");
+            cache.make().unwrap();
+            (Self(folder), cache)
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn parts_without_a_lock_are_each_one_s_own() {
+        let (_folder, cache) = Folder::new();
+        let (first, second) =
+            (cache.incomplete_of_own("abc").unwrap(), cache.incomplete_of_own("abc").unwrap());
+        assert_ne!(first, second);
+        assert_ne!(first, cache.incomplete("abc"));
+        fs::write(&first, "first").unwrap();
+        // Another one's that grows stays, and so do parts of other contents.
+        fs::write(cache.incomplete("abcd"), "other").unwrap();
+        assert!(!cache.incomplete_of_own("abc").unwrap().exists());
+        assert!(first.exists() && cache.incomplete("abcd").exists());
+        // What was left is gone on with.
+        fs::write(cache.incomplete("abc"), "left").unwrap();
+        let third = cache.incomplete_of_own("abc").unwrap();
+        assert_eq!(fs::read_to_string(&third).unwrap(), "left");
+        assert!(!cache.incomplete("abc").exists() && first.exists());
+        let long_ago = SystemTime::now() - 2 * ABANDONED;
+        File::options().append(true).open(&first).unwrap().set_modified(long_ago).unwrap();
+        let fourth = cache.incomplete_of_own("abc").unwrap();
+        assert_eq!(fs::read_to_string(&fourth).unwrap(), "first");
+        assert!(!first.exists() && third.exists());
+    }
+
+    #[test]
+    fn what_a_model_has_of_text_is_noted() {
+        let (_folder, cache) = Folder::new();
+        let commit = "0123456789".repeat(4);
+        let folder = cache.snapshot(&commit);
+        fs::create_dir_all(&folder).unwrap();
+        for name in [CONFIG, TOKENIZER] {
+            fs::write(folder.join(name), "{}").unwrap();
+        }
+        assert!(cache.has(&commit, ModelPart::Text));
+        assert_eq!(cache.unknown(&commit), USUAL);
+        // The hub's own libraries note what is not there.
+        let absent = cache.root().join(ABSENT).join(&commit);
+        fs::create_dir_all(&absent).unwrap();
+        fs::write(absent.join(USUAL[1]), "").unwrap();
+        assert_eq!(cache.unknown(&commit), USUAL[..1]);
+        cache.note(&commit, [CONFIG, TOKENIZER, "../../x", "model.safetensors"]).unwrap();
+        assert!(cache.has(&commit, ModelPart::Text) && cache.unknown(&commit).is_empty());
+        cache.note(&commit, [CONFIG, TOKENIZER, USUAL[0]]).unwrap();
+        assert_eq!(cache.lacks(&commit, ModelPart::Text).unwrap(), USUAL[..1]);
+        assert!(cache.unknown(&commit).is_empty());
+    }
 }

@@ -77,18 +77,40 @@ pub(super) fn download(
         // Another process has brought it meanwhile, or another revision has the same file.
         run.handle.add(listed.size);
     } else {
-        let file = cache.incomplete(&listed.etag);
-        transfer(client, model, missing, &file, run)?;
-        // Where locks reach no other host, another one may have moved it there already.
-        if let Err(error) = fs::rename(&file, &blob)
-            && !blob.is_file()
-        {
-            return Err(failed(&blob, &error));
-        }
+        bring(cache, &listed.etag, lock.is_some(), |file| {
+            transfer(client, model, missing, file, run)
+        })?;
     }
     cache.link(&model.commit, name, &listed.etag).map_err(|error| failed(cache.root(), &error))?;
     drop(lock);
     Ok(())
+}
+
+/// Has a content written to a file of its own, and puts it in its place. Without a lock others may
+/// do the same at the same time.
+fn bring(
+    cache: &ModelCache,
+    etag: &str,
+    is_locked: bool,
+    write: impl FnOnce(&Path) -> Result<(), HubError>,
+) -> Result<(), HubError> {
+    let (blob, shared) = (cache.blob(etag), cache.incomplete(etag));
+    let file = match is_locked {
+        true => shared.clone(),
+        false => cache.incomplete_of_own(etag).map_err(|error| failed(cache.root(), &error))?,
+    };
+    if let Err(error) = write(&file) {
+        if !is_locked {
+            // For whoever goes on with it.
+            let _ = fs::rename(&file, &shared);
+        }
+        return Err(error);
+    }
+    // Where locks reach no other host, another one may have moved it there already.
+    match fs::rename(&file, &blob) {
+        Err(error) if !blob.is_file() => Err(failed(&blob, &error)),
+        _ => Ok(()),
+    }
 }
 
 /// The lock of whoever downloads a file; none on file systems that have no locks, or when the file
@@ -122,8 +144,7 @@ fn locked(
                     return Ok(None);
                 }
             }
-            // Without one two may bring the same, which the checksum finds if they disturb each
-            // other.
+            // Without one two may bring the same, each to a file of its own.
             Err(TryLockError::Error(_)) => return Ok(None),
         }
         if run.is_over() {
@@ -289,4 +310,44 @@ pub(super) fn failed(path: &Path, error: &std::io::Error) -> HubError {
 
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn downloads_without_locks_do_not_disturb_each_other() {
+        let folder = std::env::temp_dir().join(format!("tutti-bring-{}", std::process::id()));
+        let cache = ModelCache::new(&folder, "org/model");
+        cache.make().unwrap();
+        let written = |file: &Path, text: &str| fs::write(file, text).map_err(|e| failed(file, &e));
+        // One begins, another one does all of it, and the first one goes on.
+        bring(&cache, "abc", false, |file| {
+            written(file, "who")?;
+            bring(&cache, "abc", false, |other| {
+                assert_ne!(other, file);
+                written(other, "whole")
+            })?;
+            assert_eq!(fs::read_to_string(file).unwrap(), "who");
+            written(file, "whole")
+        })
+        .unwrap();
+        assert_eq!(fs::read_to_string(cache.blob("abc")).unwrap(), "whole");
+        // What ends early is gone on with, with a lock or without.
+        for is_locked in [false, true] {
+            let ended = bring(&cache, "abd", false, |file| {
+                written(file, "begun")?;
+                Err(HubError::Cancelled)
+            });
+            assert_eq!(ended, Err(HubError::Cancelled));
+            bring(&cache, "abd", is_locked, |file| {
+                assert_eq!(fs::read_to_string(file).unwrap(), "begun");
+                written(file, "whole")
+            })
+            .unwrap();
+        }
+        assert_eq!(fs::read_dir(cache.root().join("blobs")).unwrap().count(), 2);
+        let _ = fs::remove_dir_all(folder);
+    }
 }

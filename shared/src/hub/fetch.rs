@@ -22,6 +22,8 @@ const LIST_ATTEMPTS: u32 = 4;
 const SAY_EVERY: Duration = Duration::from_secs(10);
 /// Between two looks at whether it is called off.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// Files that are named as missing, at most.
+const NAMED_MAX: usize = 8;
 
 /// How far a download is, for whoever shows it; and how it is called off.
 #[derive(Debug, Default)]
@@ -146,16 +148,23 @@ impl Hub {
         handle: &Arc<DownloadHandle>,
     ) -> Result<FetchedModel, HubError> {
         let cache = self.cache(&wanted.name);
-        let cached = cache.commit_of(&wanted.revision);
-        let cached = cached.filter(|commit| cache.has(commit, part)).map(|commit| FetchedModel {
+        let commit = cache.commit_of(&wanted.revision);
+        let lacking = commit.as_ref().map(|commit| cache.lacks(commit, part));
+        let is_whole = lacking.as_ref().is_some_and(|it| it.as_ref().is_ok_and(Vec::is_empty));
+        let cached = commit.filter(|_| is_whole).map(|commit| FetchedModel {
             folder: cache.snapshot(&commit),
             model: HubModel { name: wanted.name.clone(), commit },
         });
-        if let Some(fetched) = &cached
-            && (self.settings.offline
-                || fetched.model.commit == wanted.revision && !part.has_text())
-        {
-            return Ok(fetched.clone());
+        match &cached {
+            Some(fetched) if self.settings.offline => {
+                warn_of_unknown(&cache, fetched, part);
+                return Ok(fetched.clone());
+            }
+            Some(fetched) if fetched.model.commit == wanted.revision && !part.has_text() => {
+                return Ok(fetched.clone());
+            }
+            None if self.settings.offline => return Err(self.not_here(wanted, lacking)),
+            _ => {}
         }
         let (listing, client, run) = match (self.list(wanted, cached.is_some(), handle), cached) {
             (Ok(listed), _) => listed,
@@ -163,6 +172,7 @@ impl Hub {
             (Err(error), Some(fetched)) => {
                 let commit = fetched.model.commit.as_str();
                 tracing::warn!(%error, model = wanted.name, commit, "the model is taken as it is in the cache");
+                warn_of_unknown(&cache, &fetched, part);
                 return Ok(fetched);
             }
             (Err(error), None) => return Err(error),
@@ -187,20 +197,38 @@ impl Hub {
         cached: bool,
         handle: &Arc<DownloadHandle>,
     ) -> Result<(Listing, Client, Download), HubError> {
-        let RequestedModel { name, revision } = wanted;
         if self.settings.offline {
-            return Err(HubError::Permanent(format!(
-                "{name} at the revision {revision} is not, or not whole, in {}, and HF_HUB_OFFLINE \
-                 forbids to ask for it",
-                self.settings.cache.display()
-            )));
+            return Err(self.not_here(wanted, None));
         }
         let client = Client::new(&self.settings)?;
-        let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), name);
+        let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), &wanted.name);
         let run = Download { handle: handle.clone(), failed: AtomicBool::new(false), seed };
         let attempts = if cached { 1 } else { LIST_ATTEMPTS };
         let listing = retry(&run, attempts, || (0, client.list(wanted)))?;
         Ok((listing, client, run))
+    }
+
+    /// Why a model cannot be had that may not be asked for; `lacking` is what the cache lacks of
+    /// it, if it knows it at all.
+    fn not_here(
+        &self,
+        wanted: &RequestedModel,
+        lacking: Option<Result<Vec<String>, String>>,
+    ) -> HubError {
+        let (RequestedModel { name, revision }, cache) = (wanted, self.settings.cache.display());
+        let what = match lacking {
+            None => format!("is not in {cache}"),
+            Some(Ok(files)) => {
+                let more = files.len().saturating_sub(NAMED_MAX);
+                let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+                let some = files[..files.len().min(NAMED_MAX)].join(", ");
+                format!("is not whole in {cache}: {some}{more} are not there")
+            }
+            Some(Err(why)) => format!("is not whole in {cache}: {why}"),
+        };
+        HubError::Permanent(format!(
+            "{name} at the revision {revision} {what}; HF_HUB_OFFLINE forbids to ask for it"
+        ))
     }
 
     /// Downloads what is missing: first what is small, which says what there is of weights.
@@ -223,6 +251,12 @@ impl Hub {
         }
         let began = Instant::now();
         let mut brought = self.download_files(&client, &run, cache, &listing, first)?;
+        if part != ModelPart::Adapter
+            && let Err(error) = cache.note(commit, names())
+        {
+            // The files are there, if nobody may write.
+            tracing::debug!(%error, "the cache takes no note of the files of text");
+        }
         if part.has_weights() && listing.files.contains_key(INDEX) {
             let file = cache.snapshot(commit).join(INDEX);
             let index = fs::read(&file).map_err(|error| failed(&file, &error))?;
@@ -230,7 +264,9 @@ impl Hub {
                 files::weights(Some(&index)).map_err(|why| self.unusable(&listing, &why))?;
             brought += self.download_files(&client, &run, cache, &listing, shards)?;
         }
-        if let Ok(Some(file)) = cache.lacks(commit, part) {
+        if let Ok(lacking) = cache.lacks(commit, part)
+            && let Some(file) = lacking.first()
+        {
             let why = if file == files::SINGLE {
                 files::no_weights(names())
             } else {
@@ -327,6 +363,23 @@ impl Hub {
     fn unusable(&self, listing: &Listing, why: &str) -> HubError {
         let HubModel { name, commit } = &listing.model;
         HubError::Permanent(format!("{name} (commit {commit}) cannot be served: {why}"))
+    }
+}
+
+/// Says which files of text are not in the cache though the model may have them: without its chat
+/// template, or with other tokens that end an answer, it is another model.
+fn warn_of_unknown(cache: &ModelCache, fetched: &FetchedModel, part: ModelPart) {
+    let HubModel { name, commit } = &fetched.model;
+    let files = if part.has_text() { cache.unknown(commit) } else { Vec::new() };
+    if !files.is_empty() {
+        let (model, files) = (name.as_str(), files.join(", "));
+        tracing::warn!(
+            model,
+            commit,
+            files,
+            "these files are not in the cache; if the model has them, serve it once with the hub \
+             to ask, or download it whole"
+        );
     }
 }
 

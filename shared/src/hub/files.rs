@@ -34,6 +34,10 @@ const TEXTS: [&str; 8] = [
     "1_Pooling/config.json",
 ];
 
+/// Those that most models have, and that change what is generated: chat templates and tokens to
+/// begin with, and the tokens that end an answer.
+pub const USUAL: [&str; 2] = ["tokenizer_config.json", "generation_config.json"];
+
 /// What of a model is wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ModelPart {
