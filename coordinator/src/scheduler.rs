@@ -42,7 +42,8 @@
 //! - `blocks`: KV blocks and prefix caching
 //! - `plan`, `accept`: plans a step; accepts its answer
 //! - `drafts`, `speculate`, `speculation`, `pace`: speculative decoding
-//! - `masks`, `swap`, `weight`: structured output; swapping to host memory; bytes of a plan
+//! - `masks`, `swap`, `weight`: structured output; swapping to host memory; bytes of plans and
+//!   results
 //! - `config`, `effect`: its bounds; what it decides
 mod accept;
 mod admission;

@@ -8,7 +8,7 @@ use coordinator::replica::core::{Outbound, ReplicaCore, ReplicaLoad};
 use coordinator::replica::driver::{DriverLimits, ReplicaDriver};
 use coordinator::scheduler::{EpochEnd, Scheduler, SchedulerConfig};
 use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId, StepId, WorkerId};
-use shared::metrics::catalogue::{FENCED_FRAMES, RANK_DISAGREEMENTS};
+use shared::metrics::catalogue::{FENCED_FRAMES, RANK_DISAGREEMENTS, RANK_STRAGGLER_GAP};
 use shared::protocol::{SequenceOutput, StepPlan, StepResult, StepTimings, ToWorker, WorkerStats};
 use tokio::sync::mpsc;
 
@@ -202,6 +202,29 @@ fn a_rank_that_answers_what_it_was_not_sent_ends_the_epoch() {
         assert!(tokens.try_recv().is_err(), "nothing more of it counts");
         assert_eq!(sent.ends.len(), 1);
     }
+}
+
+#[test]
+fn ranks_are_not_compared_by_steps_that_compute_nothing() {
+    let now = Duration::from_millis(1);
+    let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
+    let mut core = core(hub.observer());
+    let mut sent = SentMessages::default();
+    let (events, _tokens) = mpsc::channel(64);
+    core.epoch_formed(now, Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
+    // It comes while the ranks' first sign of life is awaited.
+    core.submit(now, request(), EventSender::Local(events), &mut sent);
+    let mut computed = Vec::new();
+    for at in 0..3 {
+        let plan = sent.plans[at].clone();
+        for who in WORKERS {
+            core.step_done(now, who, result(&plan, 5), &mut sent);
+        }
+        computed.push(!plan.sequences.is_empty());
+        let steps = computed.iter().filter(|computes| **computes).count();
+        assert_eq!(hub.merged().histogram_sum(RANK_STRAGGLER_GAP).count(), steps as u64);
+    }
+    assert_eq!(computed, [false, true, true]);
 }
 
 #[test]

@@ -1,7 +1,7 @@
-//! Each plan is sent as one frame, whatever is admitted at a time.
+//! Each plan is sent as one frame, whatever is admitted at a time; and so are its results.
 use coordinator::scheduler::{Scheduler, SchedulerConfig};
 use shared::protocol::ToWorker;
-use shared::sampling::Pooling;
+use shared::sampling::{LOGPROBS_MAX, Pooling};
 use shared::wire::codec;
 use shared::wire::frame::{BODY_MAX, FrameDecoder, FrameEncoder, FrameKind};
 
@@ -75,6 +75,46 @@ fn embeddings_that_are_too_many_for_a_frame_are_of_several_steps() {
     // others.
     rig.submit(ClientRequest { prompt: vec![1; 9000], ..text(0) }).unwrap();
     rig.drain();
+}
+
+/// The worker refuses a step whose report could be too large.
+#[test]
+fn log_probabilities_of_prompts_that_are_too_many_for_a_frame_are_of_several_steps() {
+    let ask = |at: u32, length: u32| ClientRequest {
+        prompt: (0..length).map(|i| 1000 * at + i % 999).collect(),
+        max_tokens: 2,
+        prompt_logprobs: Some(LOGPROBS_MAX),
+        ..ClientRequest::default()
+    };
+    let mut rig = Rig::new(SchedulerConfig { max_num_batched_tokens: 24_576, ..long() });
+    rig.ready(2500);
+    let plain = ClientRequest { prompt_logprobs: None, ..ask(9, 9000) };
+    let ids = [ask(1, 8100), plain, ask(2, 8100), ask(3, 8100)];
+    let ids = ids.map(|client| rig.submit(client).unwrap());
+    let mut prefills = Vec::new();
+    while rig.plan() {
+        let tokens: u32 = rig.plan.sequences.iter().map(|entry| entry.count).sum();
+        prefills.extend((tokens > 4).then_some(tokens));
+        rig.deliver();
+    }
+    // A frame has room for the alternatives of 5,354 tokens, and others share the step.
+    assert_eq!(prefills[0], 5354 + 9000);
+    assert!(prefills.iter().skip(1).all(|tokens| *tokens <= 5354 + 4), "{prefills:?}");
+    assert_eq!(prefills.len(), 5);
+    let told = ids.map(|id| rig.requests[&id].1.prompt_logprobs);
+    assert_eq!(told, [Some(8099), None, Some(8099), Some(8099)]);
+    rig.drain();
+    // A prompt longer than a step leaves shorter ones some of it, and keeps a part of the report.
+    let mut rig = Rig::new(long());
+    rig.ready(4000);
+    let long = rig.submit(ask(1, 20_000)).unwrap();
+    let short: Vec<_> = (2..12).map(|at| rig.submit(ask(at, 900)).unwrap()).collect();
+    assert!(rig.plan());
+    let shares: Vec<u32> = rig.plan.sequences.iter().map(|entry| entry.count).collect();
+    assert_eq!(shares, [900, 359, 4096]);
+    rig.drain();
+    assert_eq!(rig.requests[&long].1.prompt_logprobs, Some(19_999));
+    assert!(short.iter().all(|id| rig.requests[id].1.prompt_logprobs == Some(899)));
 }
 
 #[test]

@@ -66,7 +66,7 @@ fn request() -> impl Strategy<Value = ClientRequest> {
                     closes: vec![4 + (seed >> 24) as u32 % 4, 8],
                     is_open: seed & 1 == 0,
                 });
-                let prompt_logprobs = logprobs && prompt.len() > 1;
+                let prompt_logprobs = (logprobs && prompt.len() > 1).then_some(0);
                 if pooling.is_some() {
                     let plain = ClientRequest::default();
                     return ClientRequest { prompt, priority, pooling, max_tokens: 0, ..plain };

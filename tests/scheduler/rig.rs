@@ -49,7 +49,8 @@ pub(crate) struct ClientRequest {
     pub(crate) stop_token: Option<u32>,
     pub(crate) seed: u64,
     pub(crate) priority: i32,
-    pub(crate) prompt_logprobs: bool,
+    /// How many alternatives of each of the prompt's tokens it asks for.
+    pub(crate) prompt_logprobs: Option<u32>,
     pub(crate) pooling: Option<Pooling>,
     pub(crate) guide: Option<Guidance>,
     pub(crate) thinking: Option<ThinkingBudget>,
@@ -67,7 +68,7 @@ impl Default for ClientRequest {
             stop_token: None,
             seed: 1,
             priority: 0,
-            prompt_logprobs: false,
+            prompt_logprobs: None,
             pooling: None,
             guide: None,
             thinking: None,
@@ -622,7 +623,7 @@ fn asked(id: RequestId, client: &ClientRequest) -> GenerateRequest {
         choice,
         seed: client.seed,
         min_tokens: client.min_tokens,
-        prompt_logprobs: client.prompt_logprobs.then_some(0),
+        prompt_logprobs: client.prompt_logprobs,
         pooling: client.pooling,
         ..SamplingParams::greedy()
     };

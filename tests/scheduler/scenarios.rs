@@ -393,7 +393,7 @@ fn answers_of_another_epoch_or_step_change_nothing() {
 #[test]
 fn a_request_for_no_tokens_ends_with_its_prompt() {
     let mut rig = ready();
-    let client = ClientRequest { max_tokens: 0, prompt_logprobs: true, ..prompt(70) };
+    let client = ClientRequest { max_tokens: 0, prompt_logprobs: Some(0), ..prompt(70) };
     let id = rig.submit(client).unwrap();
     rig.drain();
     let got = &rig.requests[&id].1;
@@ -414,7 +414,7 @@ fn log_probabilities_of_a_prompt_that_are_not_of_its_next_tokens_fail_it() {
     ];
     for (index, (step, change)) in changes.into_iter().enumerate() {
         let mut rig = ready();
-        let client = ClientRequest { prompt_logprobs: true, ..prompt(70) };
+        let client = ClientRequest { prompt_logprobs: Some(0), ..prompt(70) };
         let id = rig.submit(client).unwrap();
         for at in 0..3 {
             rig.plan();

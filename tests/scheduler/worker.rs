@@ -264,6 +264,13 @@ impl FakeWorker {
         let embeddings = outputs.iter().filter(|output| !output.embedding.is_empty()).count();
         let bytes = embeddings * (4 * self.config.hidden_size as usize + 64);
         assert!(embeddings < 2 || bytes <= BODY_MAX as usize / 4, "{embeddings} embeddings");
+        // Numbers take up to 5 bytes, lengths up to 9.
+        let scores = |output: &SequenceOutput| {
+            let alternatives = self.known[&output.seq].sampling.prompt_logprobs.unwrap_or(0);
+            output.prompt_logprobs.len() * (23 + 9 * alternatives as usize)
+        };
+        let bytes: usize = outputs.iter().map(scores).sum();
+        assert!(bytes <= BODY_MAX as usize / 8 * 3, "{bytes} bytes of log-probabilities");
         outputs
     }
 

@@ -17,6 +17,8 @@ pub(super) struct InFlight {
     pub(super) swap_in_bytes: usize,
     /// Number of embeddings it completes.
     pub(super) embeddings: u32,
+    /// Upper bound on the bytes of its results that log-probabilities of prompts take.
+    pub(super) scores: usize,
     /// Tokens of the step, by kind.
     pub(super) prompt_tokens: u32,
     pub(super) cached_tokens: u32,
@@ -199,7 +201,8 @@ impl Scheduler {
         }
         let count = self.share_step(slot, wanted, builder);
         let Some(seq) = &self.sequences[slot] else { return };
-        if self.has_report_room(seq, count, &builder.step) && self.make_room(slot, count, builder) {
+        let has_room = count > 0 && self.has_report_room(seq, count, &builder.step);
+        if has_room && self.make_room(slot, count, builder) {
             self.plan_sequence(slot, count, builder);
         }
     }
@@ -247,11 +250,12 @@ impl Scheduler {
         builder.effects.push(Effect::Preempted { request, place, swapped, tokens });
     }
 
-    /// Whether a step's report has room for this share: the embeddings that a step completes are
-    /// reported together.
+    /// Whether a step's report has room for this share, or for its beginning if it can be cut: the
+    /// embeddings that a step completes are reported together, as are log-probabilities of prompts.
     pub(super) fn has_report_room(&self, seq: &Sequence, count: u32, step: &InFlight) -> bool {
         let completes = seq.embeds_at(seq.computed + count);
-        !completes || step.embeddings < weight::embeddings_max(&self.config)
+        let embeds = !completes || step.embeddings < weight::embeddings_max(&self.config);
+        embeds && (count == 0 || weight::scored_max(seq, count, step.scores) > 0)
     }
 
     /// Plans the next `count` tokens of a sequence, which [`Scheduler::make_room`] made room for.
@@ -270,6 +274,7 @@ impl Scheduler {
         let masked = guide.is_some_and(|guide| !guide.leaves_open(seq.pending));
         step.owes_masks |= masked;
         step.embeddings += u32::from(seq.embeds_at(end));
+        step.scores += weight::scores(seq, count);
         // Tokens computed for the first time, in all and of the prompt.
         let fresh = end.saturating_sub(seq.computed_max.max(start));
         let fresh_prompt = end.min(seq.num_prompt).saturating_sub(seq.computed_max.max(start));

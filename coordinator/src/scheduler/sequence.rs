@@ -223,6 +223,15 @@ impl Sequence {
         self.sampling.pooling.is_some() && end as usize == self.tokens.len()
     }
 
+    /// How many of its next `count` tokens yield log-probabilities of its prompt: each those of the
+    /// token after it, so the prompt's last one yields none.
+    pub(super) fn num_scored(&self, count: u32) -> u32 {
+        if self.prompt_logprobs_done {
+            return 0;
+        }
+        self.num_prompt.saturating_sub(self.computed.saturating_add(1)).min(count)
+    }
+
     /// Resets what the workers and others know of its block table, which is empty.
     pub(super) fn forget_blocks(&mut self) {
         self.blocks_sent = 0;

@@ -4,9 +4,9 @@
 //! many steps; prompts of equal length are computed one after another. KV blocks are not shared
 //! like this: nobody passes a sequence that waits for blocks, or takes those that a running one
 //! still needs.
-use super::Scheduler;
 use super::admission::AdmissionDecision;
 use super::plan::PlanBuilder;
+use super::{Scheduler, weight};
 
 /// A prompt behind a longer one. The order is the one in which they are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -23,9 +23,10 @@ pub(super) struct Prompt {
 }
 
 impl Scheduler {
-    /// Returns how many of its `wanted` tokens a running sequence computes in this step. Before the
-    /// first that could take all that is left, shorter ones are planned: as long as there are the
-    /// blocks that all running ones lack, so that it is not the oldest that finds none.
+    /// Returns how many of its `wanted` tokens a running sequence computes in this step; 0 if the
+    /// report has no room for the log-probabilities of its prompt. Before the first that could take
+    /// all that is left, shorter ones are planned: as long as there are the blocks that all running
+    /// ones lack, so that it is not the oldest that finds none.
     pub(super) fn share_step(
         &mut self,
         slot: usize,
@@ -36,12 +37,20 @@ impl Scheduler {
             builder.is_shared = true;
             let own = builder.budget.div_ceil(2);
             builder.budget -= own;
+            // It keeps its part of the report, too.
+            let scores = self.sequences[slot].as_ref().map_or(0, |seq| {
+                weight::scores(seq, weight::scored_max(seq, own, builder.step.scores))
+            });
+            builder.step.scores += scores;
             if builder.budget > 0 && self.lacking() <= u64::from(self.blocks.num_free()) {
                 self.plan_shorter(slot, wanted, builder);
             }
             builder.budget += own;
+            builder.step.scores -= scores;
         }
-        wanted.min(builder.budget)
+        let count = wanted.min(builder.budget);
+        let seq = self.sequences[slot].as_ref();
+        seq.map_or(0, |seq| weight::scored_max(seq, count, builder.step.scores))
     }
 
     /// Plans prompts to which a running sequence with `wanted` tokens to compute leaves some of the

@@ -105,6 +105,7 @@ impl Scheduler {
         let Some(seq) = &self.sequences[slot] else { return false };
         let Some(swapped) = &seq.swapped else { return false };
         let count = seq.num_wanted(self.config.max_model_len).min(builder.budget);
+        let count = weight::scored_max(seq, count, builder.step.scores);
         // Its last token is in flight, or drafts whose outcome is unknown.
         let waits = count == 0 || seq.waits_for_token(self.config.max_model_len);
         let host_blocks = swapped.host.len();

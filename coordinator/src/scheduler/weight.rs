@@ -1,5 +1,6 @@
-//! PURE: upper bounds on the bytes of a plan and of a step's masks: each travels as one frame.
-use shared::sampling::{LOGIT_BIAS_MAX, SUPPRESSED_MAX};
+//! PURE: upper bounds on the bytes of a plan, of a step's masks and of its results: each travels as
+//! one frame.
+use shared::sampling::{LOGIT_BIAS_MAX, LOGPROBS_MAX, SUPPRESSED_MAX};
 use shared::wire::frame::BODY_MAX;
 
 use super::config::{ConfigError, SchedulerConfig};
@@ -29,8 +30,16 @@ pub(super) const MASKS_MAX: usize = BODY_MAX as usize / 16 * 15;
 const SWAPS_MAX: usize = BODY_MAX as usize / 32;
 /// Maximum bytes of a step's embeddings, which are reported in one frame.
 const EMBEDDINGS_MAX: usize = BODY_MAX as usize / 4;
-/// An embedding's report without its numbers.
+/// Maximum bytes of the log-probabilities of prompts in a step's results, beside its embeddings and
+/// its own tokens with theirs.
+const SCORES_MAX: usize = BODY_MAX as usize / 8 * 3;
+/// What a step reports of a sequence, without the numbers of an embedding and without
+/// log-probabilities.
 const REPORT: usize = 64;
+/// A token's log-probabilities without their list of alternatives.
+const SCORE: usize = 2 * U32 + 4 + U64;
+/// One of these alternatives: a token and its log-probability.
+const ALTERNATIVE: usize = U32 + 4;
 /// Length assumed for an embedding where it is unknown: more than any model in use has.
 const HIDDEN_SIZE_MAX: u32 = 1 << 16;
 const BATCH_MAX: usize = BODY_MAX as usize - ADMITTED_MAX - 2 * SWAPS_MAX;
@@ -42,6 +51,10 @@ const SWAPPED_BLOCK: usize = 3 * U32;
 // Every model and batch in use fits: a million tokens of context, 4,096 sequences, 256 Ki tokens.
 const _: () = assert!(longest(1 << 20, 16) <= ADMITTED_MAX);
 const _: () = assert!(batch(4096, 256 << 10, 16) <= BATCH_MAX);
+const _: () = assert!(256 << 10 <= SCORES_MAX / score(0));
+const _: () = assert!(
+    EMBEDDINGS_MAX + SCORES_MAX + 4096 * (REPORT + score(LOGPROBS_MAX)) <= BODY_MAX as usize
+);
 
 /// Bytes of admitting a sequence: its tokens, and the blocks it may start with.
 const fn new_sequence(tokens: usize, block_size: usize, biases: usize, suppressed: usize) -> usize {
@@ -86,6 +99,28 @@ pub(super) fn embeddings_max(config: &SchedulerConfig) -> u32 {
     let hidden_size = if config.hidden_size == 0 { HIDDEN_SIZE_MAX } else { config.hidden_size };
     let count = EMBEDDINGS_MAX / (hidden_size as usize * size_of::<f32>() + REPORT);
     u32::try_from(count).unwrap_or(u32::MAX).max(1)
+}
+
+/// Maximum bytes of a token's log-probabilities with so many alternatives.
+const fn score(alternatives: u32) -> usize {
+    SCORE + alternatives as usize * ALTERNATIVE
+}
+
+/// Maximum bytes of the log-probabilities of its prompt that the next `count` tokens of a sequence
+/// yield.
+pub(super) fn scores(seq: &Sequence, count: u32) -> usize {
+    seq.num_scored(count) as usize * score(seq.sampling.prompt_logprobs.unwrap_or(0))
+}
+
+/// How many of a sequence's next `count` tokens may be in a step whose other sequences yield
+/// `others` bytes of log-probabilities of prompts. At least one token of a sequence is in a step
+/// where no other yields any.
+pub(super) fn scored_max(seq: &Sequence, count: u32, others: usize) -> u32 {
+    let each = score(seq.sampling.prompt_logprobs.unwrap_or(0));
+    let room = u32::try_from(SCORES_MAX.saturating_sub(others) / each).unwrap_or(u32::MAX);
+    let room = if others == 0 { room.max(1) } else { room };
+    // Those that yield some come before those that yield none.
+    if seq.num_scored(count) <= room { count } else { room }
 }
 
 /// Checks that every plan fits into a frame.
