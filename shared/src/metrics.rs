@@ -36,5 +36,7 @@ pub use local::{Counter, Exemplar, Exemplars, Gauge, Histogram, LocalStats, Shar
 pub use merged::Merged;
 pub use merger::{Limits, Merger, ReportOutcome, ReportRefused, Source};
 pub use rank::RankStats;
-pub use report::{MAX_SNAPSHOT_BYTES, SnapshotError, decode_snapshot, encode_snapshot};
+pub use report::{
+    MAX_SNAPSHOT_BYTES, SnapshotError, decode_snapshot, encode_report, encode_snapshot,
+};
 pub use snapshot::{HistogramTotals, LabelValues, PartialSnapshot, SeriesSnapshot, Value};

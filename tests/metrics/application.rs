@@ -1,5 +1,5 @@
 //! Application metrics: which declarations are refused, and exact totals over processes that
-//! report, repeat, die and come back.
+//! report, repeat, die and come back. Their bounds in the cluster: [`crate::application_bounds`].
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
@@ -12,22 +12,22 @@ use coordinator::metrics::exposition::Format;
 
 use crate::rig::{hub, text};
 
-fn worker(index: u32) -> Source {
+pub(crate) fn worker(index: u32) -> Source {
     Source::Worker(WorkerId(index))
 }
 
-fn report(metrics: &Metrics) -> PartialSnapshot {
+pub(crate) fn report(metrics: &Metrics) -> PartialSnapshot {
     PartialSnapshot { application: metrics.snapshot(), ..PartialSnapshot::default() }
 }
 
 /// The value of one series.
-fn value(merged: &Merged, name: &str, tags: &[&str]) -> Option<Value> {
+pub(crate) fn value(merged: &Merged, name: &str, tags: &[&str]) -> Option<Value> {
     let family = merged.application().iter().find(|family| family.declaration.name == name)?;
     let tags: Vec<String> = tags.iter().map(|tag| (*tag).to_owned()).collect();
     family.series.get(tags.as_slice()).cloned()
 }
 
-fn refused(merged: &Merged) -> Option<u64> {
+pub(crate) fn refused(merged: &Merged) -> Option<u64> {
     merged.counter(REPORTS_REFUSED, ["application"])
 }
 
@@ -52,6 +52,11 @@ fn bad_declarations_say_what_is_wrong() {
     };
     assert!(gauge("documents_total").contains("nothing else does"));
     assert!(gauge("documents_count").contains("`_count`"));
+    assert!(gauge("up").contains("Prometheus itself"));
+    for name in ["uploads_total", "upstream_errors_total"] {
+        metrics.counter(name, "Help.", &[]).unwrap();
+    }
+    metrics.gauge("upstream_seconds", "Help.", &[], GaugeMerge::Sum).unwrap();
     let tags = |tags: &[&str]| {
         metrics.counter("a_total", "Help.", tags).map(drop).unwrap_err().to_string()
     };
@@ -116,7 +121,7 @@ fn bad_values_and_tags_are_refused_and_change_nothing() {
     assert!(made > 1000, "{made}");
     counter.add(1, &["tenant-0"]).unwrap();
     let bytes = shared::metrics::encode_snapshot(&report(&metrics));
-    assert!(bytes.is_ok(), "what the bounds allow can be sent");
+    assert!(bytes.is_ok(), "as many sets of tags as the bounds allow can be sent");
 }
 
 #[test]

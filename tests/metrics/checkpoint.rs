@@ -12,7 +12,7 @@ use coordinator::metrics::{Hub, membership};
 use shared::clock::{Clock, SystemClock};
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
 use shared::membership::{EtcdOptions, View};
-use shared::metrics::application::Metrics;
+use shared::metrics::application::{GaugeMerge, Metrics};
 use shared::metrics::catalogue::{
     ACTOR_MESSAGES, HTTP_REQUESTS, HTTP_REQUESTS_IN_FLIGHT, PROCESS_CPU, RANK_STEP,
     REQUEST_PARAMS_N, REQUEST_PROMPT_TOKENS, REQUEST_SUCCESS, REQUESTS_ACCEPTED,
@@ -359,12 +359,17 @@ fn an_idle_cluster_has_no_news() {
         let cpu = stats.counter(PROCESS_CPU, ["coordinator"]);
         stats.add(cpu, 1_000_000_000);
     });
-    for route in ["/ready", "/metrics", "/health"] {
+    for route in ["/ready", "/metrics", "/health", "/load"] {
         hub.frontend().http_started();
         hub.frontend().http_finished(route, Method::Get, 200, Duration::from_millis(1));
     }
     hub.observer().record().scraped(Duration::from_millis(3));
     hub.frontend().http_started();
+    let waiting = hub.application().gauge("waiting", "Waiting.", &[], GaugeMerge::Sum).unwrap();
+    for value in [1.0, 2.0] {
+        waiting.set(value, &[]).unwrap();
+        assert!(!hub.checkpoint().has_news_since(&written), "{value}");
+    }
     assert!(publication.writing(Some(&written)).is_none());
     let page = publication.shown().unwrap();
     // Totals as in etcd, current gauges.

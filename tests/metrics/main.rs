@@ -5,6 +5,7 @@
     reason = "a test's helpers may fail it where they stand"
 )]
 mod application;
+mod application_bounds;
 mod baselines;
 mod catalogue;
 mod checkpoint;

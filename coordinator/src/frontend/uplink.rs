@@ -10,7 +10,7 @@ use shared::actor::liveness::LivenessConfig;
 use shared::actor::peer::{Encoded, PeerAddr};
 use shared::clock::Clock;
 use shared::membership::{CoordinatorAddress, Destination};
-use shared::metrics::encode_snapshot;
+use shared::metrics::encode_report;
 use shared::protocol::{
     EngineError, FromFrontend, FrontendHello, Serving, ToFrontend, WorkerStats,
 };
@@ -23,7 +23,7 @@ use super::adapters::Adapting;
 use super::dial::{Dialler, JoinedLink};
 use super::held::{HELD_FOR, Outage};
 use super::incoming;
-use super::requests::{LinkNumber, Requests};
+use super::requests::{LinkNumber, Requests, no_coordinator};
 use super::usage::ProcessUsage;
 use super::{FrontendError, FrontendOptions};
 use crate::adapters::{AdapterAsk, AdapterChanges, ServedAdapters};
@@ -141,16 +141,15 @@ impl Uplink {
                 LinkEnd::Lost(reason) => {
                     tracing::warn!(%reason, "the link to the coordinator ended; dialling again");
                     self.set_readiness(false, self.waiting(&reason));
-                    self.requests.link_lost(self.clock.now(), &reason);
-                    self.adapting.link_lost(&reason);
+                    self.requests.link_lost(self.clock.now());
+                    self.adapting.link_lost();
                 }
             }
             (joined, again) = tokio::select! {
                 joined = self.dial(to) => match joined {
                     Ok(joined) => (joined, true),
                     Err(error) => {
-                        let message = error.to_string();
-                        self.requests.end_all(&EngineError::Unavailable { message });
+                        self.requests.end_all(&no_coordinator());
                         return Some(error);
                     }
                 },
@@ -162,7 +161,7 @@ impl Uplink {
             let serving = &joined.2.serving;
             if let Some(difference) = self.serving.difference(serving) {
                 let error = FrontendError::OtherModel(difference);
-                self.requests.end_all(&EngineError::Unavailable { message: error.to_string() });
+                self.requests.end_all(&no_coordinator());
                 return Some(error);
             }
         }
@@ -312,8 +311,11 @@ impl Uplink {
         let (sequence, mut snapshot) = self.stats.report();
         snapshot.add(self.process.snapshot());
         snapshot.add(self.options.actors.stats().snapshot());
-        snapshot.application = self.options.application.snapshot();
-        match encode_snapshot(&snapshot) {
+        let encoded = encode_report(snapshot, &self.options.application);
+        if let Some(line) = self.options.application.take_warning() {
+            tracing::warn!("{line}");
+        }
+        match encoded {
             Ok(snapshot) => Some(FromFrontend::Stats(WorkerStats { sequence, snapshot })),
             Err(error) => {
                 tracing::error!(%error, "stats cannot be reported");

@@ -7,10 +7,12 @@
 //! series.
 mod writer;
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use prometheus::proto::{MetricFamily, MetricType};
+use prometheus::proto::{Histogram, MetricFamily, MetricType};
 use shared::metrics::catalogue::FRONTEND_PAGE;
 use shared::metrics::compat::Compat;
 use shared::metrics::labels::MODEL_NAME;
@@ -186,25 +188,62 @@ fn word(kind: Kind) -> &'static str {
     }
 }
 
-/// Writes a family of the `prometheus` crate's registry: a counter or gauge.
+/// Writes a family of the `prometheus` crate's registry: a counter, gauge or histogram.
 fn gathered(writer: &mut Writer<'_>, family: &MetricFamily) {
-    let counter = match family.get_field_type() {
-        MetricType::COUNTER => true,
-        MetricType::GAUGE => false,
-        // Nothing in this process registers other kinds.
-        _ => return,
+    let (name, of) = (family.name(), family.get_field_type());
+    let kind = match of {
+        MetricType::COUNTER => "counter",
+        MetricType::GAUGE => "gauge",
+        MetricType::HISTOGRAM => "histogram",
+        MetricType::SUMMARY | MetricType::UNTYPED => return not_shown(name),
     };
-    writer.head(family.name(), family.help(), if counter { "counter" } else { "gauge" });
+    writer.head(name, family.help(), kind);
     for metric in family.get_metric() {
         let mut labels = String::new();
         for pair in metric.get_label() {
             writer::label(&mut labels, pair.name(), pair.value());
         }
-        let value =
-            if counter { metric.get_counter().get_value() } else { metric.get_gauge().get_value() };
-        writer.sample(family.name(), "", &labels, |text| {
+        let (suffix, value) = match of {
+            MetricType::COUNTER => (writer.counter_suffix(name), metric.get_counter().get_value()),
+            MetricType::HISTOGRAM => {
+                gathered_histogram(writer, name, &labels, metric.get_histogram());
+                continue;
+            }
+            _ => ("", metric.get_gauge().get_value()),
+        };
+        writer.sample(name, suffix, &labels, |text| {
             let _ = write!(text, "{value}");
         });
+    }
+}
+
+/// Writes one histogram of that registry, whose buckets are cumulative already. The infinite one
+/// is implied.
+fn gathered_histogram(writer: &mut Writer<'_>, name: &str, labels: &str, totals: &Histogram) {
+    let finite = totals.get_bucket().iter().filter(|bucket| bucket.upper_bound().is_finite());
+    let buckets = finite.map(|it| (writer::float(it.upper_bound()), it.cumulative_count()));
+    let all = ("+Inf".to_owned(), totals.get_sample_count());
+    for (le, count) in buckets.chain([all]) {
+        let mut labels = labels.to_owned();
+        writer::label(&mut labels, "le", &le);
+        writer.sample(name, "_bucket", &labels, |text| {
+            let _ = write!(text, "{count}");
+        });
+    }
+    writer.sample(name, "_sum", labels, |text| {
+        let _ = write!(text, "{}", totals.get_sample_sum());
+    });
+    writer.sample(name, "_count", labels, |text| {
+        let _ = write!(text, "{}", totals.get_sample_count());
+    });
+}
+
+/// Logs once of each family that it is not on the page.
+fn not_shown(family: &str) {
+    static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
+    if said.insert(family.to_owned()) {
+        tracing::warn!(family, "/metrics shows no summaries or untyped metrics of libraries");
     }
 }
 
@@ -235,5 +274,52 @@ impl StatLogger for Exposition {
         let own = Merged::default();
         let page = Page { merged, own: &own, exemplars: &Vec::new(), gathered: &[] };
         page.render(Format::Text, &self.options, &mut self.text);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus::{Counter, HistogramOpts};
+    use shared::ids::Incarnation;
+    use shared::metrics::Limits;
+
+    use super::*;
+    use crate::metrics::Hub;
+
+    #[test]
+    fn what_libraries_register_is_on_both_pages() {
+        let hub = Hub::new(Incarnation(1), Limits::default());
+        let options = HistogramOpts::new("library_call_seconds", "Time of a call.")
+            .buckets(vec![0.5, 2.0])
+            .const_label("pool", "a");
+        let seconds = prometheus::Histogram::with_opts(options).unwrap();
+        let calls = Counter::new("library_calls", "Calls.").unwrap();
+        hub.registry().register(Box::new(seconds.clone())).unwrap();
+        hub.registry().register(Box::new(calls.clone())).unwrap();
+        for value in [0.25, 1.0, 3.0] {
+            seconds.observe(value);
+        }
+        calls.inc_by(3.0);
+        let gathered = hub.registry().gather();
+        let nothing = Merged::default();
+        let page =
+            Page { merged: &nothing, own: &nothing, exemplars: &Vec::new(), gathered: &gathered };
+        for (format, sample) in
+            [(Format::Text, "library_calls"), (Format::OpenMetrics, "library_calls_total")]
+        {
+            let mut text = String::new();
+            page.render(format, &PageOptions::default(), &mut text);
+            assert!(text.contains("# TYPE library_call_seconds histogram\n"), "{text}");
+            let histogram = "\
+library_call_seconds_bucket{pool=\"a\",le=\"0.5\"} 1
+library_call_seconds_bucket{pool=\"a\",le=\"2.0\"} 2
+library_call_seconds_bucket{pool=\"a\",le=\"+Inf\"} 3
+library_call_seconds_sum{pool=\"a\"} 4.25
+library_call_seconds_count{pool=\"a\"} 3
+";
+            assert!(text.contains(histogram), "{text}");
+            let counter = format!("# TYPE library_calls counter\n{sample} 3\n");
+            assert!(text.contains(&counter), "{text}");
+        }
     }
 }

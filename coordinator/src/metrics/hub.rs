@@ -59,7 +59,8 @@ impl Hub {
     }
 
     /// The `prometheus` crate's registry of this process, published with everything else: its own
-    /// `process_*` series, and a place for libraries that use that crate.
+    /// `process_*` series, and a place for libraries that use that crate. Counters, gauges and
+    /// histograms are shown.
     #[must_use]
     pub fn registry(&self) -> &prometheus::Registry {
         &self.registry

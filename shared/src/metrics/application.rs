@@ -3,7 +3,9 @@
 //! Any actor of any node declares a counter, gauge or histogram with tags on its process's
 //! [`Metrics`] and records through the handle. Totals are sent with the process's reports; equal
 //! tags of all processes become one series: counters and histograms add up, gauges merge by their
-//! declared rule. When a process dies, its totals stay and its gauges vanish.
+//! declared rule. When a process dies, its totals stay and its gauges vanish. Names, tags and
+//! buckets are those of the first declaration, as long as any process of the cluster uses it; then
+//! another one takes its place and begins at zero.
 //!
 //! ```
 //! use shared::metrics::application::{GaugeMerge, Metrics};
@@ -13,6 +15,8 @@
 //! documents.add(3, &["acme"])?;
 //! let index = metrics.gauge("rag_index_bytes", "Size of the index.", &[], GaugeMerge::Sum)?;
 //! index.set(1e9, &[])?;
+//! // The index is gone; so is its series, until it is set again.
+//! index.remove(&[])?;
 //! let seconds = metrics.histogram("rag_seconds", "Time to answer.", &[0.1, 1.0, 10.0], &[])?;
 //! seconds.observe(0.3, &[])?;
 //! # Ok::<(), shared::metrics::application::Error>(())
@@ -26,8 +30,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use serde::{Deserialize, Serialize};
 
 pub use self::declaration::{Declaration, Error, GaugeMerge, Kind};
-pub(super) use self::merge::Applications;
 pub use self::merge::MergedFamily;
+pub(super) use self::merge::{Applications, TagSets};
 use super::snapshot::{HistogramTotals, LabelValues, NANOS_PER_UNIT, Value};
 
 /// Maximum number of metrics per process.
@@ -47,6 +51,13 @@ pub struct Family {
     pub series: Vec<(LabelValues, Value)>,
 }
 
+impl Family {
+    /// Whether it is a gauge.
+    pub(super) fn is_gauge(&self) -> bool {
+        matches!(self.declaration.kind, Kind::Gauge(_))
+    }
+}
+
 /// A process's application metrics. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
@@ -59,6 +70,10 @@ struct Inner {
     metrics: BTreeMap<String, Declared>,
     cells: usize,
     tag_bytes: usize,
+    /// Number of the process's reports that had no room for these metrics.
+    left_out: u64,
+    /// What the log has to be told of that, once.
+    warning: Option<String>,
 }
 
 #[derive(Debug)]
@@ -95,7 +110,8 @@ impl Metrics {
     /// Declares a counter; its name ends with `_total`. Declaring it again gives the same counter.
     ///
     /// # Errors
-    /// [`Error`], also if the name is taken by a metric of another kind or with other tags.
+    /// [`Error`], also if the name is taken by a metric of another kind or with other tags, or if
+    /// both would be published under one name (a counter `jobs_total` and a gauge `jobs`).
     pub fn counter(&self, name: &str, help: &str, tags: &[&str]) -> Result<Counter, Error> {
         self.declare(Declaration::new(name, help, tags, Kind::Counter)?).map(Counter)
     }
@@ -147,6 +163,28 @@ impl Metrics {
             .collect()
     }
 
+    /// Returns what the log should say, once per process, if reports have no room for these
+    /// metrics.
+    #[must_use]
+    pub fn take_warning(&self) -> Option<String> {
+        self.inner().warning.take()
+    }
+
+    /// Number of the process's reports that had no room for these metrics.
+    pub(super) fn left_out(&self) -> u64 {
+        self.inner().left_out
+    }
+
+    /// Counts a report that had no room for these metrics, for the given reason.
+    pub(super) fn leave_out(&self, reason: &str) {
+        let inner = &mut *self.inner();
+        if inner.left_out == 0 {
+            inner.warning =
+                Some(format!("reports are sent without the application's metrics: {reason}"));
+        }
+        inner.left_out = inner.left_out.saturating_add(1);
+    }
+
     fn declare(&self, declaration: Declaration) -> Result<Handle, Error> {
         let inner = &mut *self.inner();
         let name: Arc<str> = declaration.name.as_str().into();
@@ -163,6 +201,13 @@ impl Metrics {
                 return Err(Error::TooMany { what: "metrics", max: METRICS_MAX });
             }
             None => {
+                let mut others = inner.metrics.values().map(|it| &it.declaration);
+                if let Some(other) = others.find(|other| other.clashes_with(&declaration)) {
+                    return Err(Error::Taken {
+                        name: declaration.name.clone(),
+                        by: other.name.clone(),
+                    });
+                }
                 let declared = Declared { declaration, series: BTreeMap::new() };
                 inner.metrics.insert(declared.declaration.name.clone(), declared);
             }
@@ -205,6 +250,20 @@ impl Handle {
         declared.series.insert(key, value);
         Ok(())
     }
+
+    /// Removes a gauge's value under these tags, if there is one.
+    fn remove(&self, tags: &[&str]) -> Result<(), Error> {
+        let inner = &mut *self.metrics.inner();
+        let Some(declared) = inner.metrics.get_mut(&*self.name) else { return Ok(()) };
+        declared.declaration.check_tags(tags)?;
+        let key: LabelValues = tags.iter().map(|tag| (*tag).to_owned()).collect();
+        if declared.series.remove(&key).is_some() {
+            let tag_bytes: usize = tags.iter().map(|tag| tag.len()).sum();
+            inner.cells = inner.cells.saturating_sub(1);
+            inner.tag_bytes = inner.tag_bytes.saturating_sub(tag_bytes);
+        }
+        Ok(())
+    }
 }
 
 impl Counter {
@@ -231,6 +290,15 @@ impl Gauge {
             return Err(Error::Value { name: self.0.name.to_string(), value: to });
         }
         self.0.record(tags, |value| *value = Value::Gauge(to))
+    }
+
+    /// Removes the series under these tags until it is set again: what it describes is no longer
+    /// there. The tags take no room then. Removing one that is not there changes nothing.
+    ///
+    /// # Errors
+    /// If tags are missing, surplus or too long.
+    pub fn remove(&self, tags: &[&str]) -> Result<(), Error> {
+        self.0.remove(tags)
     }
 }
 

@@ -281,7 +281,7 @@ catalogue! {
     histogram(REQUEST_TOKENS) REQUEST_PROMPT_TOKENS: "tutti_request_prompt_tokens", Tokens,
         model [], Coordinator,
             "Prompt tokens of a request, once when it ends; 0 for one that ended with its \
-             coordinator.";
+             coordinator or its replica's actor.";
     histogram(REQUEST_TOKENS) REQUEST_GENERATION_TOKENS: "tutti_request_generation_tokens", Tokens,
         model [], Coordinator,
         "Tokens accepted over all choices of a request, once when it ends for any reason.";
@@ -300,7 +300,8 @@ catalogue! {
         Coordinator,
         "The parameter best_of (n where it is not given), once when a request ends for any reason.";
     histogram(REQUEST_TOKENS) REQUEST_PARAMS_MAX_TOKENS: "tutti_request_params_max_tokens", Tokens,
-        model [], Coordinator, "The parameter max_tokens, once when a request ends for any reason.";
+        model [], Coordinator, "The parameter max_tokens, once when a request ends for any reason; \
+        0 for one that ended with its replica's actor.";
 
     // KV cache, per replica: all ranks have the same blocks, so they are counted once.
     gauge(Sum) KV_CACHE_BLOCKS_USED: "tutti_kv_cache_used_blocks", Blocks, model [REPLICA],
@@ -376,16 +377,18 @@ catalogue! {
         model [FailoverReason::LABEL, REPLICA], Coordinator,
         "Times a serving replica broke and its requests were moved, by why it broke.";
     counter FENCED_FRAMES: "tutti_fenced_frames_total", Events, [FencedReason::LABEL], Coordinator,
-        "Results of steps that had no effect, by reason: their epoch is over, or they came twice.";
+        "Results of steps that had no effect, by reason: their worker had no rank, their epoch is \
+         over, or they came twice.";
     gauge(Max) WORKER_UP: "tutti_worker_up", Items, [WORKER], Coordinator,
         "1 while a worker is linked, 0 for ten minutes after it is gone, unless it was drained.";
     gauge(Max) WORKER_INFO: "tutti_worker_info", Info, [NODE, VERSION, WORKER], Coordinator,
         "The node name and version of a linked worker.";
     gauge(Max) SLOW_RANKS: "tutti_slow_ranks", Items, [WORKER], Coordinator,
         "1 for a worker that takes more than 3 times as long as the others of its replica, for 30 \
-         s.";
+         s; 0 again when it has lost its rank, or was not seen to be slow for 2 minutes, as while \
+         its replica is idle.";
     gauge(Max) DEVICES_SET_ASIDE: "tutti_devices_set_aside", Items, [WORKER], Coordinator,
-        "1 for a worker that gets no rank for a while because its device failed repeatedly.";
+        "1 for a linked worker that gets no rank for a while because its device failed repeatedly.";
     counter WORKER_RESTARTS: "tutti_worker_restarts_total", Events, [WORKER], Coordinator,
         "Times a worker came back as another process.";
     gauge(Max) WORKER_LAST_REPORT: "tutti_worker_last_report_timestamp_seconds", Seconds, [WORKER],
@@ -478,23 +481,25 @@ catalogue! {
         "Memory of a host.";
     gauge(Max) GPU_INFO: "tutti_gpu_info", Info, [GPU, HOST, NAME, UUID], Process,
         "The name of a GPU, by NVML.", when "NVML finds a GPU";
-    gauge(Max) GPU_UTILIZATION: "tutti_gpu_utilization_ratio", Ratio, [GPU, HOST], Process,
+    gauge(Max) GPU_UTILIZATION: "tutti_gpu_utilization_ratio", Ratio, [GPU, HOST, UUID], Process,
         "Share of the last sample period in which a GPU ran a kernel, 0 to 1, by NVML.",
         when "NVML finds a GPU";
-    gauge(Max) GPU_MEMORY_USED: "tutti_gpu_memory_used_bytes", Bytes, [GPU, HOST], Process,
+    gauge(Max) GPU_MEMORY_USED: "tutti_gpu_memory_used_bytes", Bytes, [GPU, HOST, UUID], Process,
         "Device memory in use on a GPU, by NVML.", when "NVML finds a GPU";
-    gauge(Max) GPU_MEMORY: "tutti_gpu_memory_bytes", Bytes, [GPU, HOST], Process,
+    gauge(Max) GPU_MEMORY: "tutti_gpu_memory_bytes", Bytes, [GPU, HOST, UUID], Process,
         "Device memory of a GPU, by NVML.", when "NVML finds a GPU";
-    gauge(Max) GPU_TEMPERATURE: "tutti_gpu_temperature_celsius", Celsius, [GPU, HOST], Process,
+    gauge(Max) GPU_TEMPERATURE: "tutti_gpu_temperature_celsius", Celsius, [GPU, HOST, UUID],
+        Process,
         "Temperature of a GPU, by NVML.", when "NVML finds a GPU";
-    gauge(Max) GPU_POWER: "tutti_gpu_power_watts", Watts, [GPU, HOST], Process,
+    gauge(Max) GPU_POWER: "tutti_gpu_power_watts", Watts, [GPU, HOST, UUID], Process,
         "Power drawn by a GPU, by NVML.", when "NVML finds a GPU";
 
     // The metrics themselves.
     counter REPORTS_REFUSED: "tutti_reports_refused_total", Events, [ReportRefusal::LABEL],
         Coordinator, "Stats reports of workers and front ends not merged, by reason.";
     counter OBSERVATIONS_REFUSED: "tutti_observations_refused_total", Events,
-        [ObservationRefusal::LABEL], Process, "Values not recorded because they are invalid.";
+        [ObservationRefusal::LABEL], Process, "Values not recorded because they are invalid. \
+        too_large: reports that had no room for the metrics of the process's application.";
     histogram(STEP_SECONDS) SCRAPE_DURATION: "tutti_scrape_duration_seconds", Seconds, [],
         Coordinator, "Merging and rendering one scrape; visible from the next scrape on.";
     gauge(Max) BUILD_INFO: "tutti_build_info", Info, [VERSION], Coordinator,

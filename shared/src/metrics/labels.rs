@@ -376,8 +376,8 @@ label_enum! {
 label_enum! {
     /// Why a source's report was refused.
     ReportRefusal, "reason" {
-        /// One of its application metrics is not legal, or is declared differently elsewhere; the
-        /// rest of the report was merged.
+        /// One of its application metrics is not legal, or is declared differently elsewhere, or
+        /// its name clashes with another one's; the rest of the report was merged.
         Application = "application",
         /// Bucket counts do not fit the declared bounds.
         BucketMismatch = "bucket_mismatch",
@@ -446,6 +446,9 @@ label_enum! {
     ObservationRefusal, "reason" {
         /// Not a finite number, or negative where it must not be.
         InvalidValue = "invalid_value",
+        /// The metrics of the process's application make its report too large; the report is made
+        /// without them.
+        TooLarge = "too_large",
         /// A label value outside its declared set.
         UnknownLabel = "unknown_label",
     }

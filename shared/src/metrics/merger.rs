@@ -14,7 +14,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use self::baseline::Baseline;
-use super::application::{Applications, Family};
+use super::application::{Applications, Family, TagSets};
 use super::catalogue::REPORTS_REFUSED;
 use super::definition::{Definition, GaugeMerge, Kind, Owner, SeriesId};
 use super::labels::{LabelValue, PROCESS_NAME, ReportRefusal, WORKER_NAME};
@@ -74,11 +74,21 @@ pub struct Limits {
     /// Maximum number of lost incarnations; beyond it, the one lost first is retired. A change of
     /// the leader loses all of them until they report again, and no report of a retired one counts.
     pub lost: usize,
+    /// Maximum number of names of application metrics: those in use, and those with totals.
+    pub application_names: usize,
+    /// Maximum number of sets of tags per application metric, as of label sets.
+    pub application_tag_sets: usize,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { label_sets: 16_384, retired_incarnations: 64, lost: 4096 }
+        Self {
+            label_sets: 16_384,
+            retired_incarnations: 64,
+            lost: 4096,
+            application_names: 1024,
+            application_tag_sets: 4096,
+        }
     }
 }
 
@@ -138,6 +148,8 @@ struct LiveSource {
     /// Label sets in its last report that were beyond the bound.
     left_out: LabelSets,
     application: Vec<Family>,
+    /// The same of its application metrics.
+    tags_left_out: TagSets,
     /// What it had counted before its first report, which does not count.
     baseline: Baseline,
     /// It reports series that are not known here; this was logged.
@@ -164,7 +176,7 @@ impl Merger {
             lost: VecDeque::new(),
             histories: BTreeSet::new(),
             restored: false,
-            applications: Applications::default(),
+            applications: Applications::new(limits),
             label_sets: BTreeMap::new(),
             full: BTreeSet::new(),
             warnings: Vec::new(),
@@ -223,10 +235,20 @@ impl Merger {
                 !id.is_some_and(|id| left_out.contains(&(id, LabelValues::clone(&it.labels))))
             });
         }
-        let before = before.map_or(&[][..], |last| &last.application);
-        if !application.is_empty() || !before.is_empty() {
-            let refused = self.applications.admit(&source.to_string(), before, &mut application);
+        let last = before.map_or(&[][..], |before| &before.application);
+        let mut tags_left_out = TagSets::new();
+        if !application.is_empty() || !last.is_empty() {
+            let others = self.live.iter().filter(|(of, _)| **of != key);
+            let others = others.map(|(_, live)| live.application.as_slice());
+            let name = source.to_string();
+            let (refused, over) = self.applications.admit(&name, last, &mut application, others);
             self.refused[ReportRefusal::Application.position()] += refused as u64;
+            let known = |it: &&(String, LabelValues)| {
+                before.is_some_and(|before| before.tags_left_out.contains(*it))
+            };
+            let newly = over.len() - over.iter().filter(known).count();
+            self.refused[ReportRefusal::LabelCardinality.position()] += newly as u64;
+            tags_left_out = over;
         }
         let has_history = self.histories.remove(&key);
         let baseline = match self.live.get_mut(&key) {
@@ -240,6 +262,7 @@ impl Merger {
             series,
             left_out,
             application,
+            tags_left_out,
             baseline,
             other_catalogue,
         };
@@ -258,6 +281,7 @@ impl Merger {
             return;
         }
         live.series.retain(|series| !matches!(series.value, Value::Gauge(_)));
+        self.applications.lose(&mut live.application);
         self.lost.push_back((source, incarnation));
         if self.lost.len() > self.limits.lost
             && let Some(key) = self.lost.pop_front()
@@ -315,8 +339,8 @@ impl Merger {
         ReportRefused { reason, series }
     }
 
-    /// Returns descriptions, each once, of refused application metrics and of series with too many
-    /// label sets.
+    /// Returns descriptions, each once, of refused and replaced application metrics and of series
+    /// with too many label sets.
     pub fn take_warnings(&mut self) -> Vec<String> {
         let mut warnings = std::mem::take(&mut self.warnings);
         warnings.extend(self.applications.take_warnings());
@@ -348,7 +372,7 @@ impl Merger {
             merged.add(REPORTS_REFUSED.series(), &labels, &count);
         }
         merged.add_ratios();
-        let live = self.live.values().map(|live| (live.counted_application(), live.lost));
+        let live = self.live.values().map(LiveSource::counted_application);
         merged.set_application(self.applications.merged(live));
         merged
     }

@@ -10,7 +10,7 @@ use super::catalogue::{
     RANK_IDLE, RANK_LOAD, RANK_MASKS, RANK_SAMPLE, RANK_STEP, RANK_WEIGHTS,
 };
 use super::local::{Counter, Gauge, Histogram, LocalStats, SharedStats};
-use super::report::{SnapshotError, encode_snapshot};
+use super::report::{SnapshotError, encode_report};
 use crate::ids::{ReplicaId, WorkerId};
 use crate::protocol::{StepTimings, WorkerStats};
 
@@ -180,16 +180,16 @@ impl RankStats {
         &mut self.stats
     }
 
-    /// Makes the next report. Takes microseconds and allocates: once per interval, not per step.
+    /// Makes the next report, without the application's metrics if these make it too large. Takes
+    /// microseconds and allocates: once per interval, not per step.
     ///
     /// # Errors
-    /// Returns [`SnapshotError::TooLarge`] if this worker has too many series.
+    /// Returns [`SnapshotError::TooLarge`] if this worker itself has too many series.
     pub fn report(&mut self) -> Result<WorkerStats, SnapshotError> {
         let mut snapshot = self.stats.snapshot();
         snapshot.add(self.process.snapshot());
         snapshot.add(self.actors.snapshot());
-        snapshot.application = self.application.snapshot();
-        let snapshot = encode_snapshot(&snapshot)?;
+        let snapshot = encode_report(snapshot, &self.application)?;
         self.sequence += 1;
         Ok(WorkerStats { sequence: self.sequence, snapshot })
     }

@@ -9,9 +9,11 @@ use std::sync::LazyLock;
 
 use serde::{Deserialize, Serialize};
 
-use super::application::Family;
-use super::catalogue::{CATALOGUE, FORMS};
+use super::application::{Family, Metrics};
+use super::catalogue::{CATALOGUE, FORMS, OBSERVATIONS_REFUSED};
 use super::definition::SeriesId;
+use super::labels::{LabelValue as _, ObservationRefusal};
+use super::local::LocalStats;
 use super::snapshot::{LabelValues, PartialSnapshot, SeriesSnapshot, Value};
 use crate::wire::codec::{self, CodecError};
 
@@ -81,6 +83,39 @@ pub fn encode_snapshot(snapshot: &PartialSnapshot) -> Result<Vec<u8>, SnapshotEr
         return Err(SnapshotError::TooLarge { bytes: bytes.len() });
     }
     Ok(bytes)
+}
+
+/// Encodes a process's report: what it counts itself, and the application's metrics. If these make
+/// it too large, it is made without them, so that everything else arrives, and counts that.
+///
+/// # Errors
+/// Returns [`SnapshotError::TooLarge`] if it is too large without them, too.
+pub fn encode_report(
+    mut snapshot: PartialSnapshot,
+    application: &Metrics,
+) -> Result<Vec<u8>, SnapshotError> {
+    let left_out = application.left_out();
+    if left_out > 0 {
+        snapshot.add(reports_without(left_out));
+    }
+    snapshot.application = application.snapshot();
+    match encode_snapshot(&snapshot) {
+        Err(error @ SnapshotError::TooLarge { .. }) if !snapshot.application.is_empty() => {
+            application.leave_out(&error.to_string());
+            snapshot.application.clear();
+            snapshot.add(reports_without(1));
+            encode_snapshot(&snapshot)
+        }
+        encoded => encoded,
+    }
+}
+
+/// Counts so many reports that were made without the application's metrics.
+fn reports_without(count: u64) -> PartialSnapshot {
+    let mut stats = LocalStats::uncounted();
+    let counter = stats.counter(OBSERVATIONS_REFUSED, [ObservationRefusal::TooLarge.as_str()]);
+    stats.add(counter, count);
+    stats.snapshot()
 }
 
 /// Decodes a snapshot as far as our catalogue has its series. [`super::Merger::apply`] checks its

@@ -4,7 +4,9 @@ use shared::actor::link::Connection;
 use shared::actor::link::join::join;
 use shared::clock::{ManualClock, SystemClock};
 use shared::ids::{Incarnation, RequestId};
-use shared::metrics::application::Metrics;
+use shared::metrics::application::{GaugeMerge, Metrics};
+use shared::metrics::catalogue::{HTTP_REQUESTS, OBSERVATIONS_REFUSED};
+use shared::metrics::{Merged, decode_snapshot};
 use shared::protocol::{EngineEvent, FrontendId, FrontendWelcome};
 use shared::sampling::SamplingParams;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -219,4 +221,26 @@ async fn reports_go_between_the_requests_that_were_held() {
     assert!(reports >= 3, "{reports} reports among {REQUESTS} requests");
     stop.send(()).unwrap();
     running.await.unwrap();
+}
+
+#[tokio::test]
+async fn a_report_without_room_for_the_application_has_everything_else() {
+    let (clock, options) = options("127.0.0.1:1");
+    let tags = (0..8).map(|tag| format!("tag_{tag}_{}", "x".repeat(122))).collect::<Vec<_>>();
+    let tags: Vec<&str> = tags.iter().map(String::as_str).collect();
+    for at in 0..256 {
+        let (name, help) = (format!("m{at:0>127}"), "h".repeat(200));
+        let gauge = options.application.gauge(&name, &help, &tags, GaugeMerge::Sum).unwrap();
+        gauge.set(1.0, &["t"; 8]).unwrap();
+    }
+    let (_engine, commands) = EngineHandle::channel();
+    let mut uplink =
+        Uplink::new(options, hello(), serving(), clock, FrontendStats::new(), commands);
+    let Some(FromFrontend::Stats(report)) = uplink.report() else { panic!("no report") };
+    let snapshot = decode_snapshot(&report.snapshot).unwrap();
+    assert!(snapshot.application.is_empty());
+    let merged = Merged::of(&snapshot);
+    let completions = merged.counter(HTTP_REQUESTS, ["POST", "/v1/completions", "200"]);
+    assert_eq!(completions, Some(0));
+    assert_eq!(merged.counter(OBSERVATIONS_REFUSED, ["too_large"]), Some(1));
 }

@@ -120,6 +120,14 @@ impl<'a> Writer<'a> {
         }
     }
 
+    /// What the samples of the counter `name` have behind that name: OpenMetrics requires `_total`.
+    pub(super) fn counter_suffix(&self, name: &str) -> &'static str {
+        match self.format {
+            Format::OpenMetrics if !name.ends_with("_total") => "_total",
+            Format::OpenMetrics | Format::Text => "",
+        }
+    }
+
     /// Writes one line; `value` writes the number.
     pub(super) fn sample(
         &mut self,
@@ -212,7 +220,7 @@ fn escape(text: &mut String, raw: &str, quotes: bool) {
 }
 
 /// Formats a bound as OpenMetrics requires: always with a decimal point.
-fn float(value: f64) -> String {
+pub(super) fn float(value: f64) -> String {
     let text = value.to_string();
     if text.contains('.') { text } else { text + ".0" }
 }

@@ -15,7 +15,11 @@ const TAGS_MAX: usize = 8;
 /// Maximum number of bounds of a histogram.
 const BOUNDS_MAX: usize = 64;
 /// Name prefixes that are reserved.
-const RESERVED: [&str; 4] = ["tutti_", "process_", "scrape_", "up"];
+const RESERVED: [&str; 3] = ["tutti_", "process_", "scrape_"];
+/// The series by which Prometheus says whether a target answers.
+const UP: &str = "up";
+/// The suffix of counters.
+const TOTAL: &str = "_total";
 /// Labels with a meaning to Prometheus or its text format.
 const RESERVED_TAGS: [&str; 4] = ["le", "quantile", "job", "instance"];
 
@@ -85,6 +89,14 @@ pub enum Error {
         /// This one.
         now: String,
     },
+    /// It would be published under a name of another metric.
+    #[error("`{name}` and `{by}` would be published under the same name")]
+    Taken {
+        /// The metric.
+        name: String,
+        /// The other one.
+        by: String,
+    },
     /// The tags of a record do not fit the declaration.
     #[error("`{name}` {problem}")]
     Tags {
@@ -145,8 +157,11 @@ impl Declaration {
         if let Some(reserved) = RESERVED.iter().find(|reserved| self.name.starts_with(**reserved)) {
             return Err(name(&format!("names that begin with `{reserved}` are reserved")));
         }
+        if self.name == UP {
+            return Err(name("Prometheus itself has a series of this name"));
+        }
         let is_counter = self.kind == Kind::Counter;
-        if is_counter != self.name.ends_with("_total") {
+        if is_counter != self.name.ends_with(TOTAL) {
             return Err(name("counters end with `_total`, and nothing else does"));
         }
         for suffix in ["_bucket", "_sum", "_count", "_created"] {
@@ -229,6 +244,32 @@ impl Declaration {
     #[must_use]
     pub fn same(&self, other: &Self) -> bool {
         (&self.name, &self.tags, &self.kind) == (&other.name, &other.tags, &other.kind)
+    }
+
+    /// Whether two metrics would be published under the same name, of a family or of its samples:
+    /// OpenMetrics names the family of a counter without `_total`.
+    #[must_use]
+    pub fn clashes_with(&self, other: &Self) -> bool {
+        self.name != other.name && (self.takes_name_of(other) || other.takes_name_of(self))
+    }
+
+    /// Whether a name of `other` is that of this family or of its samples.
+    fn takes_name_of(&self, other: &Self) -> bool {
+        let suffixes: &[&str] = match self.kind {
+            Kind::Counter => &["", TOTAL],
+            Kind::Gauge(_) => &[""],
+            Kind::Histogram(_) => &["", "_bucket", "_sum", "_count"],
+        };
+        let names = [other.family_name(), other.name.as_str()];
+        let mut rests = names.into_iter().filter_map(|name| name.strip_prefix(self.family_name()));
+        rests.any(|rest| suffixes.contains(&rest))
+    }
+
+    fn family_name(&self) -> &str {
+        match self.kind {
+            Kind::Counter => self.name.strip_suffix(TOTAL).unwrap_or(&self.name),
+            Kind::Gauge(_) | Kind::Histogram(_) => &self.name,
+        }
     }
 }
 

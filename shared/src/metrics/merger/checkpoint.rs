@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::baseline::Baseline;
 use super::{LabelSets, LiveSource, Merger, Source, check_labels, check_value};
 use crate::ids::Incarnation;
-use crate::metrics::application::Family;
+use crate::metrics::application::{Family, TagSets};
 use crate::metrics::catalogue::{
     CATALOGUE, REPORTS_REFUSED, REQUEST_GENERATION_TOKENS, REQUEST_MAX_NUM_GENERATION_TOKENS,
     REQUEST_PARAMS_BEST_OF, REQUEST_PARAMS_MAX_TOKENS, REQUEST_PARAMS_N, REQUEST_PREEMPTIONS,
@@ -149,7 +149,7 @@ impl Merger {
                 for series in &totals.series {
                     add(&mut retired, series);
                 }
-                applications.extend(totals.application.iter().cloned());
+                applications.extend(without_gauges(&totals.application).cloned());
                 continue;
             }
             let of = |series: &[SeriesSnapshot], application: &[Family]| LiveTotals {
@@ -157,7 +157,7 @@ impl Merger {
                 incarnation: *incarnation,
                 sequence: totals.sequence,
                 series: series.iter().filter_map(total).collect(),
-                application: application.to_vec(),
+                application: without_gauges(application).cloned().collect(),
             };
             live.push(of(&totals.series, &totals.application));
             if !totals.baseline.is_empty() {
@@ -222,7 +222,6 @@ impl Merger {
             let (mut series, without) = known_series(&mut totals);
             unknown += without;
             let mut application = totals.application;
-            self.applications.admit(&key.0.to_string(), &[], &mut application);
             // A process that has already reported here has newer totals; those of a slot that it
             // has left stay.
             if self.live.contains_key(&key) {
@@ -233,6 +232,7 @@ impl Merger {
                 series.retain(is_of_slot);
                 application.clear();
             }
+            self.applications.adopt(&key.0.to_string(), &mut application);
             let live = LiveSource { sequence: totals.sequence, series, application, ..lost() };
             self.live.insert(key, live);
             self.lost.push_back(key);
@@ -322,6 +322,11 @@ impl Merger {
     }
 }
 
+/// Returns what an application counts: its gauges outlive nobody.
+fn without_gauges(families: &[Family]) -> impl Iterator<Item = &Family> {
+    families.iter().filter(|family| !family.is_gauge())
+}
+
 /// The state of a process whose link is lost, without totals.
 fn lost() -> LiveSource {
     LiveSource {
@@ -330,6 +335,7 @@ fn lost() -> LiveSource {
         series: Vec::new(),
         left_out: LabelSets::new(),
         application: Vec::new(),
+        tags_left_out: TagSets::new(),
         baseline: Baseline::default(),
         other_catalogue: false,
     }

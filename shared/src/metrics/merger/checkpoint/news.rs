@@ -2,17 +2,15 @@
 //!
 //! Even an idle cluster counts: processor time, steps without sequences, load balancers' probes,
 //! and scrapes. These alone are no reason to write a checkpoint every few seconds.
-use super::{Checkpoint, LiveTotals, Total, index_of};
-use crate::metrics::application::{Family, Kind as ApplicationKind};
+use super::{Checkpoint, LiveTotals, Total, index_of, without_gauges};
 use crate::metrics::catalogue::{
     HTTP_REQUEST_DURATION, HTTP_REQUESTS, PROCESS_CPU, RANK_STRAGGLER_GAP, SCRAPE_DURATION,
 };
 use crate::metrics::definition::{Owner, SeriesId};
 use crate::metrics::labels::ROUTE;
-use crate::metrics::snapshot::{LabelValues, Value};
 
-/// Routes that load balancers, supervisors and scrapers request all the time.
-const PROBES: [&str; 6] = ["/live", "/ready", "/health", "/ping", "/version", "/metrics"];
+/// Routes that load balancers, routers, supervisors and scrapers request all the time.
+const PROBES: [&str; 7] = ["/live", "/load", "/ready", "/health", "/ping", "/version", "/metrics"];
 
 impl Checkpoint {
     /// Whether anything has changed since `before` other than what changes in an idle cluster.
@@ -20,7 +18,7 @@ impl Checkpoint {
     pub fn has_news_since(&self, before: &Self) -> bool {
         self.gone != before.gone
             || !same(&self.retired, &before.retired)
-            || !self.applications.iter().eq(&before.applications)
+            || !without_gauges(&self.applications).eq(without_gauges(&before.applications))
             || self.live.len() != before.live.len()
             || self.live.iter().zip(&before.live).any(|(now, then)| !now.is_as(then))
     }
@@ -30,19 +28,12 @@ impl LiveTotals {
     fn is_as(&self, then: &Self) -> bool {
         (self.source, self.incarnation) == (then.source, then.incarnation)
             && same(&self.series, &then.series)
-            && totals(&self.application).eq(totals(&then.application))
+            && without_gauges(&self.application).eq(without_gauges(&then.application))
     }
 }
 
 fn same(now: &[Total], then: &[Total]) -> bool {
     now.iter().filter(|it| !it.is_routine()).eq(then.iter().filter(|it| !it.is_routine()))
-}
-
-/// Returns what applications count, without gauges.
-fn totals(families: &[Family]) -> impl Iterator<Item = (&str, &[(LabelValues, Value)])> {
-    let totals =
-        families.iter().filter(|it| !matches!(it.declaration.kind, ApplicationKind::Gauge(_)));
-    totals.map(|family| (family.declaration.name.as_str(), family.series.as_slice()))
 }
 
 impl Total {
