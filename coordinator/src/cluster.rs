@@ -13,7 +13,7 @@
 //!   whose rank; `pending_answers`: who was told something and has not answered;
 //!   `failing_ranks`: whose formations come to nothing, or whose steps hang
 //! - `adapters`: LoRA adapters, loaded and unloaded while replicas serve
-//! - `quarantine`: devices that fail again and again
+//! - `quarantine`: devices that fail again and again; `slow_workers`: workers that hold others up
 //! - [`roster`], `slots`: identities of workers; [`absence`]: workers expected back; [`records`]:
 //!   logs and ends of worker processes
 //! - [`dispatch`]: which replica gets which request; [`affinity`]: where a prompt's beginning was
@@ -42,6 +42,7 @@ mod replicas;
 pub mod roster;
 pub mod sharing;
 mod slots;
+mod slow_workers;
 pub mod status;
 pub mod view;
 
@@ -64,6 +65,7 @@ use self::pending_answers::PendingAnswers;
 use self::quarantine::Quarantine;
 use self::replica::Replica;
 use self::replicas::Replicas;
+use self::slow_workers::SlowWorkers;
 use crate::scheduler::EpochEnd;
 
 /// The cluster as the coordinator sees it.
@@ -78,8 +80,8 @@ pub struct Cluster {
     /// Processes told to end, why, and whether they are to be started again. Kept because a link
     /// may break before the process hears it.
     dismissed: BTreeMap<WorkerId, (Incarnation, String, bool)>,
-    /// Workers that computed much slower than the others of their replica when last observed.
-    slow: BTreeSet<WorkerId>,
+    /// Workers that computed much slower than the others of their replica when last seen.
+    slow: SlowWorkers,
     /// Ranks told to form that have not answered.
     pending_answers: PendingAnswers,
     failed_formations: FailingRanks,
@@ -112,7 +114,7 @@ impl Cluster {
             config,
             held: BTreeMap::new(),
             dismissed: BTreeMap::new(),
-            slow: BTreeSet::new(),
+            slow: SlowWorkers::default(),
             pending_answers: PendingAnswers::default(),
             failed_formations: FailingRanks::new(FORMATIONS),
             hung_steps: FailingRanks::new(STEPS),
@@ -236,7 +238,7 @@ impl Cluster {
         self.failed_formations.left(now, worker, incarnation);
         self.hung_steps.left(now, worker, incarnation);
         self.release_held();
-        if self.slow.remove(&worker) {
+        if self.slow.forget(worker) {
             effects.push(Effect::WorkerPace { worker, slow: false });
         }
         if let Some(id) = self.replicas.of(worker) {
@@ -299,7 +301,7 @@ impl Cluster {
             return Some("it did not answer when its replica was formed".to_owned());
         }
         let slow = "it computed much slower than the others of its replica";
-        self.slow.contains(&worker).then(|| slow.to_owned())
+        self.slow.contains(worker).then(|| slow.to_owned())
     }
 
     /// A rank reports the progress of loading its weights.
@@ -411,8 +413,7 @@ impl Cluster {
         if present != Some(epoch) || self.replicas.of(worker) != Some(id) {
             return;
         }
-        let changed = if slow { self.slow.insert(worker) } else { self.slow.remove(&worker) };
-        if changed {
+        if self.slow.seen(now, worker, slow) {
             effects.push(Effect::WorkerPace { worker, slow });
         }
         self.reconcile(now, effects);

@@ -1,8 +1,10 @@
 //! Rules that need only the files. Each rule for dashboards is also fed a violation.
 use std::collections::BTreeSet;
 
+use coordinator::metrics::FrontendStats;
 use serde_json::{Value, json};
-use shared::metrics::labels::REPLICA;
+use shared::metrics::catalogue::HTTP_REQUESTS;
+use shared::metrics::labels::{MODEL_NAME, REPLICA, ROUTE};
 use shared::metrics::{Definition, Kind, Unit};
 
 use crate::files::{self, Dashboard, Rule, list, text};
@@ -11,6 +13,54 @@ use crate::promql::{Selector, definition, selectors};
 /// Grafana's grid.
 const COLUMNS: i64 = 24;
 const DATASOURCE: &str = "${datasource}";
+/// Labels that scraping adds.
+const SCRAPED: [&str; 2] = ["instance", "job"];
+/// Words with which a help text says what is counted and what is not. Where it has them, the
+/// description of a panel needs them, too, and has them nowhere else.
+const SCOPES: [&str; 3] = ["Sequences", "however", "stop or length"];
+
+/// Whether a series has this label when it has been scraped.
+fn has_label(definition: &Definition, name: &str) -> bool {
+    SCRAPED.contains(&name)
+        || (name == MODEL_NAME && definition.model)
+        || (name == "le" && !definition.buckets().is_empty())
+        || definition.labels.iter().any(|label| label.name == name)
+}
+
+/// The labels that a query adds up by.
+fn grouped_by(query: &str) -> impl Iterator<Item = &str> {
+    let lists = query.split("by (").skip(1).filter_map(|rest| rest.split_once(')'));
+    lists.flat_map(|(labels, _)| labels.split(", "))
+}
+
+/// Whether the results of a query have this label.
+fn result_has(query: &str, label: &str) -> bool {
+    if query.contains("by (") {
+        return grouped_by(query).any(|by| by == label);
+    }
+    let is_added = ["sum(", "count(", "max(", "min(", "avg("].iter().any(|it| query.contains(it));
+    let mut declared = selectors(query).into_iter().filter_map(|found| definition(found.name));
+    !is_added && declared.any(|definition| has_label(definition, label))
+}
+
+/// Finds matchers that no series meets: of a label that it does not have, or of a value that is
+/// not in the label's set.
+fn matcher_problems(selector: &Selector<'_>, definition: &Definition) -> Vec<String> {
+    let mut problems = Vec::new();
+    for matcher in selector.matchers.split(", ").filter(|matcher| !matcher.is_empty()) {
+        let (name, wanted) = matcher.split_once(['=', '!']).unwrap_or((matcher, ""));
+        if !has_label(definition, name) {
+            problems.push(format!("{} has no label {name}", selector.name));
+        }
+        let label = definition.labels.iter().find(|label| label.name == name);
+        let Some(label) = label.filter(|label| !label.values.is_empty()) else { continue };
+        let wanted = wanted.trim_start_matches(['=', '~']).trim_matches('"');
+        for value in wanted.split('|').filter(|value| !label.allows(value)) {
+            problems.push(format!("{}: {name} is never {value}", selector.name));
+        }
+    }
+    problems
+}
 
 /// Finds problems in the form of a query, wherever it is used.
 fn query_problems(query: &str, recorded: &BTreeSet<String>) -> Vec<String> {
@@ -19,6 +69,14 @@ fn query_problems(query: &str, recorded: &BTreeSet<String>) -> Vec<String> {
     if found.is_empty() {
         problems.push("selects no series".to_owned());
     }
+    let declared: Vec<&Definition> =
+        found.iter().filter_map(|selector| definition(selector.name)).collect();
+    for label in grouped_by(query) {
+        let is_known = declared.iter().any(|definition| has_label(definition, label));
+        if !is_known && !SCRAPED.contains(&label) {
+            problems.push(format!("adds up by {label}, which no series has"));
+        }
+    }
     for selector in &found {
         let Some(definition) = definition(selector.name) else {
             if selector.name != "up" && !recorded.contains(selector.name) {
@@ -26,6 +84,7 @@ fn query_problems(query: &str, recorded: &BTreeSet<String>) -> Vec<String> {
             }
             continue;
         };
+        problems.extend(matcher_problems(selector, definition));
         let grows = !matches!(definition.kind, Kind::Gauge(_));
         let rated = selector.before.ends_with("rate(") || selector.before.ends_with("increase(");
         if grows != rated {
@@ -128,10 +187,20 @@ fn panel_problems(panel: &Value) -> Vec<String> {
     if panel["type"] == "row" {
         return problems;
     }
-    if text(&panel["description"]).is_empty() {
+    let description = text(&panel["description"]);
+    if description.is_empty() {
         problems.push("no description".to_owned());
     }
     let targets = list(&panel["targets"]);
+    let found: Vec<Selector<'_>> =
+        targets.iter().flat_map(|target| selectors(text(&target["expr"]))).collect();
+    for scope in SCOPES {
+        let says = |of: &Definition| of.help.contains(scope);
+        let is_said = found.iter().any(|selector| definition(selector.name).is_some_and(says));
+        if is_said != description.contains(scope) {
+            problems.push(format!("only its series or only its description says '{scope}'"));
+        }
+    }
     if targets.is_empty() {
         problems.push("no query".to_owned());
     }
@@ -146,8 +215,14 @@ fn panel_problems(panel: &Value) -> Vec<String> {
     }
     for target in targets {
         let query = text(&target["expr"]);
-        if text(&target["legendFormat"]).is_empty() {
+        let legend = text(&target["legendFormat"]);
+        if legend.is_empty() {
             problems.push("no legend".to_owned());
+        }
+        for label in legend.split("{{").skip(1).filter_map(|rest| rest.split("}}").next()) {
+            if !result_has(query, label) {
+                problems.push(format!("the legend names {label}, which the result does not have"));
+            }
         }
         // Dashboards must work without the recording rules.
         problems.extend(query_problems(query, &BTreeSet::new()));
@@ -289,6 +364,50 @@ fn rules_are_well_made() {
     crate::assert_none("rules", &problems);
 }
 
+/// The gauge of the last log interval is of computed tokens, and so is what stands beside it.
+#[test]
+fn prompt_throughput_leaves_out_what_a_cache_had() {
+    let gauge = "tutti_prompt_throughput_tokens_per_second";
+    let mut panels = 0;
+    for dashboard in files::dashboards() {
+        for panel in dashboard.panels() {
+            let queries = list(&panel["targets"]).iter().map(|target| text(&target["expr"]));
+            let found: Vec<Selector<'_>> = queries.flat_map(selectors).collect();
+            if found.iter().all(|selector| selector.name != gauge) {
+                continue;
+            }
+            panels += 1;
+            for selector in found.iter().filter(|selector| selector.name != gauge) {
+                assert_eq!(selector.name, "tutti_prompt_tokens_by_source_total");
+                assert!(selector.matchers.contains("source=\"local_compute\""), "{selector:?}");
+            }
+        }
+    }
+    assert_eq!(panels, 1);
+}
+
+/// The alert about the server's errors is of the requests that reach the engine: those whose series
+/// a front end has from the start.
+#[test]
+fn server_errors_are_those_of_the_engines_routes() {
+    let series = HTTP_REQUESTS.series();
+    let place = series.definition().labels.iter().position(|label| *label == ROUTE).unwrap();
+    let (_, snapshot) = FrontendStats::new().report();
+    let counted = snapshot.series.iter().filter(|counted| counted.id == series.index());
+    let routes: BTreeSet<&str> = counted.map(|counted| counted.labels[place].as_str()).collect();
+    assert!(routes.len() > 1);
+    let rules = files::rules();
+    let alert = rules.iter().find(|rule| rule.name == "TuttiHttpServerErrors").unwrap();
+    let found = selectors(&alert.expr);
+    assert_eq!(found.len(), 2, "errors of all");
+    for selector in found {
+        let matchers: Vec<&str> = selector.matchers.split(", ").collect();
+        assert!(matchers.contains(&"method=\"POST\""), "{selector:?}");
+        let named = matchers.iter().find_map(|it| it.strip_prefix("route=~\"")?.strip_suffix('"'));
+        assert_eq!(named.unwrap().split('|').collect::<BTreeSet<_>>(), routes);
+    }
+}
+
 /// A dashboard of two sound panels.
 fn sample() -> Value {
     let panel = |id: i64, title: &str, unit: &str, expr: &str| {
@@ -331,11 +450,14 @@ fn the_dashboard_rules_can_fail() {
     spoil("/panels/0/title", json!("heat"));
     spoil("/panels/0/title", json!(""));
     spoil("/panels/0/description", json!(""));
+    spoil("/panels/0/description", json!("of requests that ended by stop or length"));
     spoil("/panels/0/gridPos/w", json!(13));
     spoil("/panels/1/gridPos/w", json!(13));
     spoil("/panels/0/datasource/uid", json!("abc"));
     spoil("/panels/0/targets/0/datasource/uid", json!("abc"));
     spoil("/panels/0/targets/0/legendFormat", json!(""));
+    spoil("/panels/0/targets/0/legendFormat", json!("replica {{replica}}"));
+    spoil("/panels/1/targets/0/legendFormat", json!("{{reason}}"));
     spoil("/panels/0/fieldConfig/defaults/unit", json!("ms"));
     spoil("/panels/1/options/yAxis/unit", json!("short"));
     spoil("/panels/1/options/calculate", json!(true));
@@ -363,9 +485,11 @@ fn the_query_rules_can_fail() {
         "job:tutti_x:sum > 3",
         "up == 0",
         "tutti_gpu_utilization_ratio",
-        "sum by (a) (rate(tutti_iteration_tokens_sum[1m])) / sum by (a) (rate(tutti_iteration_tokens_count[1m]))",
+        "sum by (replica) (rate(tutti_iteration_tokens_sum[1m])) / sum by (replica) (rate(tutti_iteration_tokens_count[1m]))",
         "histogram_quantile(0.9, sum by (le, job) (rate(tutti_iteration_tokens_bucket[1m])))",
         "sum(tutti_kv_cache_used_blocks) / sum(tutti_kv_cache_blocks)",
+        "sum by (job, model_name) (rate(tutti_failovers_total{reason=~\"rank_lost|rank_silent\"}[1m]))",
+        "tutti_replica_up{job=~\"$job\", replica!=\"0\"}",
     ] {
         assert!(sound(query), "{query}: {:?}", query_problems(query, &recorded));
     }
@@ -376,13 +500,17 @@ fn the_query_rules_can_fail() {
         "tutti_engine_steps_total",
         "rate(tutti_requests_running[1m])",
         "rate(tutti_iteration_tokens[1m])",
+        "sum by (worker) (rate(tutti_failovers_total[1m]))",
+        "sum by (model_name) (tutti_worker_up)",
+        "rate(tutti_failovers_total{reason=~\"rank_lost|rank_gone\"}[1m])",
+        "rate(tutti_failovers_total{cause!=\"rank_lost\"}[1m])",
         "avg(tutti_kv_cache_usage_ratio)",
         "sum(tutti_kv_cache_usage_ratio)",
         "sum(rate(tutti_iteration_tokens_bucket[1m]))",
         "histogram_quantile(0.9, rate(tutti_iteration_tokens_bucket[1m]))",
         "sum(rate(tutti_iteration_tokens_sum[1m]))",
         "rate(tutti_iteration_tokens_sum[1m]) / rate(tutti_iteration_tokens_count[1m])",
-        "sum by (a) (rate(tutti_iteration_tokens_sum[1m])) / sum(rate(tutti_iteration_tokens_count[1m]))",
+        "sum by (replica) (rate(tutti_iteration_tokens_sum[1m])) / sum(rate(tutti_iteration_tokens_count[1m]))",
         "sum(rate(tutti_rank_step_seconds_sum[1m])) / sum(rate(tutti_rank_idle_seconds_count[1m]))",
     ] {
         assert!(!sound(query), "{query}");

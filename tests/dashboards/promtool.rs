@@ -10,9 +10,27 @@ use testkit::tools;
 
 use crate::files;
 
-/// For each alert, series that make it fire: their first values and growth per minute, for half an
-/// hour, perhaps after others. One that fires for several reasons is there for each.
-const FIRING: &[(&str, &[(&str, &str)])] = &[
+/// An alert, and series: their first values and growth per minute, for half an hour, perhaps after
+/// others.
+type Case = (&'static str, &'static [(&'static str, &'static str)]);
+
+/// The series of HTTP requests with this method, route and status.
+macro_rules! answered {
+    ($method:literal, $route:literal, $status:literal) => {
+        concat!(
+            "tutti_http_requests_total{method=\"",
+            $method,
+            "\", route=\"",
+            $route,
+            "\", status=\"",
+            $status,
+            "\"}"
+        )
+    };
+}
+
+/// For each alert, series that make it fire. One that fires for several reasons is there for each.
+const FIRING: &[Case] = &[
     // Coordinators of another cluster do not count.
     (
         "TuttiCoordinatorDown",
@@ -62,11 +80,26 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
         &[("tutti_replica_up{replica=\"0\"}", "1+0"), ("tutti_replicas_wanted", "2+0")],
     ),
     ("TuttiWorkerDown", &[("tutti_worker_up{worker=\"0\"}", "0+0")]),
+    // Of a cluster without etcd: the long interval of another one is nothing to it.
+    (
+        "TuttiWorkerReportStale",
+        &[
+            ("tutti_worker_up{job=\"tutti-a\", worker=\"0\"}", "1+0"),
+            ("tutti_worker_last_report_timestamp_seconds{job=\"tutti-a\", worker=\"0\"}", "60+0"),
+            ("tutti_worker_up{job=\"tutti-b\", worker=\"0\"}", "1+0"),
+            ("tutti_worker_last_report_timestamp_seconds{job=\"tutti-b\", worker=\"0\"}", "60+0"),
+            ("tutti_totals_checkpoint_interval_seconds{job=\"tutti-b\"}", "3600+0"),
+        ],
+    ),
+    // Longer than pages of every five minutes explain; the other worker does report.
     (
         "TuttiWorkerReportStale",
         &[
             ("tutti_worker_up{worker=\"0\"}", "1+0"),
+            ("tutti_worker_up{worker=\"1\"}", "1+0"),
             ("tutti_worker_last_report_timestamp_seconds{worker=\"0\"}", "60+0"),
+            ("tutti_worker_last_report_timestamp_seconds{worker=\"1\"}", EVERY_FIVE_MINUTES),
+            ("tutti_totals_checkpoint_interval_seconds", "300+0"),
         ],
     ),
     ("TuttiFrontendDown", &[("tutti_frontend_up{frontend=\"1\"}", "0+0")]),
@@ -134,8 +167,17 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
     (
         "TuttiHttpServerErrors",
         &[
-            ("tutti_http_requests_total{route=\"/v1/completions\", status=\"500\"}", "0+1"),
-            ("tutti_http_requests_total{route=\"/v1/completions\", status=\"200\"}", "0+9"),
+            (answered!("POST", "/v1/completions", "500"), "0+1"),
+            (answered!("POST", "/v1/completions", "200"), "0+9"),
+        ],
+    ),
+    // That the models are listed again and again makes the errors no fewer.
+    (
+        "TuttiHttpServerErrors",
+        &[
+            (answered!("POST", "/rerank", "500"), "0+1"),
+            (answered!("POST", "/rerank", "200"), "0+9"),
+            (answered!("GET", "/v1/models", "200"), "0+900"),
         ],
     ),
     ("TuttiGpuTooHot", &[("tutti_gpu_temperature_celsius{gpu=\"0\", host=\"a\"}", "90+0")]),
@@ -155,6 +197,31 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
     ),
 ];
 
+/// When a page of every five minutes says that a worker reported.
+const EVERY_FIVE_MINUTES: &str = "0+0x4 300+0x4 600+0x4 900+0x4 1200+0x4 1500+0";
+
+/// Series with which an alert must not fire at any time of the half hour.
+const QUIET: &[Case] = &[
+    // Each page tells of the moment when it was written.
+    (
+        "TuttiWorkerReportStale",
+        &[
+            ("tutti_worker_up{worker=\"0\"}", "1+0"),
+            ("tutti_worker_last_report_timestamp_seconds{worker=\"0\"}", EVERY_FIVE_MINUTES),
+            ("tutti_totals_checkpoint_interval_seconds", "300+0"),
+        ],
+    ),
+    // A full queue, and what is not for the engine.
+    (
+        "TuttiHttpServerErrors",
+        &[
+            (answered!("POST", "/v1/messages", "529"), "0+9"),
+            (answered!("POST", "/v1/messages", "200"), "0+1"),
+            (answered!("GET", "/ready", "503"), "0+9"),
+        ],
+    ),
+];
+
 /// Runs `promtool`: whether it found no error, and its output. `None` if it is not installed.
 fn promtool(arguments: &[&str], file: &Path) -> Option<(bool, String)> {
     let Some(program) = tools::find("promtool") else {
@@ -168,22 +235,29 @@ fn promtool(arguments: &[&str], file: &Path) -> Option<(bool, String)> {
     Some((output.status.success(), said))
 }
 
-/// A file for `promtool test rules` that expects each alert to fire `times` times with its series.
-fn firing(times: u32) -> String {
+/// A file for `promtool test rules` that expects each case's alert to be firing `times` times after
+/// half an hour; for `None`, not to have fired until then.
+fn unit_tests(cases: &[Case], times: Option<u32>) -> String {
     let quoted = |text: &str| serde_json::to_string(text).unwrap();
     let rules: Vec<String> =
         files::rule_files().iter().map(|path| quoted(path.to_str().unwrap())).collect();
     let mut yaml = format!("rule_files: [{}]\ntests:\n", rules.join(", "));
-    for (alert, series) in FIRING {
+    for (alert, series) in cases {
         yaml.push_str("- interval: 1m\n  input_series:\n");
         for (series, values) in *series {
             let (series, values) = (quoted(series), quoted(&format!("{values}x30")));
             writeln!(yaml, "  - {{series: {series}, values: {values}}}").unwrap();
         }
-        let expr = format!("count(ALERTS{{alertname=\"{alert}\", alertstate=\"firing\"}})");
+        let fires = format!("ALERTS{{alertname=\"{alert}\", alertstate=\"firing\"}}");
+        let (expr, expected) = match times {
+            Some(times) => {
+                (format!("count({fires})"), format!("{{labels: '{{}}', value: {times}}}"))
+            }
+            None => (format!("count(count_over_time({fires}[31m]))"), String::new()),
+        };
         let expr = quoted(&expr);
         writeln!(yaml, "  promql_expr_test:\n  - expr: {expr}\n    eval_time: 30m").unwrap();
-        writeln!(yaml, "    exp_samples: [{{labels: '{{}}', value: {times}}}]").unwrap();
+        writeln!(yaml, "    exp_samples: [{expected}]").unwrap();
     }
     yaml
 }
@@ -205,14 +279,34 @@ fn every_alert_can_fire() {
     assert_eq!(listed, alerts, "the table has each alert, in the order of the file");
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("firing.yml");
-    std::fs::write(&file, firing(1)).unwrap();
+    std::fs::write(&file, unit_tests(FIRING, Some(1))).unwrap();
     let Some((content, said)) = promtool(&["test", "rules"], &file) else { return };
     assert!(content, "{said}");
     // A wrong expectation is detected for every alert.
-    std::fs::write(&file, firing(2)).unwrap();
+    std::fs::write(&file, unit_tests(FIRING, Some(2))).unwrap();
     let (content, said) = promtool(&["test", "rules"], &file).unwrap();
     assert!(!content, "{said}");
     for alert in &alerts {
         assert!(said.contains(alert.as_str()), "{alert}: {said}");
+    }
+}
+
+#[test]
+fn alerts_stay_quiet_where_nothing_is_wrong() {
+    let rules = files::rules();
+    for (alert, _) in QUIET {
+        assert!(rules.iter().any(|rule| rule.name == *alert), "{alert} is no alert");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("quiet.yml");
+    std::fs::write(&file, unit_tests(QUIET, None)).unwrap();
+    let Some((content, said)) = promtool(&["test", "rules"], &file) else { return };
+    assert!(content, "{said}");
+    // An alert that does fire is noticed.
+    std::fs::write(&file, unit_tests(FIRING, None)).unwrap();
+    let (content, said) = promtool(&["test", "rules"], &file).unwrap();
+    assert!(!content, "{said}");
+    for (alert, _) in FIRING {
+        assert!(said.contains(*alert), "{alert}: {said}");
     }
 }

@@ -23,6 +23,7 @@ fn full() -> Hub {
     record.actors(ActorState::Alive, 2);
     record.replicas_wanted(1);
     record.worker_up(WorkerId(0), true);
+    record.device_set_aside(WorkerId(0), false);
     record.worker_reported(WorkerId(0), ms(1_700_000_000_000));
     record.replica_ready(replica, &config(100));
     record.kv_blocks(replica, 3, 100);

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 use shared::host::{HostSampler, nvlink_island};
 use shared::ids::{Incarnation, WorkerId};
 use shared::metrics::catalogue as series;
-use shared::metrics::{LocalStats, Merged, Merger, Source};
-use testkit::fake_nvml::fake_nvml;
+use shared::metrics::{LocalStats, Merged, Merger, SeriesId, Source};
+use testkit::fake_nvml::{fake_nvml, set_gpus};
 
 /// A process's cells, merged.
 fn merged(stats: &LocalStats, source: Source) -> Merged {
@@ -32,16 +32,72 @@ fn gpus_are_measured_by_nvml() {
     sampler.sample(&mut stats);
     let merged = merged(&stats, Source::Worker(WorkerId(0)));
     let host = host_of(&merged);
-    let gpu = |id, index| merged.gauge(id, [index, host.as_str()]);
-    assert_eq!(gpu(series::GPU_UTILIZATION, "0"), Some(0.75));
-    assert_eq!(gpu(series::GPU_UTILIZATION, "1"), Some(0.0));
-    assert_eq!(gpu(series::GPU_MEMORY_USED, "0"), Some(f64::from(20u32) * (1u64 << 30) as f64));
-    assert_eq!(gpu(series::GPU_MEMORY, "1"), Some(80.0 * (1u64 << 30) as f64));
-    assert_eq!(gpu(series::GPU_TEMPERATURE, "0"), Some(64.0));
-    assert_eq!(gpu(series::GPU_POWER, "0"), Some(350.5));
-    assert_eq!(gpu(series::GPU_POWER, "1"), None, "it does not tell: absent, and nothing else is");
+    let (a, b) = (["0", host.as_str(), "GPU-aaaa"], ["1", host.as_str(), "GPU-bbbb"]);
+    assert_eq!(merged.gauge(series::GPU_UTILIZATION, a), Some(0.75));
+    assert_eq!(merged.gauge(series::GPU_UTILIZATION, b), Some(0.0));
+    let used = merged.gauge(series::GPU_MEMORY_USED, a);
+    assert_eq!(used, Some(f64::from(20u32) * (1u64 << 30) as f64));
+    assert_eq!(merged.gauge(series::GPU_MEMORY, b), Some(80.0 * (1u64 << 30) as f64));
+    assert_eq!(merged.gauge(series::GPU_TEMPERATURE, a), Some(64.0));
+    assert_eq!(merged.gauge(series::GPU_POWER, a), Some(350.5));
+    let power = merged.gauge(series::GPU_POWER, b);
+    assert_eq!(power, None, "it does not tell: absent, and nothing else is");
     let info = merged.gauge(series::GPU_INFO, ["1", &host, "Fake GPU B", "GPU-bbbb"]);
     assert_eq!(info, Some(1.0));
+}
+
+/// As in containers: each has one of the host's GPUs, as number 0.
+#[test]
+fn gpus_that_have_one_number_in_several_processes_are_several() {
+    let mut merger = Merger::default();
+    for (worker, uuid) in [(0, "GPU-cccc"), (1, "GPU-dddd")] {
+        let folder = tempfile::tempdir().unwrap();
+        let library = fake_nvml(folder.path()).unwrap();
+        set_gpus(folder.path(), &[uuid]).unwrap();
+        let mut stats = LocalStats::new();
+        HostSampler::new(&format!("worker-{worker}"), Some(&library)).sample(&mut stats);
+        let source = Source::Worker(WorkerId(worker));
+        merger.apply(source, Incarnation(1), 1, stats.snapshot()).unwrap();
+    }
+    let merged = merger.merged();
+    let host = host_of(&merged);
+    for id in [
+        series::GPU_UTILIZATION,
+        series::GPU_MEMORY_USED,
+        series::GPU_MEMORY,
+        series::GPU_TEMPERATURE,
+        series::GPU_POWER,
+    ] {
+        let found = ["GPU-cccc", "GPU-dddd"].map(|uuid| merged.gauge(id, ["0", &host, uuid]));
+        assert!(found.iter().all(Option::is_some), "{}: {found:?}", id.series().definition().name);
+    }
+}
+
+#[test]
+fn a_gpu_that_is_gone_leaves_nothing_and_another_one_may_come_in_its_place() {
+    let folder = tempfile::tempdir().unwrap();
+    let library = fake_nvml(folder.path()).unwrap();
+    let mut sampler = HostSampler::new("worker-0", Some(&library));
+    let mut stats = LocalStats::new();
+    // The index and UUID of each GPU, which its name and its figures agree on.
+    let mut seen = |uuids: &[&str]| {
+        set_gpus(folder.path(), uuids).unwrap();
+        sampler.sample(&mut stats);
+        let merged = merged(&stats, Source::Worker(WorkerId(0)));
+        let of = |id: SeriesId| {
+            let labels = merged.family(id).into_iter().flat_map(|family| family.keys());
+            labels.map(|of| format!("{} {}", of[0], of[of.len() - 1])).collect::<Vec<_>>()
+        };
+        let named = of(series::GPU_INFO.series());
+        assert_eq!(of(series::GPU_MEMORY.series()), named);
+        assert_eq!(of(series::GPU_TEMPERATURE.series()), named);
+        named
+    };
+    assert_eq!(seen(&["GPU-cccc", "GPU-dddd"]), ["0 GPU-cccc", "1 GPU-dddd"]);
+    assert_eq!(seen(&["lost", "GPU-dddd"]), ["1 GPU-dddd"]);
+    assert_eq!(seen(&["GPU-eeee", "GPU-dddd"]), ["0 GPU-eeee", "1 GPU-dddd"]);
+    assert_eq!(seen(&["GPU-eeee"]), ["0 GPU-eeee"], "not counted any more");
+    assert!(seen(&[]).is_empty());
 }
 
 #[test]

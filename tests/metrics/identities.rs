@@ -22,6 +22,7 @@ enum Event {
     Finish(usize),
     Abort(usize),
     Fail(usize),
+    Drop(usize),
     Step(u32, u64, u64),
     Ready(u32),
     Gone(u32),
@@ -39,7 +40,8 @@ fn event() -> impl Strategy<Value = Event> {
         1 => request.clone().prop_map(Event::Replay),
         1 => request.clone().prop_map(Event::Finish),
         1 => request.clone().prop_map(Event::Abort),
-        1 => request.prop_map(Event::Fail),
+        1 => request.clone().prop_map(Event::Fail),
+        1 => request.prop_map(Event::Drop),
         2 => (replica.clone(), 0u64..100, 0u64..100).prop_map(|(r, p, g)| Event::Step(r, p, g)),
         1 => replica.clone().prop_map(Event::Ready),
         1 => replica.prop_map(Event::Gone),
@@ -58,6 +60,7 @@ proptest! {
         let mut accepted = 0.0;
         for (at, event) in events.into_iter().enumerate() {
             let now = ms(at as u64 * 10);
+            let mut dropped = None;
             let mut record = hub.observer().record();
             let picked = |i: usize| (!tracks.is_empty()).then(|| i % tracks.len().max(1));
             match event {
@@ -108,6 +111,7 @@ proptest! {
                         record.failed(tracks.swap_remove(i), SUMMARY);
                     }
                 }
+                Event::Drop(i) => dropped = picked(i).map(|i| tracks.swap_remove(i)),
                 Event::Step(r, prompt_computed, generated) => {
                     let (prompt_cached, recomputed) = (3, 9);
                     let tokens =
@@ -121,6 +125,8 @@ proptest! {
                 Event::Gone(r) => record.failover(ReplicaId(r), FailoverReason::RankLost),
             }
             drop(record);
+            // As an actor that panics drops it: not while anything is recorded.
+            drop(dropped);
             let scrape = scrape(&hub);
             scrape.check_identities();
             prop_assert_eq!(scrape.get("tutti_requests_accepted_total"), accepted);

@@ -31,6 +31,14 @@ fn a_fresh_coordinator_already_has_its_series_at_zero() {
     };
     assert_eq!(scrape.get(&answered("/v1/chat/completions", 200)), 0.0);
     assert_eq!(scrape.get(&answered("/v1/completions", 503)), 0.0);
+    for route in ["/v1/completions", "/v1/embeddings", "/v1/messages", "/rerank"] {
+        assert_eq!(scrape.get(&answered(route, 504)), 0.0, "{route}");
+    }
+    // What others say with 503 is 529 at one route, and at no other.
+    assert_eq!(scrape.get(&answered("/v1/messages", 529)), 0.0);
+    for (route, never) in [("/v1/messages", 503), ("/v1/completions", 529), ("/rerank", 529)] {
+        assert!(!scrape.samples.contains_key(&answered(route, never)), "{route}: {never}");
+    }
 }
 
 #[test]
@@ -157,6 +165,37 @@ fn aborts_and_failures_count_but_have_no_latency() {
     assert_eq!(scrape.get("tutti_request_queue_time_seconds_count"), 2.0);
     assert_eq!(scrape.get("tutti_request_queue_time_seconds_sum"), 0.01);
     assert_eq!(scrape.get("tutti_request_generation_tokens_sum"), 2.0);
+}
+
+/// As the requests of a replica whose actor panics.
+#[test]
+fn a_request_that_is_dropped_has_sizes_as_any_that_failed() {
+    let hub = hub();
+    let mut record = hub.observer().record();
+    let mut track = record.accepted(ms(0), 2, &id());
+    record.scheduled(&mut track, ReplicaId(0), ms(1));
+    record.tokens(&mut track, 0, 3, ms(2));
+    record.tokens(&mut track, 1, 1, ms(2));
+    record.preempted(&mut track, ReplicaId(0), 5);
+    let other = record.accepted(ms(0), 1, &id());
+    record.handed_over(other);
+    drop(record);
+    drop(track);
+    let scrape = scrape(&hub);
+    scrape.check_identities();
+    assert_eq!(scrape.get("tutti_request_success_total{finished_reason=\"error\"}"), 1.0);
+    for (size, sum) in [
+        ("prompt_tokens", 0.0),
+        ("generation_tokens", 4.0),
+        ("max_num_generation_tokens", 3.0),
+        ("preemptions", 1.0),
+        ("params_n", 2.0),
+        ("params_best_of", 2.0),
+        ("params_max_tokens", 0.0),
+    ] {
+        assert_eq!(scrape.get(&format!("tutti_request_{size}_count")), 1.0, "{size}");
+        assert_eq!(scrape.get(&format!("tutti_request_{size}_sum")), sum, "{size}");
+    }
 }
 
 #[test]
@@ -330,7 +369,16 @@ fn cluster_and_http_events_come_out() {
     assert_eq!(up.get("tutti_devices_set_aside{worker=\"4\"}"), 1.0);
 
     hub.observer().record().worker_up(WorkerId(4), false);
-    assert_eq!(scrape(&hub).get("tutti_worker_up{worker=\"4\"}"), 0.0);
+    let down = scrape(&hub);
+    assert_eq!(down.get("tutti_worker_up{worker=\"4\"}"), 0.0);
+    assert_eq!(down.matching("tutti_slow_ranks").count(), 0);
+    assert_eq!(down.matching("tutti_devices_set_aside").count(), 0);
+    // Its device may still be set aside when it is back.
+    hub.observer().record().worker_up(WorkerId(4), true);
+    let back = scrape(&hub);
+    assert_eq!(back.get("tutti_slow_ranks{worker=\"4\"}"), 0.0);
+    assert_eq!(back.matching("tutti_devices_set_aside").count(), 0);
+    hub.observer().record().device_set_aside(WorkerId(4), true);
     hub.observer().record().worker_gone(WorkerId(4));
     let gone = scrape(&hub);
     assert_eq!(gone.matching("tutti_worker_up").count(), 0);
@@ -474,4 +522,35 @@ fn requests_of_adapters_are_counted_while_they_run() {
     drop(record);
     assert_eq!(counts(), (0.0, 0.0), "there while the replica serves");
     assert_eq!(told(), "2||");
+}
+
+/// The name of an adapter is no word to translate, even if another label has it.
+#[test]
+fn adapters_have_their_own_names_under_other_servers_names() {
+    let (hub, replica) = (hub(), ReplicaId(0));
+    let names = ["capacity", "preempted", "true"];
+    let list = names.map(|name| (name.into(), "/a".into()));
+    let served = ServedAdapters::of(&Lora::fixed(list, 8).adapters);
+    let used = |name: &str| served.find(name).unwrap_or_default();
+    let mut record = hub.observer().record();
+    record.adapters(names.into_iter());
+    record.replica_ready(replica, &config(100));
+    let accepted = |name| record.accepted(ms(0), 1, &id()).with_adapter(used(name));
+    let mut tracks = names.map(accepted);
+    for track in &mut tracks {
+        record.routed(track, replica);
+        record.scheduled(track, replica, ms(1));
+    }
+    record.preempted(&mut tracks[2], replica, 3);
+    drop(record);
+    let merged = hub.merged();
+    let families: Vec<_> = Compat::Vllm.families(&merged).collect();
+    let told = |name: &str| -> Vec<String> {
+        let family = families.iter().find(|it| it.name == name).unwrap();
+        family.series.keys().map(|labels| labels.join("|")).collect()
+    };
+    assert_eq!(told("vllm:lora_requests_info"), ["3|capacity,preempted|true"]);
+    // The reasons are words of ours.
+    let reasons = told("vllm:num_requests_waiting_by_reason");
+    assert_eq!(reasons, ["0|capacity", "none|deferred"]);
 }

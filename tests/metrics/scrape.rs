@@ -107,6 +107,23 @@ impl Scrape {
             self.sum("tutti_request_success_total") + in_flight,
             self.get("tutti_requests_accepted_total")
         );
+        let handed_over = self
+            .matching("tutti_request_success_total")
+            .filter(|(series, _)| series.contains("finished_reason=\"handed_over\""))
+            .map(|(_, value)| value)
+            .sum::<f64>();
+        let ended = self.sum("tutti_request_success_total") - handed_over;
+        for size in [
+            "prompt_tokens",
+            "generation_tokens",
+            "max_num_generation_tokens",
+            "preemptions",
+            "params_n",
+            "params_best_of",
+            "params_max_tokens",
+        ] {
+            assert_eq!(self.get(&format!("tutti_request_{size}_count")), ended, "{size}");
+        }
         self.check_histograms();
     }
 

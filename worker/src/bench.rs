@@ -280,7 +280,8 @@ fn engine<D: Device>(
         kv_cache_dtype: options.kv_cache_dtype,
     };
     let quantization = options.quantization;
-    let alone = ShardOptions { quantization, adapters: &LoraFiles::default(), draft: None };
+    let (adapters, ranks_here) = (&LoraFiles::default(), options.tensor_parallel);
+    let alone = ShardOptions { quantization, adapters, draft: None, ranks_here };
     let source = Source { files: &files, config: &config, shard: &shard };
     device.check_limits((&config, &shard), &sizes)?;
     device.check_fit(&backend, &source, alone, &sizes)?;

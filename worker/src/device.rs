@@ -1,7 +1,9 @@
 //! The devices of ranks: how their backends are made and their memory is divided.
 //!
+//! - `cpu`: whether a shard fits into a host's memory
 //! - `cuda`: a GPU
 use std::fmt::Debug;
+use std::path::Path;
 use std::time::Duration;
 
 use kernels::backend::prelude::*;
@@ -25,6 +27,7 @@ use crate::model::lora::LoraFiles;
 use crate::model::shard::Shard;
 use crate::model::weights::Source;
 
+mod cpu;
 mod cuda;
 
 /// Default KV cache memory on CPUs.
@@ -39,6 +42,8 @@ pub struct ShardOptions<'a> {
     pub adapters: &'a LoraFiles,
     /// The draft model, if this rank has it.
     pub draft: Option<&'a DraftFiles>,
+    /// Number of ranks known to share this host's memory.
+    pub ranks_here: u32,
 }
 
 /// A device.
@@ -227,6 +232,16 @@ impl Device for CpuDevice {
         Ok(())
     }
 
+    fn check_fit(
+        &self,
+        backend: &CpuBackend,
+        source: &Source<'_>,
+        beside: ShardOptions<'_>,
+        sizes: &EngineConfig,
+    ) -> Result<(), ModelError> {
+        cpu::check_fit(Path::new("/"), backend, source, beside, sizes)
+    }
+
     fn computes_on_host(&self) -> bool {
         true
     }
@@ -238,8 +253,6 @@ impl Device for CpuDevice {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use kernels::cuda::CudaOptions;
 
     use super::*;

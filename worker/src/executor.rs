@@ -67,8 +67,9 @@ pub trait Outbox: Send {
     /// has ended, the message is dropped: the peer of the next link may use the same epoch number.
     /// Must not block.
     fn send(&mut self, link: u64, message: FromWorker);
-    /// Records a finished step and returns the cumulative stats to send with its result.
-    fn step_finished(&mut self, result: &StepResult) -> WorkerStats;
+    /// Records a finished step of this plan and returns the cumulative stats to send with its
+    /// result.
+    fn step_finished(&mut self, plan: &StepPlan, result: &StepResult) -> WorkerStats;
     /// Records what a step, finished or not, exchanged with other ranks; before `step_finished`.
     fn exchanged(&mut self, exchanged: ExchangeStats) {
         let _ = exchanged;
@@ -85,6 +86,15 @@ pub trait Outbox: Send {
     }
 }
 
+/// Reports that are asked for.
+#[derive(Debug, Default)]
+struct Reports {
+    /// Whether a command to report is queued.
+    queued: AtomicBool,
+    /// Whether a report was asked for since the last one was made.
+    due: AtomicBool,
+}
+
 /// A handle to the executor thread. Dropping it ends the thread after the current command.
 #[derive(Debug)]
 pub struct Executor {
@@ -93,8 +103,7 @@ pub struct Executor {
     abort: AbortSlot,
     /// Number of the current link; queued with each command, which may outlive the link.
     link: AtomicU64,
-    /// Whether a report is queued.
-    report_waits: Arc<AtomicBool>,
+    reports: Arc<Reports>,
     /// Closed when the thread ends; for the first caller of [`Executor::ended`].
     ended: Option<oneshot::Receiver<Infallible>>,
     /// The same, for when the handle is dropped.
@@ -126,8 +135,8 @@ impl Executor {
         let (commands, receiver) = queue();
         let abort = AbortSlot::default();
         let slot = abort.clone();
-        let report_waits = Arc::new(AtomicBool::new(false));
-        let waits = report_waits.clone();
+        let reports = Arc::<Reports>::default();
+        let asked = reports.clone();
         let (lives, ended) = oneshot::channel::<Infallible>();
         let (runs, over) = mpsc::channel::<Infallible>();
         let thread = std::thread::Builder::new().name("executor".into()).spawn(move || {
@@ -137,11 +146,11 @@ impl Executor {
             let receiver = receiver;
             let rank = make_rank();
             let (entered, epoch, reading) = (0, None, BTreeMap::new());
-            Loop { rank, outbox, abort: slot, entered, epoch, reading, report_waits: waits }
+            Loop { rank, outbox, abort: slot, entered, epoch, reading, reports: asked }
                 .run(&receiver)
         })?;
         let (commands, thread, ended) = (Some(commands), Some(thread), Some(ended));
-        Ok(Self { commands, thread, abort, link: AtomicU64::new(0), report_waits, ended, over })
+        Ok(Self { commands, thread, abort, link: AtomicU64::new(0), reports, ended, over })
     }
 
     /// Resolves to an error when the thread has ended; only the first caller gets it.
@@ -166,16 +175,18 @@ impl Executor {
     }
 
     /// Queues a report, unless one is already queued: a long step or load must not fill the queue.
+    /// A rank that is being formed reports without the queue, with its progress.
     ///
     /// # Errors
     /// [`ExecutorError`].
     pub fn report(&self) -> Result<(), ExecutorError> {
-        if self.report_waits.swap(true, Ordering::Relaxed) {
+        self.reports.due.store(true, Ordering::Relaxed);
+        if self.reports.queued.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
         let queued = self.command(ExecutorCommand::Report);
         if queued.is_err() {
-            self.report_waits.store(false, Ordering::Relaxed);
+            self.reports.queued.store(false, Ordering::Relaxed);
         }
         queued
     }
@@ -276,11 +287,28 @@ struct FormReporter<'a, O> {
     last: Option<Instant>,
     outbox: &'a mut O,
     commands: &'a Receiver,
+    abort: &'a AbortSlot,
+    reports: &'a Reports,
+}
+
+impl<O: Outbox> FormReporter<'_, O> {
+    /// Reports the stats if that is due: the command to do so is queued behind the load, which may
+    /// take many minutes.
+    fn report_if_due(&mut self) {
+        if self.reports.due.swap(false, Ordering::Relaxed) {
+            // Stats belong to no epoch: they may go over a link that has come since the load began.
+            // It is looked up before they are made, so that they are not under a later one's slot.
+            let link = self.abort.link();
+            let stats = self.outbox.report();
+            self.outbox.send(link, FromWorker::Stats(stats));
+        }
+    }
 }
 
 impl<O: Outbox> FormObserver for FormReporter<'_, O> {
     fn progress(&mut self, bytes_done: u64, bytes_total: u64) {
         self.commands.record_progress();
+        self.report_if_due();
         let due = self.last.is_none_or(|last| last.elapsed() >= PROGRESS_INTERVAL);
         if due || bytes_done == bytes_total {
             self.last = Some(Instant::now());
@@ -306,7 +334,7 @@ struct Loop<R, O> {
     epoch: Option<(u64, Epoch)>,
     /// Adapters that are being read, and whether each has been dropped since.
     reading: BTreeMap<(Epoch, u32), Arc<AtomicBool>>,
-    report_waits: Arc<AtomicBool>,
+    reports: Arc<Reports>,
 }
 
 impl<R: Rank, O: Outbox> Loop<R, O> {
@@ -326,7 +354,8 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                 ExecutorCommand::Fetched(progress) => self.adapter_fetched(progress),
                 ExecutorCommand::Read(done) => self.adapter_read(done),
                 ExecutorCommand::Report => {
-                    self.report_waits.store(false, Ordering::Relaxed);
+                    self.reports.queued.store(false, Ordering::Relaxed);
+                    self.reports.due.store(false, Ordering::Relaxed);
                     let stats = self.outbox.report();
                     self.outbox.send(self.entered, FromWorker::Stats(stats));
                     // Does not count as work: the idle time continues.
@@ -359,8 +388,15 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
             return;
         }
         let link = self.entered;
-        let mut observer =
-            FormReporter { link, epoch, last: None, outbox: &mut self.outbox, commands };
+        let mut observer = FormReporter {
+            link,
+            epoch,
+            last: None,
+            outbox: &mut self.outbox,
+            commands,
+            abort: &self.abort,
+            reports: &self.reports,
+        };
         match self.rank.form(form, &self.abort, &mut observer) {
             Ok(ready) => {
                 self.epoch = Some((self.entered, epoch));
@@ -407,7 +443,9 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
     }
 
     fn step(&mut self, plan: &StepPlan, idle: Duration, inbox: &mut Inbox<'_>) {
-        if self.epoch != Some((self.entered, plan.epoch)) {
+        // An abort drops queued steps, but not the one that the step before it looked at.
+        let is_over = self.abort.is_aborted(plan.epoch);
+        if is_over || self.epoch != Some((self.entered, plan.epoch)) {
             return;
         }
         let began = Instant::now();
@@ -430,7 +468,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                     timings,
                     stats: WorkerStats::default(),
                 };
-                result.stats = self.outbox.step_finished(&result);
+                result.stats = self.outbox.step_finished(plan, &result);
                 match fitting(result) {
                     Ok(result) => self.outbox.send(self.entered, result),
                     Err(message) => self.step_failed(plan, message),

@@ -7,7 +7,7 @@ use shared::host::HostThread;
 use shared::ids::{Epoch, WorkerId};
 use shared::metrics::application::Metrics;
 use shared::metrics::{RankStats, SharedStats};
-use shared::protocol::{Form, Formed, FromWorker, HeldShard, StepResult, WorkerStats};
+use shared::protocol::{Form, Formed, FromWorker, HeldShard, StepPlan, StepResult, WorkerStats};
 use tokio::sync::oneshot;
 
 use crate::actor::Uplink;
@@ -118,12 +118,16 @@ impl Outbox for LinkOutbox {
         self.uplink.tell_over(link, epoch, &message);
     }
 
-    fn step_finished(&mut self, result: &StepResult) -> WorkerStats {
+    fn step_finished(&mut self, plan: &StepPlan, result: &StepResult) -> WorkerStats {
         self.uplink.health().stepped(result.epoch);
         if !self.uplink.measures() {
             return WorkerStats::default();
         }
-        self.stats().step(&result.timings);
+        // An idle replica's steps only show that its ranks are alive. They compute nothing, so that
+        // their times would make those of other steps look shorter; nor are they counted as steps.
+        if !plan.sequences.is_empty() {
+            self.stats().step(&result.timings);
+        }
         if self.last_report.is_some_and(|last| last.elapsed() < REPORT_INTERVAL) {
             return WorkerStats::default();
         }
@@ -167,7 +171,11 @@ impl Outbox for LinkOutbox {
 
     fn report(&mut self) -> WorkerStats {
         self.last_report = Some(Instant::now());
-        self.stats().report().unwrap_or_else(|error| {
+        let report = self.stats().report();
+        if let Some(line) = self.application.take_warning() {
+            tracing::warn!("{line}");
+        }
+        report.unwrap_or_else(|error| {
             tracing::error!(%error, "stats cannot be reported");
             WorkerStats::default()
         })
@@ -177,12 +185,12 @@ impl Outbox for LinkOutbox {
 #[cfg(test)]
 mod tests {
     use shared::host::HostSampler;
-    use shared::ids::ReplicaId;
+    use shared::ids::{ReplicaId, SeqId, StepId};
     use shared::metrics::catalogue::{
         PROCESS_CPU, PROCESS_MEMORY, RANK_COLLECTIVE_ABORTS, RANK_STEP, RANK_WEIGHTS,
     };
     use shared::metrics::{Limits, LocalStats, Merged, Merger, Source, decode_snapshot};
-    use shared::protocol::StepTimings;
+    use shared::protocol::{Drafts, SequenceStep, StepTimings};
 
     use super::*;
 
@@ -206,6 +214,40 @@ mod tests {
             }
         }
         assert_eq!(merger.merged().histogram_sum(RANK_STEP).count(), 6);
+    }
+
+    #[test]
+    fn steps_that_compute_nothing_are_not_timed() {
+        let uplink = Uplink::default();
+        let mut outbox = LinkOutbox::new(uplink.clone(), Metrics::new(), None);
+        uplink.joined(WorkerId(0));
+        uplink.set_measures(true);
+        outbox.stats().formed(ReplicaId(0), 0, 1, Duration::ZERO);
+        let share = SequenceStep {
+            seq: SeqId(1),
+            start: 0,
+            count: 1,
+            new_blocks: Vec::new(),
+            sample: true,
+            masked: false,
+            drafts: Drafts::none(),
+        };
+        let result = StepResult {
+            epoch: Epoch(1),
+            step: StepId(1),
+            outputs: Vec::new(),
+            drafted: Vec::new(),
+            digest: 0,
+            timings: StepTimings::default(),
+            stats: WorkerStats::default(),
+        };
+        for (sequences, timed) in [(vec![], 0), (vec![share], 1), (vec![], 1)] {
+            let plan = StepPlan { sequences, ..StepPlan::default() };
+            outbox.step_finished(&plan, &result);
+            let report = outbox.report();
+            let merged = Merged::of(&decode_snapshot(&report.snapshot).unwrap());
+            assert_eq!(merged.histogram_sum(RANK_STEP).count(), timed);
+        }
     }
 
     #[test]

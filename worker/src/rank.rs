@@ -364,6 +364,12 @@ impl AbortSlot {
         self.state().current = None;
     }
 
+    /// Returns the number of the current or last link.
+    #[must_use]
+    pub fn link(&self) -> u64 {
+        self.state().link
+    }
+
     /// Starts a new link and returns its number.
     pub fn new_link(&self) -> u64 {
         let mut state = self.state();

@@ -5,9 +5,10 @@ use std::net::{
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use actix::Actor as _;
+use shared::actor::link::join::Unreached;
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::{ActorRuntime, ActorSpec};
 use shared::clock::{Clock, SystemClock};
@@ -242,7 +243,8 @@ fn start_executor(
 /// Returns this host's address on the route to the coordinator, as soon as there is one: a name (of
 /// a pod or container) may be known later than the worker starts, and so may the coordinator.
 async fn own_address(coordinator: &mut CoordinatorAddress) -> IpAddr {
-    let mut pause = PAUSE_MIN;
+    let (mut pause, mut unreached) = (PAUSE_MIN, Unreached::default());
+    let began = Instant::now();
     loop {
         let Destination { address, .. } = coordinator.other(None).await;
         // The system's resolver blocks.
@@ -256,7 +258,12 @@ async fn own_address(coordinator: &mut CoordinatorAddress) -> IpAddr {
             Ok(Err(error)) => error.to_string(),
             Err(_) => "the name server does not answer".to_owned(),
         };
-        tracing::warn!(error, "no route to the coordinator yet; trying again in {pause:?}");
+        match unreached.failed(began.elapsed()) {
+            Some(seconds) => {
+                tracing::warn!(error, seconds, "no route to the coordinator yet; trying on");
+            }
+            None => tracing::debug!(error, "no route to the coordinator yet"),
+        }
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(PAUSE_MAX);
     }

@@ -60,7 +60,8 @@ pub enum Effect {
         /// The replica.
         replica: ReplicaId,
     },
-    /// A worker computes much slower than the others of its replica, or no longer does.
+    /// A worker computes much slower than the others of its replica; or it no longer does, or has
+    /// no rank any more, or nothing has been seen of it for long.
     WorkerPace {
         /// The worker.
         worker: WorkerId,

@@ -162,6 +162,10 @@ impl Cluster {
             self.form(now, id, effects);
         }
         self.settle_loads(now, effects);
+        let has_rank = |worker| self.replicas.of(worker).is_some();
+        for worker in self.slow.told_no_more(now, has_rank) {
+            effects.push(Effect::WorkerPace { worker, slow: false });
+        }
         self.due = self.next_due(now);
     }
 
@@ -182,6 +186,7 @@ impl Cluster {
             .chain(joining.map(|since| since.saturating_add(grace)))
             .chain(self.pending_answers.deadlines(patience))
             .chain(self.quarantine.ends())
+            .chain(self.slow.ends())
             .chain(self.failed_formations.ends())
             .chain(self.hung_steps.ends())
             .chain(self.loads_due())
@@ -204,7 +209,7 @@ impl Cluster {
     /// Whether others are taken before this worker: it is slow, did not answer when it was formed,
     /// its formations come to nothing, or its steps hang.
     pub(super) fn is_doubtful(&self, worker: WorkerId) -> bool {
-        self.slow.contains(&worker)
+        self.slow.contains(worker)
             || self.pending_answers.has_strikes(worker)
             || self.failed_formations.failed_often(worker)
             || self.hung_steps.failed_often(worker)
@@ -277,8 +282,7 @@ impl Cluster {
 
     /// Replaces slow ranks with spares that are not known to be slow, if there are any.
     fn replace_slow_ranks(&mut self, now: Duration, effects: &mut Vec<Effect>) {
-        let slow: Vec<WorkerId> = self.slow.iter().copied().collect();
-        for worker in slow {
+        for worker in self.slow.workers() {
             let serving = |id: &ReplicaId| self.replicas.get(*id).is_some_and(Replica::is_serving);
             let Some(id) = self.replicas.of(worker).filter(serving) else { continue };
             if !self.has_spare_for(id) {

@@ -32,7 +32,14 @@ pub(crate) const USUAL_ROUTES: [&str; 13] = [
     "/v1/score",
     "/v2/rerank",
 ];
-const USUAL_STATUSES: [u16; 7] = [200, 400, 413, 429, 499, 500, 503];
+const USUAL_STATUSES: [u16; 8] = [200, 400, 413, 429, 499, 500, 503, 504];
+/// The same where 503 and a full queue are 529, which leaves 429 for an API key at its limit.
+const MESSAGES_STATUSES: [u16; 8] = [200, 400, 413, 429, 499, 500, 504, 529];
+
+/// The statuses of `route` whose series exist from the start.
+fn usual_statuses(route: &str) -> [u16; 8] {
+    if route == "/v1/messages" { MESSAGES_STATUSES } else { USUAL_STATUSES }
+}
 
 /// A front end's cells. Clones share them.
 #[derive(Clone, Debug)]
@@ -78,7 +85,7 @@ impl FrontendStats {
         let (mut requests, mut durations) = (BTreeMap::new(), BTreeMap::new());
         for route in USUAL_ROUTES {
             let post = Method::Post;
-            for status in USUAL_STATUSES {
+            for status in usual_statuses(route) {
                 let labels = [post.as_str(), route, &status.to_string()];
                 let counter = stats.counter(catalogue::HTTP_REQUESTS, labels);
                 requests.insert((route, post, status), counter);

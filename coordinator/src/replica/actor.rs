@@ -44,6 +44,12 @@ struct ReplicaLinks {
     paces: Recipient<RankPace>,
 }
 
+impl ReplicaLinks {
+    fn migrates(&self, requests: Vec<MovedRequest>, shared: bool) {
+        self.migrations.do_send(MigrateRequests { from: self.id, requests, shared });
+    }
+}
+
 impl Outbound for ReplicaLinks {
     /// Encodes the message once and sends the same bytes to every rank.
     fn send(&mut self, epoch: Epoch, message: &ToWorker) -> Result<(), String> {
@@ -141,6 +147,8 @@ pub struct MigrateRequests {
     pub from: ReplicaId,
     /// The requests, oldest first.
     pub requests: Vec<MovedRequest>,
+    /// Whether it could have kept them: they waited there, and may run sooner elsewhere.
+    pub shared: bool,
 }
 
 /// Continue another replica's requests.
@@ -239,7 +247,7 @@ impl ReplicaActor {
     /// Answers with all requests if no epoch is under way, otherwise with none.
     fn give_up(&mut self) {
         let requests = self.core.give_up(self.clock.now(), &mut self.outbound);
-        self.outbound.migrations.do_send(MigrateRequests { from: self.outbound.id, requests });
+        self.outbound.migrates(requests, false);
     }
 }
 
@@ -283,7 +291,7 @@ impl Handler<EpochFormed> for ReplicaActor {
         let outbound = &mut self.outbound;
         let requests =
             self.core.epoch_formed(now, epoch, num_blocks, host_blocks, workers, outbound);
-        self.outbound.migrations.do_send(MigrateRequests { from: self.outbound.id, requests });
+        self.outbound.migrates(requests, false);
     }
 }
 
@@ -311,7 +319,7 @@ impl Handler<ShareQueue> for ReplicaActor {
 
     fn handle(&mut self, ShareQueue(queue_share): ShareQueue, _ctx: &mut Self::Context) {
         let requests = self.core.share(self.clock.now(), queue_share, &mut self.outbound);
-        self.outbound.migrations.do_send(MigrateRequests { from: self.outbound.id, requests });
+        self.outbound.migrates(requests, true);
     }
 }
 

@@ -113,6 +113,9 @@ pub struct ReplicaCore {
     /// Rank 0's results not yet accepted, oldest first.
     held: VecDeque<StepResult>,
     stragglers: Stragglers,
+    /// Steps that compute nothing and that not all ranks have finished, oldest first; none where
+    /// there is one rank alone.
+    empty_steps: VecDeque<StepId>,
     /// When a step was last sent in this epoch.
     last_step_sent: Option<Duration>,
 }
@@ -137,6 +140,7 @@ impl ReplicaCore {
             over: false,
             held: VecDeque::new(),
             stragglers: Stragglers::default(),
+            empty_steps: VecDeque::new(),
             plan: StepPlan::default(),
             masks: StepMasks::default(),
             load,
@@ -207,6 +211,7 @@ impl ReplicaCore {
         self.stragglers.begin(self.ranks.len());
         self.over = false;
         self.held.clear();
+        self.empty_steps.clear();
         self.drive(now, outbound);
         self.tick(now, outbound);
         too_large
@@ -374,6 +379,9 @@ impl ReplicaCore {
     fn send_plan(&mut self, now: Duration, outbound: &mut impl Outbound) {
         let Some(epoch) = self.epoch else { return };
         self.last_step_sent = Some(now);
+        if self.plan.sequences.is_empty() && self.ranks.len() > 1 {
+            self.empty_steps.push_back(self.plan.step);
+        }
         let message = ToWorker::Step(std::mem::take(&mut self.plan));
         let sent = outbound.send(epoch, &message);
         // Reuses the plan's buffers.
@@ -416,7 +424,11 @@ impl ReplicaCore {
         while let Some(FinishedStep { step, minority, own_us }) = self.agreement.take_finished() {
             let slowest = own_us.iter().max().copied().unwrap_or_default();
             let fastest = own_us.iter().min().copied().unwrap_or_default();
-            self.driver.straggler_gap(Duration::from_micros(slowest - fastest));
+            // A step that computes nothing tells nothing of steps that do, and is counted nowhere.
+            // It is judged nevertheless: a window of such steps ends without a verdict.
+            if self.empty_steps.pop_front_if(|empty| *empty == *step).is_none() {
+                self.driver.straggler_gap(Duration::from_micros(slowest - fastest));
+            }
             for PaceChange { rank, slow, times } in self.stragglers.step(now, own_us) {
                 if let (Some(epoch), Some(rank)) = (self.epoch, self.ranks.get(rank)) {
                     outbound.report_pace(epoch, rank.worker, slow, times);

@@ -30,7 +30,9 @@ pub(super) struct Gpus {
     handles: Vec<Option<Handles>>,
 }
 
+/// Series of the GPU that is at an index now.
 struct Handles {
+    info: Gauge,
     utilization: Gauge,
     memory_used: Gauge,
     memory: Gauge,
@@ -121,11 +123,11 @@ impl Gpus {
         self.handles.resize_with(count.max(self.handles.len()), || None);
         for (index, held) in (0u32..).zip(&mut self.handles) {
             let Ok(device) = nvml.device_by_index(index) else {
-                // The GPU has fallen off the bus, or the driver is gone: its last values are no
-                // longer valid.
-                if let Some(held) = held {
-                    for gauge in held.all() {
-                        stats.clear(gauge);
+                // The GPU has fallen off the bus, or the driver is gone: nothing that was said of
+                // it is valid any longer, and another GPU may come in its place.
+                if let Some(lost) = held.take() {
+                    for gauge in lost.all() {
+                        stats.remove(gauge);
                     }
                 }
                 continue;
@@ -136,8 +138,11 @@ impl Gpus {
                 let uuid = device.uuid().unwrap_or_else(|_| "unknown".to_owned());
                 let info = stats.gauge(GPU_INFO, [&index, &self.host, &name, &uuid]);
                 stats.set(info, 1.0);
-                let labels = [index.as_str(), self.host.as_str()];
+                // A process that sees one GPU of several, as in a container, calls it 0, and so
+                // does the next one on the same host: only the UUID tells them apart.
+                let labels = [index.as_str(), self.host.as_str(), uuid.as_str()];
                 Handles {
+                    info,
                     utilization: stats.gauge(GPU_UTILIZATION, labels),
                     memory_used: stats.gauge(GPU_MEMORY_USED, labels),
                     memory: stats.gauge(GPU_MEMORY, labels),
@@ -169,8 +174,9 @@ impl Gpus {
 }
 
 impl Handles {
-    fn all(&self) -> [Gauge; 5] {
-        [self.utilization, self.memory_used, self.memory, self.temperature, self.power]
+    fn all(&self) -> [Gauge; 6] {
+        let Self { info, utilization, memory_used, memory, temperature, power } = *self;
+        [info, utilization, memory_used, memory, temperature, power]
     }
 }
 

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use super::catalogue as ours;
 use super::definition::{GaugeMerge, Kind, SeriesId};
+use super::labels::Label;
 use super::merged::{Merged, merge, scalar};
 use super::snapshot::{LabelValues, Value};
 
@@ -265,11 +266,11 @@ fn regroup(
         .collect();
     let mut grouped: BTreeMap<LabelValues, Value> = BTreeMap::new();
     for (labels, value) in merged.family(id)?.iter().filter(|(labels, _)| !is_left_out(labels)) {
-        let theirs: LabelValues = places
-            .iter()
-            .map(|place| place.and_then(|place| labels.get(place)))
-            .map(|value| value.map_or("", |value| their_value(value)).to_owned())
-            .collect();
+        let their_label = |place: usize| {
+            Some(their_value(definition.labels.get(place)?, labels.get(place)?).to_owned())
+        };
+        let theirs: LabelValues =
+            places.iter().map(|place| place.and_then(their_label).unwrap_or_default()).collect();
         match grouped.get_mut(&theirs) {
             Some(held) => merge(definition.kind, held, value),
             None => {
@@ -301,8 +302,12 @@ fn adapters(
     Some(BTreeMap::from([(LabelValues::from(labels), Value::Gauge(at))]))
 }
 
-/// Translates one of our label values into theirs.
-fn their_value(value: &str) -> &str {
+/// Translates a value of one of our labels into theirs. What an open label says is a name that
+/// somebody chose, such as an adapter's: it stays, whatever word it is.
+fn their_value<'a>(label: &Label, value: &'a str) -> &'a str {
+    if label.values.is_empty() {
+        return value;
+    }
     match value {
         "preempted" => "capacity",
         "no_replica" => "deferred",

@@ -55,7 +55,7 @@ struct Nowhere;
 impl Outbox for Nowhere {
     fn send(&mut self, _: u64, _: FromWorker) {}
 
-    fn step_finished(&mut self, _: &StepResult) -> WorkerStats {
+    fn step_finished(&mut self, _: &StepPlan, _: &StepResult) -> WorkerStats {
         WorkerStats::default()
     }
 

@@ -66,7 +66,7 @@ impl Uplink {
     }
 
     /// Sets whether the coordinator wants stats.
-    pub(super) fn set_measures(&self, measures: bool) {
+    pub(crate) fn set_measures(&self, measures: bool) {
         self.measures.store(measures, Ordering::Relaxed);
     }
 

@@ -177,7 +177,7 @@ impl Device for CudaDevice {
         &self,
         backend: &CudaBackend,
         source: &Source<'_>,
-        ShardOptions { quantization, adapters, draft }: ShardOptions<'_>,
+        ShardOptions { quantization, adapters, draft, .. }: ShardOptions<'_>,
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
         let Source { config, shard, .. } = *source;

@@ -8,6 +8,7 @@ use shared::model_config::ConfigOverrides;
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{Dtype, EngineConfig, Form, KvCacheDtype, Lora, Quantization};
 
+use super::host::ranks_here;
 use super::joining::{Formation, join};
 use crate::device::{Device, ShardOptions, bytes_text};
 use crate::engine::Engine;
@@ -140,7 +141,9 @@ pub(super) fn load<D: Device>(
         return Err(ModelError::file(&folder.join("config.json"), message));
     }
     let (quantization, adapting) = (form.quantization, &adapters);
-    let beside = ShardOptions { quantization, adapters: adapting, draft: draft.as_ref() };
+    let ranks_here = ranks_here(form);
+    let beside =
+        ShardOptions { quantization, adapters: adapting, draft: draft.as_ref(), ranks_here };
     let source = Source { files: &files, config: &config, shard: &shard };
     for model in [(&config, &shard)].into_iter().chain(draft.as_ref().map(DraftFiles::model)) {
         device.check_limits(model, &form.engine)?;

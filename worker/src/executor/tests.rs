@@ -26,19 +26,29 @@ impl AbortHandle for Flag {
     }
 }
 
-/// A rank with scripted behaviour. Loading `large` takes long. Step 13 hangs until it is aborted,
-/// as in a collective with a dead peer. Step 17 computes for long and then fails. Step 21 returns
+/// A rank with scripted behaviour. Loading `large` takes long, and so does loading `growing`, which
+/// goes on reporting progress. Step 13 hangs until it is aborted,
+/// as in a collective with a dead peer. Step 17 computes for long and then fails. Step 18 looks at
+/// the step that is queued behind it, and then computes until it is aborted. Step 21 returns
 /// in its timings which step is queued behind it. Step 24's result just fits into a frame, step
 /// 25's does not. From step 28 on, each step asks for its masks and returns in its timings the last
 /// mask's token.
 struct ScriptedRank {
     flag: Arc<Flag>,
     released: Arc<Mutex<u32>>,
-    /// Set when step 13 or 17 begins; loading `large` ends once it is set.
+    /// Set when step 13 or 17 begins, or 18 has seen the next; loading `large` or `growing` ends
+    /// once it is set.
     sign: Arc<AtomicBool>,
 }
 
 impl ScriptedRank {
+    fn wait_for_abort(&self) {
+        let mut aborted = self.flag.0.lock().unwrap();
+        while !*aborted {
+            aborted = self.flag.1.wait(aborted).unwrap();
+        }
+    }
+
     /// Runs steps that do not use their source.
     fn run(
         &mut self,
@@ -47,10 +57,7 @@ impl ScriptedRank {
     ) -> Result<StepTimings, String> {
         if plan.step == StepId(13) {
             self.sign.store(true, Ordering::Relaxed);
-            let mut aborted = self.flag.0.lock().unwrap();
-            while !*aborted {
-                aborted = self.flag.1.wait(aborted).unwrap();
-            }
+            self.wait_for_abort();
             return Err("the collective was aborted".into());
         }
         if plan.step == StepId(17) {
@@ -97,6 +104,10 @@ impl Rank for ScriptedRank {
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
+        while form.model == "growing" && !self.sign.load(Ordering::Relaxed) {
+            observer.progress(1, 10);
+            std::thread::sleep(Duration::from_millis(1));
+        }
         self.flag = Arc::new(Flag(Mutex::new(false), Condvar::new()));
         abort.set(form.epoch, self.flag.clone());
         observer.progress(10, 10);
@@ -127,6 +138,14 @@ impl Rank for ScriptedRank {
                 other => return Err(format!("{other:?}")),
             };
             return Ok(StepTimings { sample_us, ..StepTimings::default() });
+        }
+        if plan.step == StepId(18) {
+            while source.peek().is_none() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            self.sign.store(true, Ordering::Relaxed);
+            self.wait_for_abort();
+            return Ok(StepTimings::default());
         }
         if plan.step != StepId(21) {
             return self.run(plan, outputs);
@@ -161,7 +180,7 @@ impl Outbox for ChannelOutbox {
     fn send(&mut self, link: u64, message: FromWorker) {
         let _ = self.0.send((link, message));
     }
-    fn step_finished(&mut self, _result: &StepResult) -> WorkerStats {
+    fn step_finished(&mut self, _plan: &StepPlan, _result: &StepResult) -> WorkerStats {
         WorkerStats { sequence: 1, snapshot: vec![7] }
     }
     fn loaded(&mut self, _form: &Form, _formed: &Formed) {}
@@ -363,6 +382,8 @@ fn what_waits_when_the_link_is_lost_does_not_run_over_the_next() {
 fn reports_do_not_fill_the_queue_while_the_executor_is_busy() {
     let (executor, messages) = executor();
     executor.command(form(1, "m")).unwrap();
+    assert!(matches!(next(&messages), FromWorker::Progress(_)));
+    assert!(matches!(next(&messages), FromWorker::Formed(_)), "which would report itself");
     executor.command(step(1, 13)).unwrap();
     for _ in 0..2 * COMMANDS_MAX {
         executor.report().unwrap();
@@ -373,6 +394,33 @@ fn reports_do_not_fill_the_queue_while_the_executor_is_busy() {
         .take_while(|message| !matches!(message, FromWorker::Formed(f) if f.epoch == Epoch(2)))
         .filter(|message| matches!(message, FromWorker::Stats(_)));
     assert_eq!(reports.count(), 1);
+}
+
+/// Loading takes minutes, and memory fills meanwhile.
+#[test]
+fn a_rank_that_is_being_formed_reports_its_stats() {
+    let sign = Arc::new(AtomicBool::new(false));
+    let (executor, messages) = executor_with(sign.clone());
+    let first = executor.new_link();
+    executor.command(form(1, "growing")).unwrap();
+    // Asks for a report, and returns the link over which it comes.
+    let reported = || {
+        executor.report().unwrap();
+        let began = Instant::now();
+        loop {
+            assert!(began.elapsed() < Duration::from_secs(5), "it does not report");
+            if let (link, FromWorker::Stats(_)) = next_over(&messages) {
+                return link;
+            }
+        }
+    };
+    assert_eq!((reported(), reported()), (first, first));
+    // The load goes on although its epoch is over, and the next coordinator wants stats, too.
+    executor.abort_all();
+    let second = executor.new_link();
+    assert_eq!(reported(), second);
+    sign.store(true, Ordering::Relaxed);
+    while !matches!(next(&messages), FromWorker::Formed(_)) {}
 }
 
 #[test]
@@ -427,6 +475,31 @@ fn a_step_sees_the_next_of_its_epoch_and_no_other_command() {
         }
     }
     assert_eq!(seen, [(21, 22), (22, 0), (21, 0), (21, 0)]);
+}
+
+#[test]
+fn a_step_that_was_looked_at_is_not_run_when_its_epoch_is_over() {
+    let sign = Arc::new(AtomicBool::new(false));
+    let (executor, messages) = executor_with(sign.clone());
+    for command in [form(1, "m"), step(1, 18), step(1, 19)] {
+        executor.command(command).unwrap();
+    }
+    let began = Instant::now();
+    while !sign.load(Ordering::Relaxed) {
+        assert!(began.elapsed() < Duration::from_secs(5), "it never looks");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    executor.abort(Epoch(1));
+    executor.command(form(2, "m")).unwrap();
+    let mut run = Vec::new();
+    loop {
+        match next(&messages) {
+            FromWorker::Step(result) => run.push(result.step.0),
+            FromWorker::Formed(formed) if formed.epoch == Epoch(2) => break,
+            _ => {}
+        }
+    }
+    assert_eq!(run, [18]);
 }
 
 #[test]

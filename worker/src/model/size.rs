@@ -140,6 +140,23 @@ pub fn activation_bytes(
         + u64::from(sizes.max_num_seqs) * logits
 }
 
+/// Size of the buffers for the largest step on a device that keeps all of them in f32, in bytes.
+/// Those of experts, of latents and of norms over all heads come on top.
+#[must_use]
+pub fn buffer_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig) -> u64 {
+    let n = |n: usize| n as u64;
+    let per_head = config.head_dim + config.latent.map_or(config.head_dim, |latent| latent.rank);
+    let deltas = u64::from(shard.parts.ilog2()) + 1 + u64::from(config.is_parallel);
+    // The residual stream, its norm and what is added to it; q and attention's output; the MLP.
+    let row = n(config.hidden_size) * (2 + deltas)
+        + n(shard.heads.len() * per_head)
+        + n(shard.intermediate.len());
+    // Rank 0 also has those of all ranks.
+    let parts = if shard.degree > 1 && shard.rank == 0 { 1 + shard.degree } else { 1 };
+    let logits = n(shard.vocab_width * parts);
+    4 * (u64::from(sizes.max_num_batched_tokens) * row + u64::from(sizes.max_num_seqs) * logits)
+}
+
 /// Size of the KV cache of one sequence of maximum length, in bytes.
 #[must_use]
 pub fn sequence_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig) -> u64 {
@@ -326,6 +343,11 @@ mod tests {
         };
         let difference = bytes_of_half(&sizes) - bytes_of_half(&fewer);
         assert_eq!(difference, 32 * (64_128 + 128_256) * 4, "its own and the gathered ones");
+        // In f32, without what is not a buffer: 3 times 4096 of the residual stream, q and
+        // attention's output, the MLP; and the logits.
+        let row = 3 * 4096 + 2 * 4096 + 14336;
+        let buffers = 4 * (2048 * row + 64 * 128_256);
+        assert_eq!(buffer_bytes(&config, &whole, &sizes), buffers);
         // Gate and up projections of one layer in bf16.
         let int8 = activation_bytes(&config, &whole, true, &sizes);
         assert_eq!(int8 - bytes(&sizes), 2 * 2 * 14336 * 4096);

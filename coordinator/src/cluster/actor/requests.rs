@@ -20,6 +20,20 @@ fn no_room(needed: u32, room: u32) -> EngineError {
     EngineError::Unavailable { message }
 }
 
+/// Says where requests go on. Those that are `shared` only changed queues: under overload some do
+/// so all the time.
+fn log_move(from: ReplicaId, (to, message): &(ReplicaId, ToReplica), shared: bool) {
+    let ToReplica::Adopt { requests, .. } = message else { return };
+    let requests = requests.len();
+    if *to == from {
+        return;
+    }
+    match shared {
+        true => tracing::debug!(%from, %to, requests, "wait elsewhere"),
+        false => tracing::info!(%from, %to, requests, "go on elsewhere"),
+    }
+}
+
 /// A request or cancellation from the front end.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
@@ -34,10 +48,7 @@ impl ClusterActor {
     }
 
     fn tell_replica(&mut self, ctx: &mut Context<Self>, id: ReplicaId, message: ToReplica) {
-        if let ToReplica::Adopt { from, requests } = &message {
-            if id != *from {
-                tracing::info!(from = %from, to = %id, requests = requests.len(), "go on elsewhere");
-            }
+        if matches!(message, ToReplica::Adopt { .. }) {
             self.start_replica(ctx, id);
         }
         let Some(replica) = self.replicas.get(&id) else {
@@ -66,7 +77,7 @@ impl ClusterActor {
     fn place_requests(
         &mut self,
         ctx: &mut Context<Self>,
-        MigrateRequests { from, requests }: MigrateRequests,
+        MigrateRequests { from, requests, shared }: MigrateRequests,
     ) {
         let known = self.core.replicas().filter(|_| !self.stopping).map(|replica| replica.id);
         let mut messages = Vec::new();
@@ -80,6 +91,7 @@ impl ClusterActor {
             let error = no_room(request.tokens_needed(), room);
             request.end(self.hub.observer(), Some(error));
         }
+        messages.iter().for_each(|message| log_move(from, message, shared));
         self.tell_replicas(ctx, messages);
     }
 

@@ -24,6 +24,10 @@ use shared::metrics::labels::FencedReason;
 /// Interval of idle workers' stats reports.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
 
+/// How long a drained worker that stands still is listed for its supervisor, which kills it. It is
+/// not expected back, so nothing else takes it off the list.
+const FROZEN_TOLD_FOR: Duration = Duration::from_secs(10);
+
 /// Maximum number of unhandled events of one link. A worker has at most two steps to answer and
 /// rarely anything else to say; one with so many more events is cut off.
 const EVENTS_MAX: usize = 256;
@@ -262,6 +266,13 @@ impl ClusterActor {
             // It is not expected back, so it is neither up nor down.
             self.hub.observer().record().worker_gone(worker);
             self.roster.given_up(worker);
+            let (node, pid) = (connected.node, connected.pid);
+            ctx.run_later(FROZEN_TOLD_FOR, move |actor, _| {
+                if actor.frozen.get(&node) == Some(&pid) {
+                    actor.frozen.remove(&node);
+                    actor.unpublished = true;
+                }
+            });
         } else {
             self.hub.observer().record().worker_up(worker, false);
             self.absences.left(now, worker);
@@ -405,6 +416,8 @@ impl Handler<Joined> for ClusterActor {
         let mut effects = Vec::new();
         self.report_member(&member);
         self.core.worker_joined(now, member, &mut effects);
+        // At once: without a value until the next count, an alert would end and begin again.
+        self.hub.observer().record().device_set_aside(worker, self.core.is_aside(worker));
         self.carry_out(ctx, effects);
     }
 }

@@ -119,10 +119,14 @@ impl Recording<'_> {
         let (cells, stats) = cells.worker(worker);
         stats.set(cells.up, if up { 1.0 } else { 0.0 });
         if up {
+            // A rank has to be slow for a while first. Whether its device is set aside, however,
+            // only the cluster knows.
             stats.set(cells.slow, 0.0);
-            stats.set(cells.set_aside, 0.0);
+            return;
         }
-        if !up && let Some(info) = cells.info.take() {
+        stats.clear(cells.slow);
+        stats.clear(cells.set_aside);
+        if let Some(info) = cells.info.take() {
             stats.remove(info);
         }
     }

@@ -140,7 +140,11 @@ impl Drop for RequestTrack {
         for _ in 0..tries {
             if let Some(mut recording) = observer.try_record() {
                 if let Some(cells) = recording.cells.take().as_deref_mut() {
-                    cells.leave(self, FinishedReason::Error);
+                    // Its owner knew the rest, and is gone.
+                    let n = u32::try_from(self.choices.len()).unwrap_or(u32::MAX);
+                    let (prompt_tokens, max_tokens, cached_tokens) = (0, 0, 0);
+                    let summary = RequestSummary { prompt_tokens, n, max_tokens, cached_tokens };
+                    cells.end(self, FinishedReason::Error, summary);
                 }
                 return;
             }
