@@ -62,6 +62,7 @@ mod work;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
+use coordinator::coordinator::StartError;
 use worker::device::is_gpu_held;
 
 pub(crate) use self::options::{Command, CoordinatorArgs, FrontendArgs, UpArgs, WorkerArgs};
@@ -107,6 +108,20 @@ impl CliError {
             Self::Device(_) => 71,
             Self::Superseded(_) | Self::Again(_) => 75,
             Self::NameTaken(_) => 78,
+        }
+    }
+}
+
+impl From<StartError> for CliError {
+    /// Options that contradict each other, or that do not fit the model, are wrong however often
+    /// they are tried: a supervisor must not start that again.
+    fn from(error: StartError) -> Self {
+        match error {
+            StartError::Config(_) | StartError::Sizes(_) => Self::Usage(error.to_string()),
+            StartError::Model(_)
+            | StartError::StatsFile { .. }
+            | StartError::Listen { .. }
+            | StartError::Thread(_) => Self::Failed(error.to_string()),
         }
     }
 }
@@ -208,6 +223,7 @@ fn parse(args: &[OsString]) -> Result<Command, clap::Error> {
     let command = || flags::with_values(options::command(), args);
     let matches = command().try_get_matches_from(args)?;
     let Some((name, file)) = config_file::named_in(&matches) else {
+        etcd::check_given(&matches)?;
         return options::from_matches(&matches);
     };
     let command = config_file::apply(command(), &name, &file)?;
@@ -221,6 +237,7 @@ fn parse(args: &[OsString]) -> Result<Command, clap::Error> {
             error
         }
     })?;
+    etcd::check_given(&matches)?;
     options::from_matches(&matches)
 }
 

@@ -24,6 +24,7 @@ use std::time::Duration;
 use actix::{Actor as _, Addr};
 use actix_web::dev::ServerHandle;
 use shared::actor::ActorRuntime;
+use shared::actor::pulse::Pulse;
 use shared::clock::{Clock, SystemClock, since_1970};
 use shared::host::HostThread;
 use shared::membership::{DesiredStateSender, Role, View};
@@ -131,6 +132,7 @@ impl Coordinator {
             options,
             text,
             identity,
+            lora,
             engine,
             cpu_step_tokens,
             scheduling,
@@ -152,12 +154,14 @@ impl Coordinator {
         };
         hub.observer().record().cache(cache_dtype, options.prefix_caching);
 
+        let pulse = Pulse::default();
+        actix::spawn(pulse.clone().keep());
         let host = HostThread::start("coordinator", options.nvml.clone(), hub.process().clone());
         if let Some(leadership) = &leadership {
             let view = leadership.view.clone();
             actix::spawn(membership::observe(hub.membership().clone(), view));
         }
-        let config = parts::cluster_config(&options, identity, engine, cpu_step_tokens);
+        let config = parts::cluster_config(&options, lora, identity, engine, cpu_step_tokens);
         let factory =
             parts::replica_factory(scheduling, options.limits, clock.clone(), hub.clone());
         let (view_sender, view) = watch::channel(ClusterView::default());
@@ -234,6 +238,7 @@ impl Coordinator {
         )
         .with_models(Models::of(&serving, adapters))
         .with_adapter_changes(Some(changes))
+        .with_pulse(pulse.clone())
         .of_cluster(options.secret.as_ref())
         .with_api(&options.api);
         let state = if options.metrics { state.with_metrics(page.clone()) } else { state };
@@ -254,7 +259,7 @@ impl Coordinator {
         let http = server.handle();
         actix::spawn(server);
         let metrics = metrics
-            .map(|bound| parts::start_metrics(bound, page, readiness_alone, tls.as_ref()))
+            .map(|bound| parts::start_metrics(bound, page, readiness_alone, pulse, tls.as_ref()))
             .transpose()?;
         let (loggers, interval) =
             stats::loggers(&options.log_stats, &hub, clock.now(), clock_start)?;

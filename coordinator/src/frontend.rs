@@ -31,6 +31,7 @@ use std::time::Duration;
 
 use actix_web::dev::ServerHandle;
 use shared::actor::ActorRuntime;
+use shared::actor::pulse::Pulse;
 use shared::clock::{Clock, SystemClock, since_1970};
 use shared::hub::{DownloadHandle, Hub, HubError, HubModel, ModelArgument, ModelPart};
 use shared::ids::Incarnation;
@@ -56,7 +57,7 @@ use crate::http::state::{AppState, Readiness, ReadinessCheck};
 use crate::http::tls::scheme;
 use crate::metrics::FrontendStats;
 use crate::metrics::exposition::PageOptions;
-use crate::text::model::{TextModel, TextModelError};
+use crate::text::model::{TextModel, TextModelError, TextOptions};
 use crate::traces::Traces;
 
 /// Time limit for leaving.
@@ -174,6 +175,13 @@ async fn text_of(model: &str, hub: &Result<Hub, String>) -> Result<PathBuf, Fron
     fetched.map(|it| it.folder).map_err(|error| FrontendError::NoFiles(error.to_string()))
 }
 
+/// Reads a model folder on another thread: this one has to show that it lives.
+async fn read_text(folder: PathBuf, options: TextOptions) -> Result<TextModel, FrontendError> {
+    let read = tokio::task::spawn_blocking(move || TextModel::load_with(&folder, &options)).await;
+    let read = read.map_err(|error| FrontendError::NoFiles(error.to_string()))?;
+    Ok(read?)
+}
+
 /// Calls a download off when nobody waits for it any more.
 struct CancelOnDrop(Arc<DownloadHandle>);
 
@@ -226,25 +234,30 @@ impl Frontend {
         };
         let page = MetricsPage::frontend(stats.clone(), clock.clone(), page_options);
         let (page, start_up, gate) = (Arc::new(page), StartUp::new(), Gate::default());
-        let tls = options.api.tls.clone();
+        let (tls, pulse) = (options.api.tls.clone(), Pulse::default());
+        actix::spawn(pulse.clone().keep());
         let probes = match options.metrics_listen {
             Some(address) => {
                 let bound = Bound::new(address, "--metrics-listen")?;
                 let url = format!("{}://{}", scheme(tls.as_ref()), bound.address);
                 let check = closing(gate.clone(), start_up.check());
-                let serve = |it| metrics::start(it, page.clone(), check, tls.as_ref());
+                let serve =
+                    |it| metrics::start(it, page.clone(), check, pulse.clone(), tls.as_ref());
                 Some((url, OwnedServer::start(&bound, serve)?))
             }
             None => None,
         };
-        let waiting = |it| metrics::start_waiting(it, page.clone(), start_up.check(), tls.as_ref());
+        let waiting = |it| {
+            let (page, check) = (page.clone(), start_up.check());
+            metrics::start_waiting(it, page, check, pulse.clone(), tls.as_ref())
+        };
         let waiting = OwnedServer::start(&bound, waiting)?;
         let mut dialler = Dialler::new(&options, clock.clone()).telling(start_up.clone());
         let joined = dialler.dial(&hello, None).await?;
         let serving = joined.2.serving.clone();
         start_up.waits_for(format!("it loads what it needs of {}", serving.served_model_name));
         let folder = folder_of(options.model.as_deref(), &serving.model, &options.hub).await?;
-        let text = Arc::new(TextModel::load_with(&folder, &options.api.text)?);
+        let text = Arc::new(read_text(folder.clone(), options.api.text.clone()).await?);
         if text.fingerprint != serving.text_fingerprint {
             return Err(FrontendError::OtherText { folder });
         }
@@ -269,6 +282,7 @@ impl Frontend {
         )
         .with_models(Models::of(&serving, adapters))
         .with_adapter_changes(Some(changes))
+        .with_pulse(pulse)
         .of_cluster(secret.as_ref())
         .with_api(&api)
         .with_gate(gate.clone())

@@ -23,6 +23,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use shared::actor::ActorRuntime;
+use shared::actor::exchange::PeerId;
 use shared::actor::link::{Connection, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::peer::PeerAddr;
@@ -84,6 +85,8 @@ pub struct Frontends {
 struct LinkedFrontend {
     /// Unique among all links ever made.
     number: u64,
+    /// Its number in the actor runtime.
+    peer: PeerId,
     pid: u32,
     handle: LinkHandle,
     /// Queue of events to send.
@@ -235,7 +238,7 @@ impl Frontends {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
         let (number, pid, handle) = (link_number, hello.pid, link.clone());
-        let linked = LinkedFrontend { number, pid, handle, queue };
+        let linked = LinkedFrontend { number, peer, pid, handle, queue };
         let joined = slots.joined(&hello.node, id, incarnation, linked);
         drop(slots);
         match joined {
@@ -244,6 +247,9 @@ impl Frontends {
                     self.hub.retire(Source::Frontend(id), run);
                 }
                 if let Some(old) = old {
+                    // Now, not when its end is noticed: until then actors that are reported over
+                    // the new link would be taken for another process's.
+                    self.actors.peer_lost(old.peer, "it joined again");
                     old.handle.close();
                 }
             }

@@ -41,7 +41,8 @@ const HELLO_DEADLINE: Duration = Duration::from_secs(3);
 const HALF_OPEN_MAX: usize = 256;
 /// The same per address, so that no stranger takes all places.
 const HALF_OPEN_PER_ADDRESS: usize = 64;
-/// Shortest interval between two warnings about rejected connections.
+/// Shortest interval between two warnings about rejected connections, or about those that cannot be
+/// accepted.
 const COMPLAINT_INTERVAL: Duration = Duration::from_secs(1);
 /// Longest node name, in bytes.
 const NODE_NAME_MAX: usize = 128;
@@ -57,6 +58,7 @@ pub async fn accept(
     let half_open = Arc::new(Semaphore::new(HALF_OPEN_MAX));
     let addresses = Addresses::default();
     let warnings = Arc::new(Mutex::new(WarningLimiter::default()));
+    let mut failures = WarningLimiter::default();
     loop {
         // When all places are taken, new connections wait in the kernel's backlog instead of being
         // refused.
@@ -64,7 +66,11 @@ pub async fn accept(
         let (stream, peer) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
-                tracing::warn!(%error, "cannot accept a connection");
+                // Without file descriptors, for example, this goes on for long.
+                match failures.may_warn(Instant::now()) {
+                    Some(others) => tracing::warn!(%error, others, "cannot accept a connection"),
+                    None => tracing::debug!(%error, "cannot accept a connection"),
+                }
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
             }

@@ -14,12 +14,14 @@ use actix_web::http::KeepAlive;
 use actix_web::web::{self, Data};
 use actix_web::{HttpRequest, HttpResponse};
 use serde_json::json;
+use shared::actor::pulse::Pulse;
 use shared::membership::View;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use crate::coordinator::{BoundListener, PreparedCoordinator, StartError};
 use crate::http::error::ApiError;
+use crate::http::probes;
 use crate::http::routes::{get, get_version};
 use crate::http::server::small_server;
 use crate::http::tls::Tls;
@@ -34,13 +36,15 @@ pub struct Standby {
 }
 
 impl Standby {
-    /// Stands by on the addresses of `prepared`, which keeps them.
+    /// Stands by on the addresses of `prepared`, which keeps them. It lives as long as its main
+    /// thread has a pulse.
     ///
     /// # Errors
     /// If an address cannot be used.
     pub fn start(
         prepared: &PreparedCoordinator,
         view: &watch::Receiver<View>,
+        pulse: &Pulse,
     ) -> Result<Self, StartError> {
         let failed = |bound: &BoundListener, option| {
             let address = bound.address;
@@ -50,7 +54,8 @@ impl Standby {
         let metrics = prepared.metrics.as_ref().map(|metrics| (metrics, "--metrics-listen"));
         for (bound, option) in [(&prepared.http, "--listen")].into_iter().chain(metrics) {
             let server = bound.listener.try_clone();
-            let server = server.and_then(|it| serve(it, view.clone(), prepared.tls()));
+            let server =
+                server.and_then(|it| serve(it, view.clone(), pulse.clone(), prepared.tls()));
             let server = server.map_err(failed(bound, option))?;
             servers.push(server.handle());
             actix::spawn(server);
@@ -110,13 +115,15 @@ async fn close_connections(listener: tokio::net::TcpListener) {
 fn serve(
     listener: TcpListener,
     view: watch::Receiver<View>,
+    pulse: Pulse,
     tls: Option<&Tls>,
 ) -> io::Result<Server> {
     small_server(listener, tls, KeepAlive::default(), move |config| {
         config
             .app_data(Data::new(view.clone()))
-            .route("/live", get().to(HttpResponse::Ok))
-            .route("/health", get().to(HttpResponse::Ok))
+            .app_data(Data::new(pulse.clone()))
+            .route("/live", get().to(live))
+            .route("/health", get().to(live))
             .route("/ping", get().to(HttpResponse::Ok))
             .route("/ping", web::post().to(HttpResponse::Ok))
             .route("/version", get().to(get_version))
@@ -124,6 +131,10 @@ fn serve(
             .route("/metrics", get().to(metrics))
             .default_service(web::to(refuse));
     })
+}
+
+async fn live(pulse: Data<Pulse>) -> Result<HttpResponse, ApiError> {
+    probes::live(&pulse)
 }
 
 async fn ready(view: Data<watch::Receiver<View>>) -> HttpResponse {

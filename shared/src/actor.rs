@@ -5,6 +5,7 @@
 //!
 //! - [`link`]: one TCP connection: frames in, frames out, pings
 //! - [`liveness`]: PURE: when a silent link is suspect, and when it is dead
+//! - [`pulse`]: whether a thread of this process still runs its tasks
 //! - [`peer`]: the other end of a link, as an address for messages of one type
 //! - [`exchange`]: PURE: pending asks (requests that expect a reply), each resolved exactly once
 //! - [`registry`]: PURE: actor names, where the actors live, who watches them
@@ -23,6 +24,7 @@ pub mod liveness;
 pub mod named;
 pub mod peer;
 pub mod placement;
+pub mod pulse;
 pub mod registry;
 pub mod remote;
 pub mod runtime;

@@ -238,7 +238,7 @@ async fn an_etcd_with_users_is_asked_as_the_node_would_ask_it() {
     let (_, found) = doctor(&["--etcd", &endpoint]);
     assert_eq!(finding(&found, "etcd").0, "ok", "{found}");
     let mut client = etcd_client::Client::connect([&endpoint], None).await.unwrap();
-    for user in ["root", "tutti"] {
+    for user in ["root", "tutti", "worker"] {
         client.user_add(user, "password", None).await.unwrap();
         client.role_add(user).await.unwrap();
         client.user_grant_role(user, user).await.unwrap();
@@ -246,6 +246,10 @@ async fn an_etcd_with_users_is_asked_as_the_node_would_ask_it() {
     for prefix in ["/tutti/", "/tutti:totals/", "/tutti:actors/"] {
         let permission = etcd_client::Permission::read_write(prefix).with_prefix();
         client.role_grant_permission("tutti", permission).await.unwrap();
+    }
+    let (all, own) = ("/tutti/", "/tutti/workers/");
+    for permission in [etcd_client::Permission::read(all), etcd_client::Permission::write(own)] {
+        client.role_grant_permission("worker", permission.with_prefix()).await.unwrap();
     }
     client.auth_enable().await.unwrap();
     let password = |name: &str, text: &str| {
@@ -262,6 +266,10 @@ async fn an_etcd_with_users_is_asked_as_the_node_would_ask_it() {
     let user = ["--etcd-user", "tutti", "--etcd-password-file"];
     let (level, said, _) = with(&[&user[..], &[&right]].concat());
     assert!(level == "ok" && said.contains("as tutti"), "{said}");
+    // It has all that it needs, if it is no coordinator.
+    let (level, said, fix) = with(&["--etcd-user", "worker", "--etcd-password-file", &right]);
+    assert!(level == "warn" && said.contains("as worker for a worker;"), "{said}");
+    assert!(fix.contains("coordinator"), "{fix}");
     let elsewhere = ["--cluster-name", "other"];
     for refused in
         [&[&user[..], &[&wrong]].concat()[..], &[&user[..], &[&right], &elsewhere].concat(), &[]]

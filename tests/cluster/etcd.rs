@@ -14,6 +14,7 @@ use testkit::etcd::Etcd;
 use testkit::fleet::free_port;
 use testkit::local_cluster::LocalCluster;
 use testkit::scrape::Scrape;
+use testkit::stopped::Stopped;
 pub(crate) use testkit::wait::until;
 
 use crate::counters::check_invariants;
@@ -470,6 +471,39 @@ async fn a_leader_that_missed_its_end_stops_when_it_learns_of_the_next() {
     until("it says why", async || first.log().contains("leads now").then_some(())).await;
     let both = |s: &Scrape| sum(s, "tutti_worker_up") == 2.0;
     assert!(both(&client.scrape_until(PATIENCE, both).await.unwrap()));
+    assert!(serves(&client).await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_leader_whose_main_thread_is_stuck_does_not_keep_the_lead() {
+    let Some(meeting) = Meeting::new().await else { return };
+    let lease = ["--leader-lease", "2"];
+    let mut first = meeting.coordinator(&lease).await;
+    let _workers = [meeting.worker(0), meeting.worker(1)];
+    first.wait_ready().await.unwrap();
+    let second = meeting.coordinator(&lease).await;
+    let client = second.client().unwrap();
+    until("the standby knows who leads", async || not_ready(&client).await).await;
+    let stopped = match Stopped::main_thread(first.pid()) {
+        Ok(stopped) => stopped,
+        Err(reason) => return println!("no thread can be stopped here: {reason}"),
+    };
+    let began = Instant::now();
+    // Its other threads go on, which proves nothing.
+    assert_eq!(first.client().unwrap().get("/version").await.unwrap().status, 200);
+    until("the standby leads", async || {
+        second.log().contains("this coordinator leads").then_some(())
+    })
+    .await;
+    // It may be silent for a lease, and then the lease ends.
+    let took = began.elapsed();
+    assert!(took < Duration::from_secs(8), "{took:?}");
+    until("the standby serves", async || serves(&client).await.then_some(())).await;
+    drop(stopped);
+    let status = first.wait_end().unwrap();
+    assert_eq!(status.code(), Some(75), "{}", first.log());
+    until("it says why", async || first.log().contains("the main thread is stuck").then_some(()))
+        .await;
     assert!(serves(&client).await);
 }
 

@@ -79,6 +79,30 @@ async fn a_frozen_worker_is_replaced_within_seconds() {
     assert!(!cluster.worker_pids().contains(&frozen), "the frozen process is gone");
 }
 
+/// As `docker pause` does to a container, or Ctrl-Z and `fg` to a program.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cluster_that_stood_still_goes_on_with_the_same_workers() {
+    let cluster = up(&[]).await;
+    let client = cluster.client().unwrap();
+    let workers = cluster.worker_pids();
+    assert_eq!(workers.len(), 2);
+    let all = [&[cluster.pid()][..], &workers].concat();
+    for pid in &all {
+        LocalCluster::signal(*pid, "STOP").unwrap();
+    }
+    // Longer than a link may be silent.
+    tokio::time::sleep(Duration::from_secs(7)).await;
+    for pid in &all {
+        LocalCluster::signal(*pid, "CONT").unwrap();
+    }
+    let reply = client.post("/v1/completions", &greedy(STORY, 16)).await.unwrap();
+    assert_eq!(reply.status, 200, "{}", reply.body);
+    assert_eq!(cluster.worker_pids(), workers, "{}", cluster.log());
+    let scrape = client.scrape().await.unwrap();
+    assert_eq!(scrape.sum("tutti_worker_restarts_total", &[]), 0.0, "{}", cluster.log());
+    assert_eq!(scrape.sum("tutti_worker_up", &[]), 2.0);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ctrl_c_stops_everything_and_leaves_nothing() {
     let mut cluster = up(&[]).await;
@@ -165,6 +189,24 @@ fn a_degree_that_cannot_be_ends_at_once() {
         ends(1, &["--tensor-parallel", "3"], &["degree 3", "possible degrees: 1, 2, 4"]);
         let words = ["--min-tensor-parallel 4 is above --tensor-parallel 2"];
         ends(2, &["--tensor-parallel", "2", "--min-tensor-parallel", "4"], &words);
+    }
+}
+
+/// A supervisor starts nothing again that ends with 2.
+#[test]
+fn sizes_that_cannot_be_are_wrong_options() {
+    let demo = demo();
+    let model = ["--listen", "127.0.0.1:0", "--model", demo.to_str().unwrap()];
+    for role in ["up", "coordinator"] {
+        let refused = |more: &[&str], words: &[&str]| {
+            ends_with(&[&[role][..], &model, more].concat(), 2, words);
+        };
+        let step = ["--max-num-seqs", "64", "--max-num-batched-tokens", "8"];
+        refused(&step, &["--max-num-batched-tokens (8) is below --max-num-seqs (64)"]);
+        let words = ["--max-model-len 99999999 exceeds the model's own limit"];
+        refused(&["--max-model-len", "99999999"], &words);
+        let stats = ["--log-stats-json", "-", "--log-stats-interval", "0"];
+        refused(&stats, &["--log-stats-json", "--log-stats-interval 0"]);
     }
 }
 

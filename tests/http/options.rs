@@ -1,6 +1,7 @@
 //! Operators' options: API keys, origins, limits; and the routes of probes.
 use coordinator::http::keys::ApiKeys;
 use coordinator::http::options::ApiOptions;
+use coordinator::http::routes;
 use coordinator::text::model::{SamplingDefaults, TextModel, TextOptions};
 use reqwest::{Method, Response};
 use serde_json::{Value, json};
@@ -64,9 +65,45 @@ async fn with_keys_only_who_has_one_sees_the_models_work() {
         let response = send(&rig, Method::GET, "/v1/models", &[("authorization", &bearer)]).await;
         assert_eq!(response.status(), 200, "{key}");
     }
-    for path in ["/health", "/live", "/ready", "/version", "/ping", "/load", "/metrics", "/"] {
+    for path in OPEN {
         assert_eq!(send(&rig, Method::GET, path, &[]).await.status(), 200, "{path}");
     }
+}
+
+/// What answers without a key: probes and the like, as in vLLM.
+const OPEN: [&str; 8] =
+    ["/", "/health", "/live", "/load", "/metrics", "/ping", "/ready", "/version"];
+/// What a key is of no use for: operators have another rule, the cluster's secret.
+const OPERATED: [&str; 8] = [
+    "/admin/actors/kill",
+    "/admin/drain",
+    "/admin/logs",
+    "/admin/scale",
+    "/admin/status",
+    "/reset_prefix_cache",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+];
+
+#[tokio::test]
+async fn every_path_that_is_served_needs_a_key_or_is_known_not_to() {
+    let keys = ApiKeys::new(["sesame"]).unwrap();
+    let rig = Rig::with_api(&ApiOptions { keys, ..ApiOptions::default() });
+    let mut without = Vec::new();
+    for (path, methods) in routes::paths() {
+        let needs_none = OPEN.contains(&path) || OPERATED.contains(&path);
+        without.extend(needs_none.then_some(path));
+        for method in methods.split(", ") {
+            let method = Method::from_bytes(method.as_bytes()).unwrap();
+            let path = path.replace("{id}", "demo");
+            let status = send(&rig, method.clone(), &path, &[]).await.status();
+            assert_eq!(status == 401, !needs_none, "{method} {path}: {status}");
+            let key = [("authorization", "Bearer sesame")];
+            let status = send(&rig, method.clone(), &path, &key).await.status();
+            assert!(status != 401, "{method} {path}");
+        }
+    }
+    assert_eq!(without.len(), OPEN.len() + OPERATED.len(), "{without:?}");
 }
 
 #[tokio::test]

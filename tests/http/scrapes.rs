@@ -8,6 +8,7 @@ use coordinator::http::metrics::{self, MetricsPage};
 use coordinator::http::state::Readiness;
 use coordinator::metrics::Hub;
 use coordinator::metrics::exposition::PageOptions;
+use shared::actor::pulse::Pulse;
 use shared::clock::SystemClock;
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
 use shared::metrics::{Limits, RankStats, Source};
@@ -32,7 +33,8 @@ fn server() -> SocketAddr {
     std::thread::spawn(move || {
         actix_web::rt::System::new().block_on(async move {
             let ready = Arc::new(|| Readiness { ready: true, message: String::new() });
-            metrics::start(listener, Arc::new(page), ready, None).unwrap().await.unwrap();
+            let server = metrics::start(listener, Arc::new(page), ready, Pulse::default(), None);
+            server.unwrap().await.unwrap();
         });
     });
     address

@@ -13,7 +13,8 @@ use shared::actor::placement::keep::{Change, Kept, KeptStart, Write};
 use shared::membership::kept::KeptActors;
 use shared::membership::ledger::{Ledger, LedgerError};
 use shared::membership::{
-    Credential, EtcdMembership, EtcdOptions, FatalError, Record, Role, Tls, View,
+    Credential, DesiredState, EtcdMembership, EtcdOptions, FatalError, ProbeError, Record, Role,
+    Tls, View,
 };
 use shared::protocol::actors::creation::{Creation, Instance, Needs, Restarted, Where};
 use tempfile::TempDir;
@@ -188,6 +189,35 @@ async fn a_name_belongs_to_one_process_and_is_free_again_after_it() {
         v.records.get("workers/same").is_some_and(|record| record.incarnation == 3)
     })
     .await;
+}
+
+#[tokio::test]
+async fn a_leader_whose_main_thread_is_stuck_makes_room_for_another() {
+    let Some((_folder, etcd)) = etcd().await else { return };
+    let leader = join(&etcd, coordinator("c", 1));
+    let mut view = leader.view();
+    until(&mut view, "it leads", |v| v.leading).await;
+    let standby = join(&etcd, coordinator("d", 2));
+    let mut other = standby.view();
+    until(&mut other, "the other knows who leads", |v| v.leader.is_some()).await;
+    let stands_by = |view: &View| view.leader.is_some() && !view.leading;
+    // A thread that does not beat yet may be busy with its start.
+    tokio::time::sleep(2 * TTL).await;
+    assert!(stands_by(&other.borrow()));
+    let pulse = leader.pulse();
+    let beating = tokio::spawn(pulse.clone().keep());
+    tokio::time::sleep(2 * TTL).await;
+    assert!(stands_by(&other.borrow()));
+    beating.abort();
+    until(&mut other, "the other leads", |v| v.leading).await;
+    // Nor does it take another lease.
+    tokio::time::sleep(TTL).await;
+    assert!(!other.borrow().records.contains_key("coordinators/c"), "{:?}", other.borrow());
+    let beating = tokio::spawn(pulse.keep());
+    let seen = until(&mut view, "it learns who leads", |v| v.other_than(1).is_some()).await;
+    assert_eq!(seen.other_than(1).map(|it| it.record.incarnation), Some(2));
+    until(&mut other, "it is back", |v| v.records.contains_key("coordinators/c")).await;
+    beating.abort();
 }
 
 #[tokio::test]
@@ -429,6 +459,87 @@ async fn an_etcd_with_users_gives_each_what_is_theirs() {
     let view = member.view().borrow().clone();
     assert!(view.leading && view.connected);
     member.leave().await;
+}
+
+#[tokio::test]
+async fn each_role_needs_the_rights_that_the_documents_list_and_no_more() {
+    let Some((_folder, etcd)) = etcd().await else { return };
+    let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
+    let all = ["/test/", "/test:totals/", "/test:actors/"];
+    let of_coordinators = [
+        "/test/coordinators/",
+        "/test/leader",
+        "/test/led",
+        "/test/desired",
+        "/test:totals/",
+        "/test:actors/",
+    ];
+    // Who reads and who writes what, as docs/operations.md says.
+    let rights: [(&str, &[&str], &[&str]); 5] = [
+        ("root", &[], &[]),
+        ("coordinator", &all, &of_coordinators),
+        ("worker", &["/test/"], &["/test/workers/"]),
+        ("frontend", &["/test/"], &["/test/frontends/"]),
+        ("operator", &["/test/"], &[]),
+    ];
+    for (user, read, written) in rights {
+        client.user_add(user, "secret", None).await.unwrap();
+        client.role_add(user).await.unwrap();
+        client.user_grant_role(user, user).await.unwrap();
+        let of_key = |key: &str, right: Permission| {
+            if key.ends_with('/') { right.with_prefix() } else { right }
+        };
+        // A later right for the same keys replaces an earlier one.
+        let reads = |key: &&&str| !written.contains(*key);
+        let read_only = read.iter().filter(reads).map(|key| of_key(key, Permission::read(*key)));
+        let written = written.iter().map(|key| match read.contains(key) {
+            true => of_key(key, Permission::read_write(*key)),
+            false => of_key(key, Permission::write(*key)),
+        });
+        for permission in read_only.chain(written) {
+            client.role_grant_permission(user, permission).await.unwrap();
+        }
+    }
+    client.auth_enable().await.unwrap();
+    let of = |user: &str| EtcdOptions {
+        user: Some((user.to_owned(), "secret".to_owned().into())),
+        ..options(&etcd)
+    };
+    for (user, role) in
+        [("coordinator", Role::Coordinator), ("worker", Role::Worker), ("frontend", Role::Frontend)]
+    {
+        assert_eq!(of(user).probe(PATIENCE).await, Ok(vec![role]));
+    }
+    let denied = of("operator").probe(PATIENCE).await;
+    assert!(matches!(denied, Err(ProbeError::NotAllowed(_))), "{denied:?}");
+
+    let join = |user: &str, record: Record| {
+        let campaign = record.role == Role::Coordinator;
+        EtcdMembership::start(of(user), record, campaign).unwrap()
+    };
+    let leader = join("coordinator", coordinator("c", 1));
+    let mut view = leader.view();
+    let epoch = until(&mut view, "it leads", |v| v.leading).await.leader.unwrap().epoch;
+    let worker = join("worker", record("w", 2));
+    let frontend = join("frontend", Record { role: Role::Frontend, ..record("f", 3) });
+    until(&mut view, "both join", |v| v.records.len() == 3).await;
+    leader.desires().send_replace(Some(DesiredState { generation: 1, ..DesiredState::default() }));
+    until(&mut view, "commands are stored", |v| v.desired.is_some()).await;
+    let mut ledger = Ledger::new(of("coordinator"));
+    ledger.save(epoch, b"x").await.unwrap();
+    assert_eq!(ledger.load().await.unwrap(), Some(b"x".to_vec()));
+    let mut actors = KeptActors::new(of("coordinator"));
+    let ended = Write { name: "b".to_owned(), change: Change::Delete };
+    actors.write(epoch, vec![put(&kept("a", 1, 1)), ended]).await.unwrap();
+    assert_eq!(actors.load().await.unwrap().actors, [kept("a", 1, 1)]);
+    let found = of("operator").leader(PATIENCE).await.unwrap();
+    assert_eq!(found.map(|it| it.incarnation), Some(1));
+    // Nobody needs the others' rights to leave.
+    worker.leave().await;
+    frontend.leave().await;
+    until(&mut view, "both leave at once", |v| v.records.len() == 1).await;
+    leader.leave().await;
+    assert_eq!(of("operator").leader(PATIENCE).await, Ok(None));
 }
 
 #[tokio::test]

@@ -42,6 +42,21 @@ where
     for len in 0..bytes.len() {
         assert!(codec::decode_message::<T>(&bytes[..len]).is_err(), "{len} of {}", bytes.len());
     }
+    // Wherever a length may be: one of 64 KiB, and one of 128 MiB.
+    for at in 0..bytes.len().min(256) {
+        for lie in [&[0xfb, 0xff, 0xff][..], &[0xfc, 0, 0, 0, 8]] {
+            let hostile = [&bytes[..at], lie, &bytes[at + 1..]].concat();
+            let missing = codec::decode_message::<T>(&hostile).err().map_or(0, missing);
+            assert!(missing <= 16 * hostile.len(), "{missing} bytes are reserved, by {hostile:?}");
+        }
+    }
+}
+
+/// How many bytes a decoder found missing, for which it had reserved memory.
+fn missing(error: CodecError) -> usize {
+    let CodecError::Decode(why) = error else { return 0 };
+    let count = why.split_once("additional: ").map_or("", |(_, count)| count);
+    count.split(|c: char| !c.is_ascii_digit()).next().unwrap_or("").parse().unwrap_or(0)
 }
 
 fn swap_pair(device: u32, host: u32) -> SwapPair {

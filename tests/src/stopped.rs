@@ -1,4 +1,5 @@
 //! A thread that does nothing any more, while the rest of its process goes on.
+use std::ffi::OsStr;
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};
 
@@ -33,7 +34,18 @@ impl Stopped {
         };
         let found = threads.into_iter().find(is_it);
         let found = found.ok_or_else(|| format!("process {pid} has no thread {name}"))?;
-        let thread = found.file_name().unwrap_or_default();
+        Self::number(found.file_name().unwrap_or_default())
+    }
+
+    /// Stops the main thread of a process.
+    ///
+    /// # Errors
+    /// As [`Stopped::thread`].
+    pub fn main_thread(pid: u32) -> Result<Self, String> {
+        Self::number(OsStr::new(&pid.to_string()))
+    }
+
+    fn number(thread: &OsStr) -> Result<Self, String> {
         let python = std::env::var_os("TUTTI_TEST_PYTHON").unwrap_or_else(|| "python3".into());
         let mut child = Command::new(python)
             .args(["-c", STOP])

@@ -106,6 +106,17 @@ fn units_start_the_program_with_options_that_it_has() {
     crate::assert_kept("systemd units", &findings);
 }
 
+/// Every role beats to systemd, which must be told to listen.
+#[test]
+fn units_are_watched() {
+    let files = config_files();
+    let units = files.iter().filter(|file| file.extension() == "service");
+    let unwatched =
+        units.filter(|file| !file.text.lines().any(|it| it.starts_with("WatchdogSec=")));
+    let findings: Vec<String> = unwatched.map(|file| file.path.clone()).collect();
+    crate::assert_kept("units without WatchdogSec", &findings);
+}
+
 #[test]
 fn the_configuration_rules_can_fail() {
     let bad = |path: &str, text: &str| malformed(&File::sample(path, text)).is_some();

@@ -1,5 +1,8 @@
 //! Documents match the repository: links resolve, the options in commands exist, the architecture
-//! names every module, and the README's two commands are the real ones.
+//! names every module, the README's two commands are the real ones, and what `tutti --version`
+//! prints is shown with the present protocol.
+use shared::protocol::PROTOCOL_VERSION;
+
 use crate::program;
 use crate::tree::{self, File};
 
@@ -204,6 +207,24 @@ fn two_commands(readme: &str) -> Vec<String> {
     }
 }
 
+/// Finds versions of the protocol, as `tutti --version` prints them, other than the `present` one.
+fn other_protocols(documents: &[File], present: u16) -> Vec<String> {
+    const SHOWN: &str = "(protocol ";
+    let mut findings = Vec::new();
+    for file in documents {
+        for (index, line) in file.text.lines().enumerate() {
+            for (at, _) in line.match_indices(SHOWN) {
+                let version = line[at + SHOWN.len()..].split(')').next().unwrap_or("");
+                if version != present.to_string() {
+                    let path = &file.path;
+                    findings.push(format!("{path}:{}: (protocol {version})", index + 1));
+                }
+            }
+        }
+    }
+    findings
+}
+
 fn documents() -> Vec<File> {
     tree::files(&["md"])
 }
@@ -241,6 +262,20 @@ fn the_readme_has_two_commands_and_ci_runs_the_second() {
     crate::assert_kept("two commands", &two_commands(&readme.text));
     let ci = tree::read(".ci/run").unwrap().text;
     assert!(ci.contains(TEST_COMMAND), ".ci/run does not run {TEST_COMMAND}");
+}
+
+#[test]
+fn the_protocol_is_the_present_one() {
+    let documents = documents();
+    assert!(documents.iter().any(|file| file.text.contains("(protocol ")), "nothing shows it");
+    crate::assert_kept("protocol", &other_protocols(&documents, PROTOCOL_VERSION));
+}
+
+#[test]
+fn the_protocol_rule_can_fail() {
+    let rule = |text: &str| other_protocols(&[File::sample("docs/a.md", text)], 7).len();
+    assert_eq!(rule("it prints `tutti 0.1.0 (protocol 7)`"), 0);
+    assert_eq!(rule("\n(protocol 6) and (protocol 77)"), 2);
 }
 
 #[test]

@@ -229,6 +229,12 @@ impl Children {
     }
 }
 
+/// Seed of the waits of child `index` of this process: those that end together must not come back
+/// together. A supervisor ignores the lowest bit.
+fn seed(parent: u32, index: u32) -> u64 {
+    (u64::from(parent) << 32) | (u64::from(index) << 1)
+}
+
 struct Watcher {
     node: String,
     /// Its node's number.
@@ -251,7 +257,7 @@ impl Watcher {
     async fn run(mut self) {
         let clock = SystemClock::start();
         let policy = RestartPolicy::default();
-        let mut supervisor = Supervisor::new(policy, u64::from(std::process::id()));
+        let mut supervisor = Supervisor::new(policy, seed(std::process::id(), self.index));
         let (node, max_restarts) = (self.node.clone(), policy.max_restarts);
         self.send_event(ChildEvent::Started { node, max_restarts }).await;
         loop {
@@ -551,6 +557,19 @@ mod tests {
         drop(ends);
         children.stop().await;
         told
+    }
+
+    #[test]
+    fn workers_that_end_together_come_back_one_by_one() {
+        let wait = |index| {
+            let mut supervisor = Supervisor::new(RestartPolicy::default(), seed(4711, index));
+            match supervisor.on_exit(Duration::from_secs(1)) {
+                Decision::RestartAfter(wait) => wait,
+                Decision::GiveUp { reason } => panic!("{reason}"),
+            }
+        };
+        let waits: BTreeSet<Duration> = (0..8).map(wait).collect();
+        assert_eq!(waits.len(), 8, "{waits:?}");
     }
 
     #[tokio::test]

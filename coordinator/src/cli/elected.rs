@@ -2,9 +2,7 @@
 use std::time::Duration;
 
 use coordinator::checkpoint::Checkpoints;
-use coordinator::coordinator::{
-    Coordinator, CoordinatorOptions, Leadership, PreparedCoordinator, StartError,
-};
+use coordinator::coordinator::{Coordinator, CoordinatorOptions, Leadership, PreparedCoordinator};
 use coordinator::kept_actors::ActorsLeft;
 use coordinator::standby::{self, Standby};
 use shared::membership::etcd::ServesSender;
@@ -16,6 +14,7 @@ use shared::wire::keyring::Keyring;
 use tokio::sync::watch;
 
 use super::etcd::{advertised, no_thread};
+use super::heartbeat::{StartUpBeats, beat_to_systemd};
 use super::output::print_line;
 use super::signals::Signals;
 use super::{CliError, etcd, handing_over};
@@ -30,11 +29,14 @@ pub(crate) async fn run(
     advertise: Option<&str>,
     checkpoints: Option<Duration>,
     patience: Duration,
+    start_up: StartUpBeats,
 ) -> Result<(), CliError> {
     let mut signals = Signals::listen()?;
     let (degree, incarnation) = (options.tensor_parallel, options.run);
     let pinned = options.sources.pinned.clone();
-    let prepared = PreparedCoordinator::new(options).map_err(failed)?;
+    let prepared = PreparedCoordinator::new(options)?;
+    drop(start_up);
+    beat_to_systemd();
     let endpoints = etcd.endpoints.join(",");
     let (address, http) =
         advertised(advertise, prepared.cluster_addr(), prepared.http_addr(), &etcd.endpoints)?;
@@ -57,12 +59,20 @@ pub(crate) async fn run(
     };
     let membership =
         EtcdMembership::start(etcd.clone(), record.clone(), true).map_err(no_thread)?;
-    let (view, desires) = (membership.view(), membership.desires());
+    let (view, desires, pulse) = (membership.view(), membership.desires(), membership.pulse());
+    actix::spawn(pulse.clone().keep());
     let says = prepared.secrets().map(|secrets| {
         let (serves, says) = (prepared.serves(&etcd.cluster), membership.serves());
         actix::spawn(say_secrets(serves, secrets, etcd.cluster.clone(), says))
     });
-    let standby = Standby::start(&prepared, &view).map_err(failed)?;
+    let standby = match Standby::start(&prepared, &view, &pulse) {
+        Ok(standby) => standby,
+        Err(error) => {
+            // Others must not wait for its lease to expire.
+            membership.leave().await;
+            return Err(error.into());
+        }
+    };
     print_line(&format!("tutti coordinator: {}://{}", prepared.scheme(), prepared.http_addr()));
     let mut membership = Some(membership);
     let elected = tokio::select! {
@@ -81,6 +91,15 @@ pub(crate) async fn run(
     let end = match elected {
         Ok(Some(leader)) => {
             tracing::info!(epoch = leader.epoch, "this coordinator leads");
+            let leadership =
+                Leadership { view: view.clone(), desires, publication: None, actors: None };
+            // Also told to end, or that another leads, while a slow etcd is waited for.
+            let left = tokio::select! {
+                left = load(&prepared, leadership, etcd, checkpoints) => left.map(Some),
+                () = signals.next() => Ok(None),
+                leader = other_leader(view.clone(), incarnation) => Err(superseded(&leader)),
+                error = etcd::failed(&mut membership) => Err(error),
+            };
             let ends = async |coordinator: &Coordinator| {
                 tokio::select! {
                     () = async {
@@ -101,9 +120,13 @@ pub(crate) async fn run(
                 }
             };
             let hint = format!("waiting for {degree} workers: tutti worker --etcd {endpoints}");
-            let view = view.clone();
-            let leadership = Leadership { view, desires, publication: None, actors: None };
-            lead(prepared, leadership, etcd, checkpoints, &hint, ends).await
+            match left {
+                Ok(Some((leadership, checkpoints))) => {
+                    lead(prepared, leadership, checkpoints, &hint, ends).await
+                }
+                Ok(None) => Ok(()),
+                Err(error) => Err(error),
+            }
         }
         Ok(None) => Ok(()),
         Err(error) => Err(error),
@@ -121,15 +144,14 @@ pub(crate) async fn run(
     end
 }
 
-/// Serves until `ends`, continuing the previous leader's totals and saving them for the next.
-async fn lead(
-    prepared: PreparedCoordinator,
+/// Reads what the leaders before left, the actors and the totals, and saves the totals for the next
+/// from now on.
+async fn load(
+    prepared: &PreparedCoordinator,
     mut leadership: Leadership,
     etcd: EtcdOptions,
     checkpoints: Option<Duration>,
-    hint: &str,
-    ends: impl AsyncFnOnce(&Coordinator) -> Result<(), CliError>,
-) -> Result<(), CliError> {
+) -> Result<(Leadership, Option<Checkpoints>), CliError> {
     let mut checkpoints = match checkpoints {
         Some(interval) => {
             let (hub, view) = (prepared.hub().clone(), leadership.view.clone());
@@ -149,7 +171,18 @@ async fn lead(
     let ((), actors) = tokio::join!(totals, actors);
     leadership.actors = Some(actors);
     leadership.publication = checkpoints.as_ref().map(Checkpoints::publication);
-    let coordinator = Coordinator::serve(prepared, Some(leadership)).map_err(failed)?;
+    Ok((leadership, checkpoints))
+}
+
+/// Serves until `ends`, then saves the last totals for the next leader.
+async fn lead(
+    prepared: PreparedCoordinator,
+    leadership: Leadership,
+    checkpoints: Option<Checkpoints>,
+    hint: &str,
+    ends: impl AsyncFnOnce(&Coordinator) -> Result<(), CliError>,
+) -> Result<(), CliError> {
+    let coordinator = Coordinator::serve(prepared, Some(leadership))?;
     print_line(hint);
     let end = ends(&coordinator).await;
     coordinator.stop(false).await;
@@ -157,10 +190,6 @@ async fn lead(
         checkpoints.finish().await;
     }
     end
-}
-
-fn failed(error: StartError) -> CliError {
-    CliError::Failed(error.to_string())
 }
 
 fn superseded(leader: &Leader) -> CliError {

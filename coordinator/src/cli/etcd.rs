@@ -4,7 +4,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use clap::Args;
+use clap::error::ErrorKind;
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Args, Id};
 use coordinator::private_file;
 use shared::membership::{
     CoordinatorAddress, Credential, EtcdMembership, EtcdOptions, FatalError, LEASE_TTL, Record,
@@ -21,6 +23,10 @@ const PASSWORD: &str = "TUTTI_ETCD_PASSWORD";
 const COORDINATOR: &str = "127.0.0.1:8001";
 /// Maximum length of a cluster's name.
 const CLUSTER_NAME_MAX: usize = 64;
+
+/// Options that mean nothing without etcd, beside those that [`options`] refuses: these are refused
+/// on the command line only, since a file may be for all roles.
+const ONLY_WITH_ETCD: [&str; 3] = ["leader_lease", "checkpoint_interval", "cluster_name"];
 
 /// Options of the roles that meet through etcd.
 #[derive(Args, Clone, Debug, Default)]
@@ -86,6 +92,26 @@ fn parse_cluster_name(text: &str) -> Result<String, String> {
     } else {
         Err(format!("expected 1 to {CLUSTER_NAME_MAX} letters, digits, '-', '_' or '.'"))
     }
+}
+
+/// Refuses options of etcd that the command line has and that would be ignored, except for
+/// `tutti doctor`, which takes those of any node.
+pub(crate) fn check_given(matches: &ArgMatches) -> Result<(), clap::Error> {
+    let mut found = matches.subcommand().filter(|(role, _)| *role != "doctor");
+    while let Some((_, matches)) = found {
+        let is_given = |id: &&Id| {
+            ONLY_WITH_ETCD.contains(&id.as_str())
+                && matches.value_source(id.as_str()) == Some(ValueSource::CommandLine)
+        };
+        let has_etcd = matches.ids().any(|id| id == "etcd");
+        if let Some(id) = matches.ids().find(is_given).filter(|_| !has_etcd) {
+            let option = id.as_str().replace('_', "-");
+            let message = format!("--{option} is given without --etcd\n");
+            return Err(clap::Error::raw(ErrorKind::MissingRequiredArgument, message));
+        }
+        found = matches.subcommand();
+    }
+    Ok(())
 }
 
 /// Returns how etcd is reached, if it is used.

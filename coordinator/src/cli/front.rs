@@ -9,6 +9,7 @@ use shared::clock::SystemClock;
 use shared::membership::Role;
 use shared::metrics::application::Metrics;
 
+use super::heartbeat::beat_to_systemd;
 use super::output::print_line;
 use super::signals::Signals;
 use super::work::{cores, default_node, random};
@@ -38,6 +39,7 @@ pub(crate) fn run(args: &FrontendArgs) -> Result<(), CliError> {
     };
     let patience = Duration::from_secs(args.drain_timeout);
     actix::System::new().block_on(async move {
+        beat_to_systemd();
         let end = tokio::select! {
             end = serve(options, patience) => end,
             error = etcd::failed(&mut membership) => Err(error),

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use coordinator::http::probes;
 use coordinator::http::state::{Readiness, ReadinessCheck};
+use shared::actor::pulse::Pulse;
 use worker::health::WorkerHealth;
 
 use super::CliError;
@@ -12,11 +13,13 @@ use super::CliError;
 /// Answers probes from now on, if there is an address for them.
 pub(crate) fn serve(listen: Option<SocketAddr>, check: ReadinessCheck) -> Result<(), CliError> {
     let Some(address) = listen else { return Ok(()) };
+    let pulse = Pulse::default();
+    drop(actix::spawn(pulse.clone().keep()));
     let start = || {
         let listener = TcpListener::bind(address)?;
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
-        Ok((address, probes::start(listener, check)?))
+        Ok((address, probes::start(listener, check, pulse)?))
     };
     let (address, server) = start().map_err(|error: std::io::Error| {
         CliError::Failed(format!("cannot listen on {address} (--health-listen): {error}"))

@@ -5,11 +5,13 @@
 //! would go on beating in a process that is otherwise dead. A worker started by our own parent
 //! process beats into its stdin, a socket whose other end tells it when the parent is gone, and
 //! says with each heartbeat whether it is ready; a systemd service with `WatchdogSec=` beats to
-//! systemd.
+//! systemd. Only until that thread runs tasks at all, another one beats in its place: a start may
+//! take minutes, and systemd counts from its beginning.
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::{SocketAddr, UnixDatagram, UnixStream};
+use std::sync::mpsc;
 use std::time::Duration;
 
 use tokio::sync::oneshot;
@@ -175,17 +177,59 @@ impl Watchdog {
         Some(Self { address: address.ok()?, every: Duration::from_micros(micros) / 3 })
     }
 
+    /// Beats for ever, as a task.
     async fn beat(self) {
-        let Ok(socket) = UnixDatagram::unbound() else { return };
-        if socket.set_nonblocking(true).is_err() {
-            return;
-        }
+        let Some(socket) = Self::socket() else { return };
         let mut timer = interval(self.every);
         timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             timer.tick().await;
-            let _ = socket.send_to_addr(b"WATCHDOG=1", &self.address);
+            self.beat_once(&socket);
         }
+    }
+
+    /// Beats on this thread until the other end is dropped.
+    fn beat_until(self, over: &mpsc::Receiver<()>) {
+        let Some(socket) = Self::socket() else { return };
+        loop {
+            self.beat_once(&socket);
+            if !matches!(over.recv_timeout(self.every), Err(mpsc::RecvTimeoutError::Timeout)) {
+                return;
+            }
+        }
+    }
+
+    fn socket() -> Option<UnixDatagram> {
+        let socket = UnixDatagram::unbound().ok()?;
+        socket.set_nonblocking(true).ok()?;
+        Some(socket)
+    }
+
+    fn beat_once(&self, socket: &UnixDatagram) {
+        let _ = socket.send_to_addr(b"WATCHDOG=1", &self.address);
+    }
+}
+
+/// Heartbeats to systemd, if it wants them, from a thread of its own until this is dropped.
+#[derive(Debug)]
+pub(super) struct StartUpBeats {
+    /// While it is there, the thread goes on.
+    _lasts: Option<mpsc::Sender<()>>,
+}
+
+impl StartUpBeats {
+    /// Begins; to be dropped when the main thread runs tasks.
+    pub(super) fn start() -> Self {
+        Self::of(Watchdog::of(|name| std::env::var(name).ok(), std::process::id()))
+    }
+
+    fn of(watchdog: Option<Watchdog>) -> Self {
+        let Some(watchdog) = watchdog else { return Self { _lasts: None } };
+        let (lasts, over) = mpsc::channel();
+        let thread = std::thread::Builder::new().name("start-up".to_owned());
+        // Without a thread, a start must be as quick as systemd wants it.
+        let thread = thread.spawn(move || watchdog.beat_until(&over));
+        Self { _lasts: thread.ok().map(|_| lasts) }
     }
 }
 
@@ -283,5 +327,24 @@ mod tests {
             let length = listener.recv(&mut bytes).unwrap();
             assert_eq!(&bytes[..length], b"WATCHDOG=1");
         }
+    }
+
+    #[test]
+    fn systemd_hears_of_a_start_that_takes_long_until_it_is_over() {
+        let name = format!("tutti-start-up-{}", std::process::id());
+        let address = SocketAddr::from_abstract_name(&name).unwrap();
+        let listener = UnixDatagram::bind_addr(&address).unwrap();
+        listener.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+        let beats = StartUpBeats::of(Some(Watchdog { address, every: Duration::from_millis(50) }));
+        let mut bytes = [0u8; 64];
+        for _ in 0..3 {
+            let length = listener.recv(&mut bytes).unwrap();
+            assert_eq!(&bytes[..length], b"WATCHDOG=1");
+        }
+        drop(beats);
+        // What was under way is over after a while.
+        listener.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
+        let late = (0..10).take_while(|_| listener.recv(&mut bytes).is_ok()).count();
+        assert!(late < 10, "it goes on");
     }
 }

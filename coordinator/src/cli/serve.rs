@@ -14,6 +14,7 @@ use shared::membership::{EtcdOptions, PinnedRevision};
 use shared::metrics::compat::Compat;
 use shared::protocol::Lora;
 
+use super::heartbeat::{StartUpBeats, beat_to_systemd};
 use super::lora::LoraArgs;
 use super::options::{CommonArgs, CompatArg, PolicyArg, ServingArgs, TENSOR_PARALLEL};
 use super::output::print_line;
@@ -30,6 +31,7 @@ const ETCD_PATIENCE: Duration = Duration::from_secs(5);
 
 pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
     let log = logging::init(&args.common, "coordinator", OWN_NODE);
+    let start_up = StartUpBeats::start();
     let lease = Duration::from_secs(args.leader_lease);
     let etcd = etcd::options(&args.etcd, lease)?;
     let model = ModelHints {
@@ -43,7 +45,7 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
         let interval = Duration::from_secs(args.checkpoint_interval);
         let checkpoints = Some(interval).filter(|it| !it.is_zero() && options.metrics);
         let advertise = args.advertise.as_deref();
-        let run = elected::run(options, etcd, advertise, checkpoints, patience);
+        let run = elected::run(options, etcd, advertise, checkpoints, patience, start_up);
         return actix::System::new().block_on(run);
     }
     if args.advertise.is_some() {
@@ -52,8 +54,9 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
     actix::System::new().block_on(async move {
         let mut signals = Signals::listen()?;
         let degree = options.tensor_parallel;
-        let coordinator =
-            Coordinator::start(options).map_err(|error| CliError::Failed(error.to_string()))?;
+        let coordinator = Coordinator::start(options)?;
+        drop(start_up);
+        beat_to_systemd();
         print_line(&format!("tutti coordinator: {}", coordinator.http_url()));
         if let Some(url) = coordinator.metrics_url() {
             print_line(&format!("metrics only: {url}"));
@@ -113,6 +116,7 @@ pub(crate) fn coordinator_options(
     secret::require(cluster_listen, secret.as_ref(), args.insecure_no_auth)?;
     let degree = args.tensor_parallel.unwrap_or(TENSOR_PARALLEL);
     check_least(args, degree)?;
+    check_stats(args)?;
     let (placement, api) = (args.placement.rules()?, api::options(&args.api, args.listen)?);
     let metrics_compat = compat(&args.metrics_compat)?;
     // All that can be wrong without the model has been looked at: it may take long to come.
@@ -215,6 +219,18 @@ pub(crate) fn check_least(args: &ServingArgs, degree: u32) -> Result<(), CliErro
         Some(least) if least > degree => Err(CliError::Usage(format!(
             "--min-tensor-parallel {least} is above --tensor-parallel {degree}: it is the smallest \
              number of workers with which a replica continues"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Checks that the statistics to be written are taken.
+pub(crate) fn check_stats(args: &ServingArgs) -> Result<(), CliError> {
+    match &args.log_stats_json {
+        Some(file) if args.log_stats_interval == 0 => Err(CliError::Usage(format!(
+            "--log-stats-json {} gets nothing with --log-stats-interval 0, which turns the \
+             statistics off: leave out one of them",
+            file.display()
         ))),
         _ => Ok(()),
     }

@@ -79,6 +79,49 @@ fn keys_of_other_roles_are_left_alone() {
 }
 
 #[test]
+fn what_would_be_ignored_without_etcd_is_refused_on_the_command_line() {
+    let etcd = ["--etcd", "http://h:2379"];
+    let cases = [
+        (&["coordinator"][..], ["--leader-lease", "9"]),
+        (&["coordinator"], ["--checkpoint-interval", "9"]),
+        (&["coordinator"], ["--cluster-name", "c"]),
+        (&["worker"], ["--cluster-name", "c"]),
+        (&["frontend"], ["--cluster-name", "c"]),
+        (&["status"], ["--cluster-name", "c"]),
+        (&["adapters", "unload", "a"], ["--cluster-name", "c"]),
+    ];
+    for (role, option) in cases {
+        let words = [&["tutti"][..], role, &option].concat();
+        let error = parse_words(&words).unwrap_err();
+        let told = format!("error: {} is given without --etcd\n", option[0]);
+        assert_eq!(error, told, "{words:?}");
+        assert!(parse_words(&[&words[..], &etcd].concat()).is_ok(), "{words:?}");
+    }
+    // A file may be for all roles, and for clusters with etcd and without.
+    let shared = file("leader-lease = 9\ncheckpoint-interval = 9\ncluster-name = \"c\"");
+    let path = shared.path().to_str().unwrap();
+    for role in ["coordinator", "worker", "frontend"] {
+        assert!(parse_words(&["tutti", role, "--config", path]).is_ok(), "{role}");
+    }
+    let shared = file("etcd = \"http://h:2379\"");
+    let words = ["tutti", "coordinator", "--config", shared.path().to_str().unwrap()];
+    assert!(parse_words(&[&words[..], &["--leader-lease", "9"]].concat()).is_ok());
+    // Checks of a node to be take what they can use.
+    assert!(parse_words(&["tutti", "doctor", "--cluster-name", "c"]).is_ok());
+}
+
+#[test]
+fn statistics_that_nobody_takes_are_not_written() {
+    let check = |text: &str| up::check_numbers(&up(&[], text).unwrap());
+    assert!(check("log-stats-json = \"f\"\nlog-stats-interval = 1").is_ok());
+    assert!(check("log-stats-interval = 0").is_ok());
+    let error = check("log-stats-json = \"f\"\nlog-stats-interval = 0").unwrap_err();
+    let (code, error) = (error.code(), error.to_string());
+    assert!(code == 2 && error.contains("--log-stats-json f"), "{error}");
+    assert!(error.contains("--log-stats-interval 0"), "{error}");
+}
+
+#[test]
 fn an_unknown_key_is_named_with_its_nearest_neighbour() {
     let error = up(&[], "tensor_paralel = 2").unwrap_err();
     assert!(error.contains("unknown key 'tensor_paralel'"), "{error}");

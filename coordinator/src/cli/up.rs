@@ -12,6 +12,7 @@ use tokio::sync::{mpsc, watch};
 use self::progress::LoadBar;
 use super::children::{ChildEvent, Children, WorkerCommand};
 use super::health::ReadyWorkers;
+use super::heartbeat::{StartUpBeats, beat_to_systemd};
 use super::options::{TENSOR_PARALLEL, Workers};
 use super::output::print_line;
 use super::serve::{ModelHints, WeightsLocation, check_model, coordinator_options, finish};
@@ -33,11 +34,13 @@ pub(crate) fn check_numbers(args: &UpArgs) -> Result<(), CliError> {
              be complete"
         )));
     }
-    serve::check_least(&args.serving, degree.unwrap_or(TENSOR_PARALLEL))
+    serve::check_least(&args.serving, degree.unwrap_or(TENSOR_PARALLEL))?;
+    serve::check_stats(&args.serving)
 }
 
 pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
     let log = logging::init(&args.common, "up", OWN_NODE);
+    let start_up = StartUpBeats::start();
     let shared = devices::share_out(
         &args.compute,
         args.workers.and_then(Workers::number),
@@ -62,8 +65,9 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
     let model = options.sources.model.clone();
     actix::System::new().block_on(async move {
         let mut signals = Signals::listen()?;
-        let coordinator =
-            Coordinator::start(options).map_err(|error| CliError::Failed(error.to_string()))?;
+        let coordinator = Coordinator::start(options)?;
+        drop(start_up);
+        beat_to_systemd();
         let command = worker_command(args, &coordinator, devices, workers)?;
         print_line(&format!("tutti {}: {model}", env!("CARGO_PKG_VERSION")));
         print_line(&format!(

@@ -46,7 +46,7 @@ impl Changes {
     async fn change(self, command: AdapterCommand) -> Result<(), AdapterError> {
         let command = match command {
             AdapterCommand::Load { name, path, replace } => {
-                let path = self.found(path).await?;
+                let path = self.find(path).await?;
                 AdapterCommand::Load { name, path, replace }
             }
             unload @ AdapterCommand::Unload { .. } => unload,
@@ -57,24 +57,48 @@ impl Changes {
         stored.map_err(|why| AdapterError::NotNow(why.to_owned()))
     }
 
-    /// A folder as it is, or which state of an adapter of the hub it is; that is fetched here
-    /// first, so that what is not there fails early.
-    async fn found(&self, path: String) -> Result<String, AdapterError> {
-        let read = ModelArgument::read(Path::new(&path), Path::exists);
-        let name = match read.map_err(AdapterError::Wrong)? {
-            ModelArgument::Folder(folder) => {
-                let folder = std::path::absolute(&folder).unwrap_or(folder);
-                return Ok(folder.to_string_lossy().into_owned());
-            }
-            ModelArgument::Hub(name) => name,
-        };
-        let hub = self.hub.clone().map_err(AdapterError::Wrong)?;
-        let wanted = RequestedModel { name, revision: DEFAULT_REVISION.to_owned() };
-        let watch = Arc::new(DownloadHandle::default());
-        let fetch = move || hub.fetch(&wanted, ModelPart::Adapter, &watch);
-        let fetched = tokio::task::spawn_blocking(fetch).await;
-        let fetched = fetched.map_err(|error| AdapterError::NotNow(error.to_string()))?;
-        let fetched = fetched.map_err(|error| AdapterError::Wrong(error.to_string()))?;
-        Ok(fetched.model.to_string())
+    /// What `found` says, from a thread that may wait: also to see whether a folder is there, since
+    /// its file system may be remote.
+    async fn find(&self, path: String) -> Result<String, AdapterError> {
+        let hub = self.hub.clone();
+        let found = tokio::task::spawn_blocking(move || found(&path, hub)).await;
+        found.map_err(|error| AdapterError::NotNow(error.to_string()))?
+    }
+}
+
+/// A folder as it is, or which state of an adapter of the hub it is; that is fetched here first, so
+/// that what is not there fails early.
+fn found(path: &str, hub: Result<Hub, String>) -> Result<String, AdapterError> {
+    let read = ModelArgument::read(Path::new(path), Path::exists);
+    let name = match read.map_err(AdapterError::Wrong)? {
+        ModelArgument::Folder(folder) => {
+            let folder = std::path::absolute(&folder).unwrap_or(folder);
+            return Ok(folder.to_string_lossy().into_owned());
+        }
+        ModelArgument::Hub(name) => name,
+    };
+    let hub = hub.map_err(AdapterError::Wrong)?;
+    let wanted = RequestedModel { name, revision: DEFAULT_REVISION.to_owned() };
+    let watch = Arc::new(DownloadHandle::default());
+    let fetched = hub.fetch(&wanted, ModelPart::Adapter, &watch);
+    let fetched = fetched.map_err(|error| AdapterError::Wrong(error.to_string()))?;
+    Ok(fetched.model.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_there_is_a_folder_and_anything_else_a_name() {
+        let find = |path: &str| found(path, Err("no hub".to_owned()));
+        let here = std::env::current_dir().unwrap().join("src");
+        let here = here.to_string_lossy().into_owned();
+        for (given, folder) in [("/a/b", "/a/b"), ("src", here.as_str())] {
+            assert_eq!(find(given), Ok(folder.to_owned()));
+        }
+        assert!(matches!(find("org/name"), Err(AdapterError::Wrong(why)) if why == "no hub"));
+        let neither = find("no-such-folder");
+        assert!(matches!(&neither, Err(AdapterError::Wrong(why)) if why.contains("neither")));
     }
 }

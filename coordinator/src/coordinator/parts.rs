@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use actix::Addr;
 use actix_web::dev::ServerHandle;
+use shared::actor::pulse::Pulse;
 use shared::clock::Clock;
 use shared::ids::{Incarnation, ReplicaId};
 use shared::model_identity::ModelIdentity;
@@ -34,6 +35,7 @@ const RESHARD_AFTER: Duration = Duration::from_millis(1500);
 
 pub(super) fn cluster_config(
     options: &CoordinatorOptions,
+    lora: Lora,
     identity: Option<ModelIdentity>,
     engine: EngineConfig,
     cpu_step_tokens: u32,
@@ -49,7 +51,7 @@ pub(super) fn cluster_config(
         config_overrides: options.api.text.config_overrides.clone(),
         dtype: options.dtype,
         quantization: options.quantization,
-        lora: lora_sources(options),
+        lora,
         model_names: [&options.served_model_name]
             .into_iter()
             .chain(&options.model_aliases)
@@ -69,7 +71,7 @@ pub(super) fn cluster_config(
 
 /// The adapters as workers are told of them. Where they may change, each with what its folder
 /// contains here, if it can be read.
-fn lora_sources(options: &CoordinatorOptions) -> Lora {
+pub(super) fn lora_sources(options: &CoordinatorOptions) -> Lora {
     let mut sources = options.sources.lora.clone();
     if sources.places > 0 {
         for (source, here) in sources.adapters.iter_mut().zip(&options.lora.adapters) {
@@ -142,11 +144,12 @@ pub(super) fn start_metrics(
     bound: BoundListener,
     page: Arc<MetricsPage>,
     readiness: ReadinessCheck,
+    pulse: Pulse,
     tls: Option<&Tls>,
 ) -> Result<(SocketAddr, ServerHandle), StartError> {
     let BoundListener { listener, address } = bound;
     let failed = |error| StartError::Listen { address, option: "--metrics-listen", error };
-    let server = metrics_page::start(listener, page, readiness, tls).map_err(failed)?;
+    let server = metrics_page::start(listener, page, readiness, pulse, tls).map_err(failed)?;
     let handle = server.handle();
     actix::spawn(server);
     Ok((address, handle))

@@ -7,10 +7,11 @@ use shared::ids::Incarnation;
 use shared::membership::Serves;
 use shared::metrics;
 use shared::model_identity::ModelIdentity;
-use shared::protocol::{EngineConfig, check_model_names};
+use shared::protocol::{EngineConfig, Lora, check_model_names};
 use shared::wire::keyring::Keyring;
 
 use super::options::{CoordinatorOptions, StartError};
+use super::parts::lora_sources;
 use crate::http::tls::{Tls, scheme};
 use crate::metrics::Hub;
 use crate::scheduler::SchedulerConfig;
@@ -40,6 +41,8 @@ pub struct PreparedCoordinator {
     pub(super) text: Arc<TextModel>,
     /// What workers must have; unknown without weights here.
     pub(super) identity: Option<ModelIdentity>,
+    /// The adapters as workers are told of them; read beforehand, because a leader must not pause.
+    pub(super) lora: Lora,
     /// For replicas on GPUs, if they differ.
     pub(super) engine: EngineConfig,
     /// Maximum number of tokens in one step of a replica on CPUs.
@@ -118,7 +121,7 @@ impl PreparedCoordinator {
             speculation: options.speculation,
         };
         scheduling.validate()?;
-        let identity = identity(&options);
+        let (identity, lora) = (identity(&options), lora_sources(&options));
         let http = listen(options.listen, "--listen")?;
         let cluster = listen(options.cluster_listen, "--cluster-listen")?;
         let alone = options.metrics_listen;
@@ -129,6 +132,7 @@ impl PreparedCoordinator {
             options,
             text,
             identity,
+            lora,
             engine,
             cpu_step_tokens,
             scheduling,

@@ -60,14 +60,12 @@ impl Adapting {
     }
 
     /// The link has ended, with all answers.
-    pub(super) fn link_lost(&mut self, reason: &str) {
+    pub(super) fn link_lost(&mut self) {
         self.messages.clear();
         for (_, answer) in std::mem::take(&mut self.asked) {
-            let message = format!(
-                "the link to the coordinator ended: {reason}; GET /v1/models shows whether the \
-                 command was carried out"
-            );
-            let _ = answer.send(Err(AdapterError::NotNow(message)));
+            let message = "the link to the coordinator ended; GET /v1/models shows whether the \
+                           command was carried out";
+            let _ = answer.send(Err(AdapterError::NotNow(message.to_owned())));
         }
     }
 }

@@ -19,6 +19,12 @@ use crate::metrics::FrontendStats;
 /// there every time may be the cause.
 const LOST_MAX: u32 = 2;
 
+/// What clients are told when nobody goes on with their requests. Why not, with addresses and the
+/// operating system's words, is for the log and `/ready`.
+pub(super) fn no_coordinator() -> EngineError {
+    EngineError::Unavailable { message: "no coordinator went on with this request".to_owned() }
+}
+
 /// A request that the coordinator is working on.
 #[derive(Debug)]
 struct RunningRequest {
@@ -201,7 +207,7 @@ impl Requests {
 
     /// The coordinator has dropped its side of every request with the link. They continue at the
     /// next one.
-    pub(super) fn link_lost(&mut self, now: Duration, reason: &str) {
+    pub(super) fn link_lost(&mut self, now: Duration) {
         self.gone.clear();
         self.live_tokens = 0;
         let mut lost: Vec<(RequestId, RunningRequest)> = self.live.drain().collect();
@@ -214,12 +220,13 @@ impl Requests {
                 times if times > LOST_MAX => "; so did those before that had this request",
                 _ => "",
             };
-            let message = format!("the link to the coordinator ended: {reason}{why}");
-            let error = EngineError::Unavailable { message };
             if why.is_empty() {
                 note_lost(&open_request, &events);
+                let error = no_coordinator();
                 self.hold(HeldRequest { open_request, events, since: now, error });
             } else {
+                let message = format!("the link to the coordinator ended{why}");
+                let error = EngineError::Unavailable { message };
                 self.refuse(HeldRequest { open_request, events, since: now, error });
             }
         }

@@ -3,14 +3,17 @@
 use std::path::Path;
 
 use shared::actor::link::{CloseReason, LinkEvent};
+use shared::actor::registry::Home;
 use shared::clock::{ManualClock, SystemClock};
 use shared::metrics::catalogue::{HTTP_REQUESTS, PROCESS_CPU, REPORTS_REFUSED, REQUESTS_REJECTED};
 use shared::metrics::labels::{Method, RejectReason};
 use shared::metrics::{Limits as MetricLimits, LocalStats, encode_snapshot};
+use shared::protocol::actors::ActorFrame;
 use shared::protocol::{
     AcceptedChoice, BadWords, FromFrontend, GuideSpec, SubmitRequest, ThinkingBudget,
 };
 use shared::sampling::{LOGPROBS_MAX, Pooling, SUPPRESSED_MAX, SamplingParams};
+use shared::wire::codec;
 
 use super::link::LINK_SHIFT;
 use super::preparation::Turns;
@@ -114,11 +117,11 @@ async fn front_ends_that_come_and_go_leave_totals_and_nothing_that_grows() {
         let id = frontends.admit(&hello).unwrap().frontend;
         let (handle, queue) = (link.clone(), queue.clone());
         let requests = LinkRequests::new(queue.clone(), LinkState::new());
-        let linked = LinkedFrontend { number: name, pid: 1, handle, queue };
+        let peer = frontends.actors.reserve_peer();
+        let linked = LinkedFrontend { number: name, peer, pid: 1, handle, queue };
         let mut slots = frontends.slots.lock().unwrap();
         slots.joined(&hello.node, id, hello.incarnation, linked).unwrap();
         drop(slots);
-        let peer = frontends.actors.reserve_peer();
         let receiver = Receiver::new(frontends.clone(), &hello, id, name, requests, peer);
         let stats = FrontendStats::new();
         stats.http_started();
@@ -159,6 +162,48 @@ async fn front_ends_that_come_and_go_leave_totals_and_nothing_that_grows() {
     for frontends in [&frontends, &next] {
         assert!(frontends.admit(&pod(NAMES - 1)).is_ok());
     }
+}
+
+/// A process whose link is dead may dial again before that is noticed here.
+#[actix_rt::test]
+async fn actors_of_a_front_end_that_links_anew_are_taken_over_its_new_link() {
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
+    let frontends = frontends(sentencepiece_bpe(), false, mpsc::channel(1).0, clock);
+    let hello = hello("a", 2);
+    let id = frontends.admit(&hello).unwrap().frontend;
+    let report = ActorFrame::Report(ActorReport {
+        name: "own".to_owned(),
+        kind: "kind".to_owned(),
+        generation: 7,
+        life: ActorLife::Alive,
+        restarts: 0,
+        max_restarts: None,
+        reason: None,
+    });
+    let report = codec::encode(&report).unwrap();
+    let own = || frontends.actors.list().into_iter().find(|it| it.report.name == "own");
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let mut process = Vec::new();
+    let mut peers = Vec::new();
+    for _ in 0..2 {
+        let dialled = tokio::net::TcpStream::connect(listener.local_addr().unwrap()).await;
+        process.push(dialled.unwrap());
+        let connection = Connection::new(listener.accept().await.unwrap().0).unwrap();
+        frontends.joined(&hello, id, connection);
+        let peer = {
+            let slots = frontends.slots.lock().unwrap();
+            slots.linked().next().unwrap().2.peer
+        };
+        assert!(frontends.actors.frame(peer, &report));
+        assert_eq!(own().unwrap().home, Home::Peer(peer));
+        peers.push(peer);
+    }
+    // The old link's end is noticed.
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    frontends.actors.peer_lost(peers[0], "closed");
+    let own = own().unwrap();
+    assert_eq!((own.home, own.report.life), (Home::Peer(peers[1]), ActorLife::Alive));
+    assert_eq!(frontends.linked().len(), 1);
 }
 
 fn request() -> SubmitRequest {

@@ -17,6 +17,7 @@ use actix_web::web::{self, Data, ServiceConfig};
 use actix_web::{HttpRequest, HttpResponse};
 use flate2::Compression;
 use flate2::write::GzEncoder;
+use shared::actor::pulse::Pulse;
 use shared::clock::Clock;
 use shared::ids::Incarnation;
 use shared::membership::View;
@@ -171,10 +172,11 @@ pub fn start(
     listener: TcpListener,
     page: Arc<MetricsPage>,
     readiness: ReadinessCheck,
+    pulse: Pulse,
     tls: Option<&Tls>,
 ) -> std::io::Result<Server> {
     small_server(listener, tls, KeepAlive::default(), move |config| {
-        declare(config, &page, &readiness)
+        declare(config, &page, &readiness, &pulse)
     })
 }
 
@@ -187,10 +189,11 @@ pub fn start_waiting(
     listener: TcpListener,
     page: Arc<MetricsPage>,
     readiness: ReadinessCheck,
+    pulse: Pulse,
     tls: Option<&Tls>,
 ) -> std::io::Result<Server> {
     small_server(listener, tls, KeepAlive::Disabled, move |config| {
-        declare(config, &page, &readiness);
+        declare(config, &page, &readiness, &pulse);
         let readiness = readiness.clone();
         config
             .route("/ping", get().to(HttpResponse::Ok))
@@ -203,11 +206,16 @@ pub fn start_waiting(
     })
 }
 
-fn declare(config: &mut ServiceConfig, page: &Arc<MetricsPage>, readiness: &ReadinessCheck) {
+fn declare(
+    config: &mut ServiceConfig,
+    page: &Arc<MetricsPage>,
+    readiness: &ReadinessCheck,
+    pulse: &Pulse,
+) {
     let page = page.clone();
     let scrape = get().to(move |request: HttpRequest| answer(page.clone(), request));
     config.service(web::resource("/metrics").route(scrape));
-    probes::declare(config, readiness);
+    probes::declare(config, readiness, pulse);
 }
 
 /// Answers a scrape on the API's listener.

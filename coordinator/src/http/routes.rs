@@ -14,7 +14,7 @@ use super::intake::{self, read};
 use super::state::{AppState, Readiness};
 use super::{
     access, adapters, admin, chat, classes, completions, embeddings, invocations, messages,
-    metrics, models, openapi, pooling, responses, scores, tokenize,
+    metrics, models, openapi, pooling, probes, responses, scores, tokenize,
 };
 
 /// Every path and its methods, for `Allow` and for the labels of HTTP metrics.
@@ -50,6 +50,11 @@ pub(super) const ROUTES: [(&str, &str); 29] = [
     ("/", "GET, HEAD"),
 ];
 
+/// Every path that is served and its methods, with those of operators.
+pub fn paths() -> impl Iterator<Item = (&'static str, &'static str)> {
+    ROUTES.into_iter().chain(admin::PATHS)
+}
+
 /// Declares the routes; also used by tests.
 pub fn routes(config: &mut ServiceConfig, state: &AppState) {
     config.app_data(Data::new(state.clone()));
@@ -70,7 +75,7 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             "/invocations" => post(invocations::respond),
             "/tokenize" => post_text(tokenize::tokenize),
             "/detokenize" => post_text(tokenize::detokenize),
-            "/ping" => any([Method::GET, Method::HEAD, Method::POST]).to(get_health),
+            "/ping" => any([Method::GET, Method::HEAD, Method::POST]).to(HttpResponse::Ok),
             "/load" => get().to(get_load),
             "/v1/models" => get().to(get_models),
             "/v1/models/{id}" => get().to(get_model),
@@ -78,7 +83,8 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             "/metrics" => get().to(metrics::respond),
             "/openapi.json" => get().to(get_openapi),
             "/version" | "/" => get().to(get_version),
-            _ => get().to(get_health),
+            // "/live" and "/health".
+            _ => get().to(get_live),
         };
         config.service(resource(pattern(path), allow, route));
     }
@@ -185,8 +191,8 @@ async fn get_model(state: Data<AppState>, id: web::Path<String>) -> Result<HttpR
     Ok(HttpResponse::Ok().json(models::get(&state, &id)?))
 }
 
-async fn get_health() -> HttpResponse {
-    HttpResponse::Ok().finish()
+async fn get_live(state: Data<AppState>) -> Result<HttpResponse, ApiError> {
+    probes::live(&state.pulse)
 }
 
 async fn get_ready(state: Data<AppState>) -> HttpResponse {

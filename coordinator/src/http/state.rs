@@ -3,6 +3,7 @@ use std::hash::{BuildHasher as _, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use shared::actor::pulse::Pulse;
 use shared::clock::{Clock, since_1970};
 use shared::ids::RequestId;
 use shared::metrics::labels::ExpiryReason;
@@ -77,6 +78,8 @@ pub struct AppState {
     pub metrics: Option<Arc<MetricsPage>>,
     /// Whether requests can be served now.
     pub readiness: ReadinessCheck,
+    /// Whether the thread that serves them runs.
+    pub pulse: Pulse,
     /// Whether requests are let in.
     pub gate: Gate,
     /// When the server started, in seconds since 1970.
@@ -146,6 +149,7 @@ impl AppState {
             admin: None,
             metrics: None,
             readiness,
+            pulse: Pulse::default(),
             gate: Gate::default(),
             created: since_1970().as_secs(),
             next_request: Arc::new(AtomicU64::new(1)),
@@ -217,6 +221,12 @@ impl AppState {
     #[must_use]
     pub fn with_gate(self, gate: Gate) -> Self {
         Self { gate, ..self }
+    }
+
+    /// Sets the pulse of the thread without which nothing is served.
+    #[must_use]
+    pub fn with_pulse(self, pulse: Pulse) -> Self {
+        Self { pulse, ..self }
     }
 
     /// Adds the operator's API at `/admin`.

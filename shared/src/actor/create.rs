@@ -3,13 +3,15 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use super::exchange::DEADLINE_MAX;
 use super::hosting::ActorClass;
+use super::registry::truncate;
 use super::remote::{ActorMessage, RemoteAddr};
 use super::runtime::ActorRuntime;
-use crate::protocol::actors::AskError;
 use crate::protocol::actors::creation::{
     Creation, Needs, PLACER, PlacementError, PlacementReply, PlacementRequest, Where,
 };
+use crate::protocol::actors::{ACTOR_NAME_MAX, AskError};
 use crate::wire::codec;
 
 /// How much longer than the coordinator its asker waits: it answers at its own deadline.
@@ -41,7 +43,8 @@ pub struct CreateOptions {
     pub message_limit: Option<Duration>,
     /// Whether a living actor of this name and class will do.
     pub or_get: bool,
-    /// How long to wait for a process that hosts its class and has room, and for its start.
+    /// How long to wait for a process that hosts its class and has room, and for its start; at most
+    /// an hour.
     pub within: Duration,
 }
 
@@ -111,7 +114,7 @@ impl ActorRuntime {
         let argument =
             codec::encode(argument).map_err(|error| CreateError::Argument(error.to_string()))?;
         let generation = self.draw();
-        let name = options.name.unwrap_or_else(|| format!("{class}-{generation:016x}"));
+        let name = options.name.unwrap_or_else(|| made_up(class, generation));
         let creation = Creation {
             name: name.clone(),
             class: class.to_owned(),
@@ -174,6 +177,8 @@ impl ActorRuntime {
         mut request: impl FnMut(bool, Duration) -> PlacementRequest,
     ) -> Result<PlacementReply, CreateError> {
         let placer = self.addr::<PlacementRequest>(PLACER);
+        // No ask waits longer, and the coordinator is to answer before this one is over.
+        let within = within.min(DEADLINE_MAX.saturating_sub(MARGIN));
         let deadline = self.clock().now() + within;
         let mut again = false;
         loop {
@@ -191,6 +196,15 @@ impl ActorRuntime {
             tokio::time::sleep(PAUSE).await;
         }
     }
+}
+
+/// The name of an actor that was given none: its class, as far as a name may have that, and its
+/// generation.
+fn made_up(class: &str, generation: u64) -> String {
+    let ending = format!("-{generation:016x}");
+    let mut name = class.replace(['/', ':'], "-");
+    truncate(&mut name, ACTOR_NAME_MAX.saturating_sub(ending.len()));
+    name + &ending
 }
 
 fn millis(duration: Duration) -> u32 {

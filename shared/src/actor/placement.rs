@@ -400,7 +400,10 @@ impl Placement {
         let waits = self.actors.values().any(|actor| {
             let waits = match actor.phase {
                 Phase::Lost { .. } => true,
-                Phase::Pending { not_before } => not_before > now,
+                // Also one that became due after places were looked for last.
+                Phase::Pending { not_before } => {
+                    not_before > now || actor.refused != Some(self.rooms)
+                }
                 Phase::Alive(_) => self.keeping.counts_life_of(actor),
                 _ => false,
             };

@@ -84,10 +84,13 @@ impl<M: ActorMessage> RemoteAddr<M> {
     }
 
     /// Asks again until there is a reply or the deadline has passed: without limit while nothing
-    /// was delivered (the actor is being started, its mailbox is full, there is no link), and up to
-    /// `retries` times after the actor failed or a link was lost. The actor may then have handled
-    /// the message before, so messages that are sent again must bear being handled twice. Must be
-    /// called on a tokio runtime with time enabled.
+    /// was delivered (there is no such actor, it is being started, its mailbox is full, there is no
+    /// link), and up to `retries` times after the actor failed or a link was lost. The actor may
+    /// then have handled the message before, so messages that are sent again must bear being
+    /// handled twice. Must be called on a tokio runtime with time enabled.
+    ///
+    /// A coordinator that has just begun may not know the actor yet, so one that is dead for good
+    /// is asked until the deadline, too: [`ActorRuntime::watch`] tells of its death at once.
     ///
     /// # Errors
     /// The last [`AskError`].
@@ -97,7 +100,8 @@ impl<M: ActorMessage> RemoteAddr<M> {
         deadline: Duration,
         retries: u32,
     ) -> Result<M::Reply, AskError> {
-        let (until, mut retries) = (self.runtime.clock().now() + deadline, retries);
+        let until = self.runtime.clock().now().saturating_add(deadline);
+        let mut retries = retries;
         let mut pause = PAUSE_MIN;
         loop {
             let left = until.saturating_sub(self.runtime.clock().now());
@@ -106,9 +110,10 @@ impl<M: ActorMessage> RemoteAddr<M> {
                 Err(error) => error,
             };
             let delivered = match &error {
-                AskError::Unavailable(_) | AskError::MailboxFull(_) | AskError::TooManyAsks(_) => {
-                    false
-                }
+                AskError::NoSuchActor(_)
+                | AskError::Unavailable(_)
+                | AskError::MailboxFull(_)
+                | AskError::TooManyAsks(_) => false,
                 AskError::LinkLost(_) | AskError::Failed(_) if retries > 0 => true,
                 _ => return Err(error),
             };

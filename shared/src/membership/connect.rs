@@ -7,8 +7,8 @@ use etcd_client::{
 };
 
 use super::credential::Credential;
-use super::view::{Entry, Value, View};
-use super::{PinnedRevision, Record};
+use super::view::{DESIRED_KEY, Entry, LAST_LEADER_KEY, LEADER_KEY, Value, View};
+use super::{PinnedRevision, Record, Role};
 
 /// Interval between checks that an idle connection still works.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
@@ -124,21 +124,47 @@ impl EtcdOptions {
         Ok(view)
     }
 
-    /// Checks whether a process with these options could be a member: etcd is reachable, accepts
-    /// the certificate and user, and grants read and write access to the keys. Writes nothing.
+    /// Returns as what a process with these options could be a member: etcd is reachable, accepts
+    /// the certificate and user, and grants access to the keys of these roles. Writes nothing.
     ///
     /// # Errors
-    /// What prevents it.
-    pub async fn probe(&self, deadline: Duration) -> Result<(), ProbeError> {
+    /// What prevents it in every role.
+    pub async fn probe(&self, deadline: Duration) -> Result<Vec<Role>, ProbeError> {
         let mut client = self.connect(deadline).await?;
-        let prefixes = ["/", ":totals/", ":actors/"].map(|end| format!("/{}{end}", self.cluster));
-        for prefix in &prefixes {
+        let (mut roles, mut denied) = (Vec::new(), None);
+        for role in [Role::Coordinator, Role::Worker, Role::Frontend] {
+            match self.probe_as(&mut client, role).await {
+                Ok(()) => roles.push(role),
+                Err(error @ ProbeError::NotAllowed(_)) => denied = denied.or(Some(error)),
+                Err(error) => return Err(error),
+            }
+        }
+        denied.filter(|_| roles.is_empty()).map_or(Ok(roles), Err)
+    }
+
+    /// Asks for what a role reads, and for the right to write what it writes.
+    async fn probe_as(&self, client: &mut Client, role: Role) -> Result<(), ProbeError> {
+        let key = |rest: &str| format!("/{}{rest}", self.cluster);
+        let (mut read, mut written) = (vec![key("/")], Vec::new());
+        match role {
+            Role::Worker => written.push(key("/workers/probe")),
+            Role::Frontend => written.push(key("/frontends/probe")),
+            Role::Coordinator => {
+                let beside = [":totals/", ":actors/"];
+                read.extend(beside.map(key));
+                written.push(key("/coordinators/probe"));
+                let leaders = [LEADER_KEY, LAST_LEADER_KEY, DESIRED_KEY];
+                written.extend(leaders.map(|name| key(&format!("/{name}"))));
+                written.extend(beside.map(|prefix| key(&format!("{prefix}probe"))));
+            }
+        }
+        for prefix in read {
             let count = GetOptions::new().with_prefix().with_count_only();
-            client.get(prefix.as_str(), Some(count)).await?;
+            client.get(prefix, Some(count)).await?;
         }
         // No key has this revision: nothing is written, but etcd checks permissions first.
-        let never = Compare::create_revision(prefixes[0].as_str(), CompareOp::Equal, -1);
-        let puts = prefixes.each_ref().map(|prefix| TxnOp::put(format!("{prefix}probe"), "", None));
+        let never = Compare::create_revision(key("/"), CompareOp::Equal, -1);
+        let puts: Vec<TxnOp> = written.into_iter().map(|key| TxnOp::put(key, "", None)).collect();
         client.txn(Txn::new().when([never]).and_then(puts)).await?;
         Ok(())
     }

@@ -202,6 +202,13 @@ impl MembershipCore {
         self.lease = None;
     }
 
+    /// Whether the thread whose work this process is registered for, silent for so long, is stuck.
+    /// Then the lease is not kept, nor another one taken: while it lives, nobody else can lead.
+    #[must_use]
+    pub fn is_stuck(&self, silence: Option<Duration>) -> bool {
+        silence.is_some_and(|silence| silence > self.lease_ttl)
+    }
+
     /// Begins a session with this list, which is watched from the next revision on.
     pub fn opened(&mut self, now: Duration, revision: i64, entries: Vec<Entry>) {
         self.registered = false;

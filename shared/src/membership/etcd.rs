@@ -7,6 +7,9 @@
 //! new list, under the old lease if that is still alive. This goes on for ever: no failure of etcd
 //! ends the process. Only another process with the same name does.
 //!
+//! A lease that is kept by a thread of its own says nothing of the thread that does the work. That
+//! one may have a [`Pulse`]: while it is silent for too long, the lease is left to end.
+//!
 //! - `session`: one session
 //! - `writes`: what a process writes, and on which conditions
 mod session;
@@ -21,6 +24,7 @@ use super::connect::is_full;
 use super::core::{DEADLINE, MembershipCore, RETRY_MAX, RETRY_MIN};
 use super::{DesiredState, EtcdOptions, FatalError, Record, Serves, View};
 use crate::actor::link::join::Unreached;
+use crate::actor::pulse::Pulse;
 use crate::clock::{jittered, since_1970};
 
 /// A running membership. Dropping it without [`EtcdMembership::leave`] acts like a crash: others
@@ -32,6 +36,7 @@ pub struct EtcdMembership {
     serves: ServesSender,
     leave: Option<oneshot::Sender<oneshot::Sender<()>>>,
     fatal: Option<oneshot::Receiver<FatalError>>,
+    pulse: Pulse,
 }
 
 /// Sender for commands that a leader received from operators; the view shows when they are stored.
@@ -52,12 +57,15 @@ impl EtcdMembership {
         let (die, fatal) = oneshot::channel();
         let (desires, desired) = watch::channel(None);
         let (serves, served) = watch::channel(None);
+        let pulse = Pulse::default();
+        let watched = pulse.clone();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         std::thread::Builder::new().name("membership".into()).spawn(move || {
-            let member = EtcdMember::new(options, record, campaign, publish, (desired, served));
+            let told = (desired, served);
+            let member = EtcdMember::new(options, record, campaign, publish, told, watched);
             runtime.block_on(member.run(left, die));
         })?;
-        Ok(Self { view, desires, serves, leave: Some(leave), fatal: Some(fatal) })
+        Ok(Self { view, desires, serves, leave: Some(leave), fatal: Some(fatal), pulse })
     }
 
     /// Returns the view of the cluster, updated as it changes.
@@ -76,6 +84,14 @@ impl EtcdMembership {
     #[must_use]
     pub fn serves(&self) -> ServesSender {
         self.serves.clone()
+    }
+
+    /// Returns the pulse of the thread whose work this process is registered for. Once it has begun
+    /// to beat, the lease is kept only while it goes on: after a silence as long as the lease
+    /// lives, others may take over.
+    #[must_use]
+    pub fn pulse(&self) -> Pulse {
+        self.pulse.clone()
     }
 
     /// Resolves when membership cannot go on.
@@ -107,17 +123,23 @@ struct Outage {
     said: bool,
     /// A full etcd answers reads and refuses the writes after them: logged once, too.
     full: bool,
+    /// Whether it was logged that the lease is not kept.
+    stuck: bool,
     unreached: Unreached,
 }
 
 impl Outage {
     fn new(seed: u64) -> Self {
         let unreached = Unreached::default();
-        Self { wait: RETRY_MIN, attempt: 0, seed, said: false, full: false, unreached }
+        let (said, full, stuck) = (false, false, false);
+        Self { wait: RETRY_MIN, attempt: 0, seed, said, full, stuck, unreached }
     }
 
     /// Records that a session has begun.
     fn answered(&mut self, options: &EtcdOptions) {
+        if std::mem::take(&mut self.stuck) {
+            tracing::info!("the main thread goes on");
+        }
         // An etcd that was full counts as repaired only after it has kept a session for a while.
         if !self.full {
             tracing::info!(cluster = options.cluster, "etcd answers");
@@ -155,6 +177,20 @@ impl Outage {
         }
     }
 
+    /// Records that the lease is not kept, because the main thread does nothing any more.
+    fn stuck(&mut self, silence: Option<Duration>) {
+        // When it goes on, it must soon learn who leads.
+        self.wait = RETRY_MIN;
+        if !std::mem::replace(&mut self.stuck, true) {
+            let seconds = silence.unwrap_or_default().as_secs();
+            tracing::error!(
+                seconds,
+                "the main thread is stuck: until it goes on, this process's lease is not kept, so \
+                 that another one can take over"
+            );
+        }
+    }
+
     /// Returns the wait before the next session.
     fn pause(&mut self) -> Duration {
         let wait = jittered(self.wait, self.seed, self.attempt);
@@ -174,6 +210,7 @@ struct EtcdMember {
     publish: watch::Sender<View>,
     desired: watch::Receiver<Option<DesiredState>>,
     serves: watch::Receiver<Option<Serves>>,
+    pulse: Pulse,
 }
 
 impl EtcdMember {
@@ -183,13 +220,20 @@ impl EtcdMember {
         campaign: bool,
         publish: watch::Sender<View>,
         (desired, serves): (watch::Receiver<Option<DesiredState>>, watch::Receiver<Option<Serves>>),
+        pulse: Pulse,
     ) -> Self {
         let core = MembershipCore::new(record, campaign, options.lease_ttl);
-        Self { options, core, start: Instant::now(), confirmed: 0, publish, desired, serves }
+        let start = Instant::now();
+        Self { options, core, start, confirmed: 0, publish, desired, serves, pulse }
     }
 
     fn now(&self) -> Duration {
         self.start.elapsed()
+    }
+
+    /// Whether the lease must not be kept now.
+    fn is_stuck(&self) -> bool {
+        self.core.is_stuck(self.pulse.silence())
     }
 
     async fn run(
@@ -224,6 +268,7 @@ impl EtcdMember {
                     let _ = die.send(error);
                     return;
                 }
+                SessionEnd::Stuck => outage.stuck(self.pulse.silence()),
                 SessionEnd::Broken(reason) => {
                     outage.broke(&reason, self.now(), self.confirmed > 0, &self.options);
                 }

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use actix_web::http::header::HttpDate;
 use serde_json::Value;
 use shared::actor::link::{CloseReason, Connection};
-use shared::membership::{DatabaseUsage, EtcdOptions, FULL_REMEDY, LEASE_TTL, ProbeError};
+use shared::membership::{DatabaseUsage, EtcdOptions, FULL_REMEDY, LEASE_TTL, ProbeError, Role};
 use shared::wire::auth::AuthError;
 use shared::wire::codec;
 use shared::wire::frame::{FrameError, FrameKind};
@@ -278,7 +278,7 @@ fn access(url: &str, options: &EtcdOptions) -> Finding {
     let probed = runtime().and_then(|it| it.block_on(options.probe(DEADLINE)));
     let cluster = &options.cluster;
     match probed {
-        Ok(()) => {
+        Ok(roles) => {
             let database_usage =
                 runtime().and_then(|it| it.block_on(options.database_usage(DEADLINE)));
             let database_usage = database_usage.unwrap_or_default();
@@ -295,8 +295,18 @@ fn access(url: &str, options: &EtcdOptions) -> Finding {
                 }
                 DatabaseUsage { size, .. } => format!("; its database has {}", mib(size)),
             };
-            let allowed = format!("/{cluster}/ is writable{user}");
-            Finding::ok(ETCD, format!("{url} answers{tls}; {allowed}{size}"))
+            let allowed = if let [_, _, _] = roles[..] {
+                format!("/{cluster}/ is writable{user}")
+            } else {
+                let names: Vec<_> = roles.iter().map(|role| role_name(*role)).collect();
+                format!("/{cluster}/ is writable{user} for a {}", names.join(" and a "))
+            };
+            let found = format!("{url} answers{tls}; {allowed}{size}");
+            if roles.contains(&Role::Coordinator) {
+                return Finding::ok(ETCD, found);
+            }
+            let fix = "for a coordinator, --etcd-user of one with its rights (docs/operations.md)";
+            Finding::warn(ETCD, format!("{found}; not for a coordinator"), fix)
         }
         Err(error @ ProbeError::NotAllowed(_)) => Finding::fail(
             ETCD,
@@ -321,6 +331,14 @@ fn access(url: &str, options: &EtcdOptions) -> Finding {
             format!("{url}: {error}"),
             "start etcd, or name its client address; https:// if it uses TLS",
         ),
+    }
+}
+
+fn role_name(role: Role) -> &'static str {
+    match role {
+        Role::Coordinator => "coordinator",
+        Role::Worker => "worker",
+        Role::Frontend => "front end",
     }
 }
 

@@ -180,17 +180,17 @@ pub(super) const PLACES: &[Place] = &[
     },
     Place {
         path: "/health",
-        summary: "Answer while the process runs",
+        summary: "Say whether the process lives",
         body: None,
         answer: Empty,
-        errors: &[],
+        errors: &[503],
     },
     Place {
         path: "/live",
-        summary: "Answer while the process runs",
+        summary: "Say whether the process lives",
         body: None,
         answer: Empty,
-        errors: &[],
+        errors: &[503],
     },
     Place {
         path: "/ready",

@@ -224,6 +224,27 @@ fn one_that_waits_is_placed_when_there_is_room() {
 }
 
 #[test]
+fn one_that_is_due_is_awaited_until_a_place_was_looked_for() {
+    let mut placement = nodes(&[1]);
+    let instance = alive(&mut placement, creation("a"));
+    says(&mut placement, NOW, 1, "a", instance, ActorLife::Dead);
+    // The clock may have gone on since then.
+    let later = NOW + Duration::from_secs(60);
+    assert!(placement.awaits(later));
+    assert_eq!(begun(&tick(&mut placement, later)).len(), 1);
+    assert!(!placement.awaits(later));
+    placement.lost(later, home(1), "cut", &mut Vec::new());
+    tick(&mut placement, later + LOST_GRACE);
+    let day = later + Duration::from_secs(86_400);
+    assert!(placement.awaits(day));
+    assert!(begun(&tick(&mut placement, day)).is_empty());
+    assert!(!placement.awaits(day), "not before there is more room");
+    offer(&mut placement, 2, 1);
+    assert!(placement.awaits(day));
+    assert_eq!(begun(&tick(&mut placement, day)).len(), 1);
+}
+
+#[test]
 fn one_that_fails_is_started_again_up_to_its_limit_rather_elsewhere() {
     let mut placement = nodes(&[4, 4]);
     let mut instance = alive(&mut placement, creation("a"));

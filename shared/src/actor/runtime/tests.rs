@@ -200,6 +200,26 @@ async fn a_thousand_deadlines_at_once_end_no_link() {
 }
 
 #[tokio::test]
+async fn who_asks_again_waits_for_an_actor_whose_process_links_later() {
+    let (hub, a, b) = (hub(), spoke("a", 2), spoke("b", 3));
+    a.spawn(ActorSpec::new("late", "quiet"), || Quiet).unwrap();
+    // As after a restart of the coordinator: the asker's link is back first.
+    let _b_link = pair(&hub, &b, "b").await;
+    let addr = b.addr::<Say>("late");
+    let unknown = AskError::NoSuchActor("late".to_owned());
+    assert_eq!(addr.ask(&Say::Hello, PATIENCE).await, Err(unknown));
+    let asked = tokio::spawn(async move { addr.ask_again(&Say::Hello, PATIENCE, 0).await });
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert!(!asked.is_finished(), "it may still turn up");
+    let _a_link = pair(&hub, &a, "a").await;
+    assert_eq!(asked.await.unwrap(), Ok(()));
+    // Who is nobody's is asked until the deadline.
+    let nobody = b.addr::<Say>("nobody");
+    let asked = nobody.ask_again(&Say::Hello, Duration::from_millis(200), 0);
+    assert!(asked.await.is_err());
+}
+
+#[tokio::test]
 async fn an_actor_whose_task_is_dropped_is_dead() {
     let hub = hub();
     let (runtime, spawned) = (hub.clone(), oneshot::channel());

@@ -133,6 +133,14 @@ fn a_lease_lives_from_the_sending_of_its_keepalive() {
 }
 
 #[test]
+fn one_whose_main_thread_is_silent_for_longer_than_its_lease_lives_is_stuck() {
+    let core = registered();
+    assert!(!core.is_stuck(None), "it is still starting, however long that takes");
+    assert!(!core.is_stuck(Some(Duration::ZERO)) && !core.is_stuck(Some(TTL)));
+    assert!(core.is_stuck(Some(TTL + Duration::from_millis(1))));
+}
+
+#[test]
 fn a_silent_watch_is_over_and_what_it_says_is_not_trusted_for_ever() {
     let mut core = registered();
     for now in 0..31 {

@@ -18,6 +18,8 @@ use crate::membership::view::Entry;
 pub(super) enum SessionEnd {
     /// Try again.
     Broken(String),
+    /// The main thread does nothing any more. Try again, and go on when it does.
+    Stuck,
     /// Told to leave, by someone who waits for it.
     Left(oneshot::Sender<()>),
     /// The membership was dropped.
@@ -59,6 +61,9 @@ impl Session {
 impl EtcdMember {
     /// Connects, obtains a lease, lists all keys and begins to watch them.
     pub(super) async fn open(&mut self) -> Result<Session, SessionEnd> {
+        if self.is_stuck() {
+            return Err(SessionEnd::Stuck);
+        }
         let mut client = self.options.connect(DEADLINE).await?;
         let (lease_keeper, kept) = self.keep_lease(&mut client).await?;
         let (revision, entries) = self.get_all(&mut client).await?;
@@ -219,6 +224,9 @@ impl EtcdMember {
     }
 
     pub(super) async fn tick(&mut self, session: &mut Session) -> Result<(), SessionEnd> {
+        if self.is_stuck() {
+            return Err(SessionEnd::Stuck);
+        }
         session.lists |= self.core.tick(self.now())?;
         session.lease_keeper.keep_alive().await?;
         session.watch.request_progress().await?;

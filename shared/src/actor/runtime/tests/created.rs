@@ -115,6 +115,18 @@ async fn an_actor_is_created_in_another_process_and_counts_there() {
 }
 
 #[tokio::test]
+async fn one_without_a_name_gets_one_whatever_its_class_is_called() {
+    let hub = hub();
+    for class in ["shop/cart", "log:", &"\u{e4}".repeat(64)] {
+        let options = CreateOptions { within: SOON, ..CreateOptions::default() };
+        let created = hub.create_named::<Do>(class, &Some(0_u64), options).await;
+        // It was looked for a place, as for any other.
+        let nowhere = CreateError::Refused(PlacementError::NoHost(class.to_owned()));
+        assert_eq!(created.err(), Some(nowhere), "{class}");
+    }
+}
+
+#[tokio::test]
 async fn one_whose_process_is_gone_comes_back_in_another_and_its_callers_go_on() {
     let (hub, a, b, c) = (hub(), spoke("a", 2), spoke("b", 3), spoke("c", 4));
     hosts(&a, 1);
