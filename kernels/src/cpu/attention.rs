@@ -5,7 +5,8 @@
 //! own sums in ascending positions: all scores, then softmax, then the weighted sum of V. So a
 //! row's result does not depend on the rows it is computed with.
 //!
-//! - `avx512bf16`: bf16 with `vdpbf16ps`
+//! - `avx512bf16`: bf16 with `vdpbf16ps`; `fused`: its products where fused multiply-adds are
+//!   faster
 //! - `bfloat16`: bf16 on any instruction set; also where that has `vdpbf16ps`, but blocks are not
 //!   whole vectors of tokens
 //! - `float32`: f32
@@ -13,6 +14,8 @@
 mod avx512bf16;
 mod bfloat16;
 mod float32;
+#[cfg(target_arch = "x86_64")]
+mod fused;
 
 use super::isa::Isa;
 use super::kv::{CpuKvCache, Element, Kind};
@@ -240,7 +243,8 @@ fn run_tile(
                 // SAFETY: the backend refuses an instruction set that this machine lacks.
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx512Bf16 if takes_vectors(attention.isa, view.cache) => unsafe {
-                    avx512bf16::run_tile::<$element>(attention, tile, view, scratch);
+                    let is_fused = super::gemm::is_fused();
+                    avx512bf16::run_tile::<$element>(attention, tile, view, scratch, is_fused);
                 },
                 _ => run!(bfloat16, $element),
             }

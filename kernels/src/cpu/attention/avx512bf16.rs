@@ -1,7 +1,8 @@
 //! Attention over K and V in bf16, or in FP8 widened to it, with `vdpbf16ps`, for blocks of whole
 //! vectors of tokens. Computes the same products as [`super::bfloat16`], which handles blocks of
 //! any size, and uses what only this instruction set has: registers for four vectors of sums for
-//! six queries, masks, and vector powers of two.
+//! six queries, masks, and vector powers of two. Where fused multiply-adds are faster than
+//! `vdpbf16ps`, most products of bf16 are left to [`fused`], which gives the same bits.
 //!
 //! A query's scores are summed in the lanes of their positions, its weighted sums over ascending
 //! pairs of positions, so nothing depends on which queries are computed together.
@@ -12,6 +13,7 @@ use super::super::fp8;
 use super::super::gemm::round_row;
 use super::super::kv::Pairs;
 use super::super::math::soft_capped;
+use super::fused::{self, WideRows, Words};
 use super::{Attention, AttentionScratch, QUERIES, Query, QueryTile, View};
 
 /// Lanes per vector.
@@ -24,6 +26,9 @@ const NARROW: usize = 2;
 
 /// Pairs as they are in the cache.
 pub(super) trait Loaded: Pairs {
+    /// Whether the bf16 themselves are in memory, and are not made from what is there.
+    const IN_MEMORY: bool;
+
     /// Loads the pairs of the lanes in `mask`; the others become zero.
     ///
     /// # Safety
@@ -38,6 +43,8 @@ pub(super) trait Loaded: Pairs {
 }
 
 impl Loaded for u32 {
+    const IN_MEMORY: bool = true;
+
     #[inline(always)]
     unsafe fn load_masked(mask: __mmask16, at: *const Self) -> __m512i {
         // SAFETY: the caller's promise.
@@ -52,6 +59,8 @@ impl Loaded for u32 {
 }
 
 impl Loaded for u16 {
+    const IN_MEMORY: bool = false;
+
     #[inline(always)]
     unsafe fn load_masked(mask: __mmask16, at: *const Self) -> __m512i {
         // SAFETY: the caller's promise.
@@ -75,11 +84,12 @@ pub(super) fn run_tile<E: Loaded>(
     tile: QueryTile,
     view: &View<'_>,
     scratch: &mut AttentionScratch,
+    is_fused: bool,
 ) {
     let total = tile.count;
     // As even as possible. Slightly more queries than fit best go in one pass, which reads K and V
     // only once.
-    let parts = if total <= QUERIES { 1 } else { total.div_ceil(SQUARE) };
+    let parts = if total <= QUERIES && !is_fused { 1 } else { total.div_ceil(SQUARE) };
     let mut next = 0;
     for part in 0..parts {
         let count = (total - next).div_ceil(parts - part);
@@ -88,14 +98,14 @@ pub(super) fn run_tile<E: Loaded>(
             *query = attention.query(&tile, view.kv_head, next + i);
         }
         match count {
-            1 => run_queries::<E, 1, WIDE>(attention, view, &queries, scratch),
-            2 => run_queries::<E, 2, WIDE>(attention, view, &queries, scratch),
-            3 => run_queries::<E, 3, WIDE>(attention, view, &queries, scratch),
-            4 => run_queries::<E, 4, WIDE>(attention, view, &queries, scratch),
-            5 => run_queries::<E, 5, WIDE>(attention, view, &queries, scratch),
-            6 => run_queries::<E, 6, WIDE>(attention, view, &queries, scratch),
-            7 => run_queries::<E, 7, NARROW>(attention, view, &queries, scratch),
-            _ => run_queries::<E, 8, NARROW>(attention, view, &queries, scratch),
+            1 => run_queries::<E, 1, WIDE>(attention, view, &queries, scratch, is_fused),
+            2 => run_queries::<E, 2, WIDE>(attention, view, &queries, scratch, is_fused),
+            3 => run_queries::<E, 3, WIDE>(attention, view, &queries, scratch, is_fused),
+            4 => run_queries::<E, 4, WIDE>(attention, view, &queries, scratch, is_fused),
+            5 => run_queries::<E, 5, WIDE>(attention, view, &queries, scratch, is_fused),
+            6 => run_queries::<E, 6, WIDE>(attention, view, &queries, scratch, is_fused),
+            7 => run_queries::<E, 7, NARROW>(attention, view, &queries, scratch, is_fused),
+            _ => run_queries::<E, 8, NARROW>(attention, view, &queries, scratch, is_fused),
         }
         next += count;
     }
@@ -109,7 +119,10 @@ fn run_queries<E: Loaded, const M: usize, const W: usize>(
     view: &View<'_>,
     queries: &[Query; QUERIES],
     scratch: &mut AttentionScratch,
+    is_fused: bool,
 ) {
+    let is_fused =
+        is_fused && E::IN_MEMORY && (fused::LEAST..=fused::MOST).contains(&M) && W == fused::WIDTH;
     let (head_dim, block_size) = (view.head_dim, view.block_size);
     let (first, rest) = queries.split_at(1);
     let mut span = Span::of(&first[0]);
@@ -123,6 +136,11 @@ fn run_queries<E: Loaded, const M: usize, const W: usize>(
         round_row(&attention.q[query.offset..][..head_dim], words.as_chunks_mut().0);
     }
     let scores = scratch.scores.reserved(layout.row * M);
+    let mut wide = WideRows::new();
+    let widens_queries = is_fused && head_dim / 2 <= fused::PAIRS;
+    if widens_queries {
+        wide.set::<M>(&rows(words, Rows { start: 0, stride: layout.query }, 0, head_dim / 2));
+    }
     let mut largest = [_mm512_set1_ps(f32::NEG_INFINITY); M];
     // The positions that `largest` covers: whole vectors that all queries attend to.
     let mut seen = span.both.start..span.both.start;
@@ -135,9 +153,12 @@ fn run_queries<E: Loaded, const M: usize, const W: usize>(
         let max = in_all.then_some(&mut largest);
         let to = Rows { start: at - base, stride: layout.row };
         match width {
-            1 => score::<E, M, 1>(view, words, at, scores, to, max),
-            2 => score::<E, M, 2>(view, words, at, scores, to, max),
-            _ => score::<E, M, W>(view, words, at, scores, to, max),
+            1 => score::<E, M, 1>(view, words, None, at, scores, to, max),
+            2 => score::<E, M, 2>(view, words, None, at, scores, to, max),
+            _ => {
+                let wide = widens_queries.then_some(&wide);
+                score::<E, M, W>(view, words, wide, at, scores, to, max);
+            }
         }
         if in_all {
             seen = if seen.is_empty() { tokens.clone() } else { seen.start..tokens.end };
@@ -172,10 +193,11 @@ fn run_queries<E: Loaded, const M: usize, const W: usize>(
     while dim < view.value_dim {
         let vectors = (view.value_dim - dim).div_ceil(LANES);
         let from = Rows { start: base / 2, stride: layout.row / 2 };
+        let rows = WeightRows { view, queries, span: &span, weights, from };
         match vectors {
-            1 => mix::<E, M, 1>(attention, view, queries, &span, weights, from, &inverse, dim),
-            2 | 3 => mix::<E, M, 2>(attention, view, queries, &span, weights, from, &inverse, dim),
-            _ => mix::<E, M, W>(attention, view, queries, &span, weights, from, &inverse, dim),
+            1 => mix::<E, M, 1>(attention, rows, None, &inverse, dim),
+            2 | 3 => mix::<E, M, 2>(attention, rows, None, &inverse, dim),
+            _ => mix::<E, M, W>(attention, rows, is_fused.then_some(&mut wide), &inverse, dim),
         }
         dim += LANES * if vectors >= W { W } else { vectors.min(2) };
     }
@@ -244,6 +266,7 @@ fn rows<const M: usize>(words: &[u32], from: Rows, at: usize, len: usize) -> [&[
 fn score<E: Loaded, const M: usize, const W: usize>(
     view: &View<'_>,
     queries: &[u32],
+    wide: Option<&WideRows>,
     at: usize,
     scores: &mut [f32],
     to: Rows,
@@ -258,23 +281,10 @@ fn score<E: Loaded, const M: usize, const W: usize>(
     }
     let queries: [&[u32]; M] =
         rows(queries, Rows { start: 0, stride: queries.len() / M }, 0, pairs);
-    let mut sums = [[_mm512_setzero_ps(); W]; M];
-    for pair in 0..pairs {
-        let mut vectors = [_mm512_setzero_si512(); W];
-        for (vector, keys) in vectors.iter_mut().zip(&keys) {
-            let words = keys.as_ptr().wrapping_add(pair * block_size);
-            // SAFETY: there are `LANES` words there (checked above); and this function's features.
-            *vector = unsafe { E::load_all(words) };
-        }
-        for (sums, query) in sums.iter_mut().zip(&queries) {
-            // SAFETY: a query has `pairs` words.
-            let word = unsafe { *query.get_unchecked(pair) };
-            let word = _mm512_set1_epi32(word.cast_signed());
-            for (sum, &keys) in sums.iter_mut().zip(&vectors) {
-                *sum = dot(*sum, word, keys);
-            }
-        }
-    }
+    let sums = match wide {
+        Some(wide) => fused_scores(&keys, pairs, block_size, wide),
+        None => dot_scores(&queries, &keys, pairs, block_size),
+    };
     for (m, sums) in sums.iter().enumerate() {
         let row = &mut scores[m * to.stride + to.start..][..W * LANES];
         for (&sum, row) in sums.iter().zip(row.as_chunks_mut::<LANES>().0) {
@@ -291,6 +301,60 @@ fn score<E: Loaded, const M: usize, const W: usize>(
             }
         }
     }
+}
+
+/// The scores of `W` vectors of keys by dot products: keys of all `pairs` are `block_size` words
+/// apart, and long enough.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+#[inline]
+fn dot_scores<E: Loaded, const M: usize, const W: usize>(
+    queries: &[&[u32]; M],
+    keys: &[&[E]; W],
+    pairs: usize,
+    block_size: usize,
+) -> [[__m512; W]; M] {
+    let mut sums = [[_mm512_setzero_ps(); W]; M];
+    for pair in 0..pairs {
+        let mut vectors = [_mm512_setzero_si512(); W];
+        for (vector, keys) in vectors.iter_mut().zip(keys) {
+            let words = keys.as_ptr().wrapping_add(pair * block_size);
+            // SAFETY: there are `LANES` words there (the caller's promise); and this function's
+            // features.
+            *vector = unsafe { E::load_all(words) };
+        }
+        for (sums, query) in sums.iter_mut().zip(queries) {
+            // SAFETY: a query has `pairs` words.
+            let word = unsafe { *query.get_unchecked(pair) };
+            let word = _mm512_set1_epi32(word.cast_signed());
+            for (sum, &keys) in sums.iter_mut().zip(&vectors) {
+                *sum = dot(*sum, word, keys);
+            }
+        }
+    }
+    sums
+}
+
+/// The same by fused multiply-adds, with the queries' words in f32.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+#[inline]
+fn fused_scores<E: Loaded, const M: usize, const W: usize>(
+    keys: &[&[E]; W],
+    pairs: usize,
+    block_size: usize,
+    wide: &WideRows,
+) -> [[__m512; W]; M] {
+    let first = keys[0].as_ptr();
+    // Blocks lie anywhere, so this is a distance between addresses.
+    let distance = |keys: &&[E]| (keys.as_ptr() as isize).wrapping_sub(first as isize);
+    let mut others = [0; fused::WIDTH - 1];
+    for (distance_to, keys) in others.iter_mut().zip(&keys[1..]) {
+        *distance_to = distance(keys);
+    }
+    let stride = block_size * size_of::<u32>();
+    let words = Words { blocks: &[first.cast()], others, stride, per_block: pairs };
+    let none = [[_mm512_setzero_ps(); W]; M];
+    // SAFETY: the keys are long enough for as many pairs (the caller's promise).
+    unsafe { fused::sums(&none, &words, wide) }
 }
 
 /// `sum + a.low * b.low + a.high * b.high`.
@@ -388,20 +452,27 @@ fn load(values: &[f32]) -> __m512 {
     unsafe { _mm512_loadu_ps(values.as_ptr()) }
 }
 
+/// The weights of several queries, and what they weigh.
+#[derive(Clone, Copy)]
+struct WeightRows<'a> {
+    view: &'a View<'a>,
+    queries: &'a [Query; QUERIES],
+    span: &'a Span,
+    weights: &'a [u32],
+    from: Rows,
+}
+
 /// Writes `W` vectors of the weighted sums of V from dimension `dim` on, times `inverse`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
 #[inline]
-#[allow(clippy::too_many_arguments, reason = "what one tile of registers is made of")]
 fn mix<E: Loaded, const M: usize, const W: usize>(
     attention: &Attention<'_>,
-    view: &View<'_>,
-    queries: &[Query; QUERIES],
-    span: &Span,
-    weights: &[u32],
-    from: Rows,
+    rows: WeightRows<'_>,
+    wide: Option<&mut WideRows>,
     inverse: &[f32; M],
     dim: usize,
 ) {
+    let WeightRows { view, queries, span, weights, from } = rows;
     // The last vector may extend past the end of the head.
     let mut masks = [0; W];
     for (w, mask) in masks.iter_mut().enumerate() {
@@ -416,7 +487,18 @@ fn mix<E: Loaded, const M: usize, const W: usize>(
     let common = if common.is_empty() { last..last } else { common };
     let tile = SumTile { view, queries, weights, from, masks, dim };
     tile.add_edge::<E, M>(first..common.start, &mut sums);
-    tile.add::<E, M>(common.clone(), &mut sums);
+    // Whole blocks, where the vectors are whole, too.
+    let per_block = view.block_size / 2;
+    let blocks = common.start.div_ceil(per_block)..common.end / per_block;
+    let wide = wide.filter(|_| dim + W * LANES <= view.value_dim && per_block <= fused::CHUNK);
+    match wide.filter(|_| E::IN_MEMORY && !blocks.is_empty()) {
+        Some(wide) => {
+            tile.add::<E, M>(common.start..blocks.start * per_block, &mut sums);
+            tile.add_blocks::<E, M>(blocks.clone(), wide, &mut sums);
+            tile.add::<E, M>(blocks.end * per_block..common.end, &mut sums);
+        }
+        None => tile.add::<E, M>(common.clone(), &mut sums),
+    }
     tile.add_edge::<E, M>(common.end..last, &mut sums);
     for ((query, sums), &inverse) in queries.iter().zip(&sums).zip(inverse) {
         // SAFETY: one task computes this head of this row, and writes it here alone.
@@ -471,6 +553,38 @@ impl<const W: usize> SumTile<'_, W> {
             pair += count;
         }
         *sums = own;
+    }
+
+    /// As [`Self::add`] for the pairs of whole blocks, by fused multiply-adds.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+    #[inline]
+    fn add_blocks<E: Loaded, const M: usize>(
+        &self,
+        blocks: Range<usize>,
+        wide: &mut WideRows,
+        sums: &mut [[__m512; W]; M],
+    ) {
+        let Self { view, from, .. } = *self;
+        let per_block = view.block_size / 2;
+        let stride = view.value_dim * size_of::<u32>();
+        let chunk = (fused::CHUNK / per_block).min(fused::BLOCKS);
+        let mut first = blocks.start;
+        while first < blocks.end {
+            let count = chunk.min(blocks.end - first);
+            wide.set::<M>(&rows(self.weights, from, first * per_block, count * per_block));
+            let mut places = [std::ptr::null(); fused::BLOCKS];
+            for (i, place) in places[..count].iter_mut().enumerate() {
+                let values = view.block::<E>(first + i).1;
+                let values = &values[..per_block * view.value_dim][self.dim..];
+                *place = values.as_ptr().cast();
+            }
+            let others = [1, 2, 3].map(|w| w * size_of::<[u32; LANES]>() as isize);
+            let words = Words { blocks: &places[..count], others, stride, per_block };
+            // SAFETY: every block has as many rows of `value_dim` words (checked above), and the
+            // caller has only whole vectors from `dim` on.
+            *sums = unsafe { fused::sums(sums, &words, wide) };
+            first += count;
+        }
     }
 
     /// As [`Self::add`] for pairs where some query attends to one token or none: V of other tokens

@@ -23,7 +23,10 @@ mod add;
 mod choice;
 
 pub(in crate::cpu::gemm) use add::add;
-pub(in crate::cpu::gemm) use choice::is_used;
+pub(crate) use add::{HIGH_HALF, SUBNORMALS_ARE_ZERO};
+#[cfg(test)]
+pub(crate) use choice::has_same_bits;
+pub(crate) use choice::is_used;
 
 use add::WideWeights;
 

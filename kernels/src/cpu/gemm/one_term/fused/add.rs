@@ -54,7 +54,7 @@ impl WideWeights {
 #[inline]
 fn halves(words: __m512) -> [__m512; 2] {
     let words = _mm512_castps_si512(words);
-    let high = _mm512_and_si512(words, _mm512_set1_epi32(HIGH.cast_signed()));
+    let high = _mm512_and_si512(words, _mm512_set1_epi32(HIGH_HALF.cast_signed()));
     [_mm512_castsi512_ps(high), _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words))]
 }
 
@@ -75,10 +75,10 @@ fn widen(row: &[u32], [high, low]: &mut [[MaybeUninit<f32>; PAIRS]; 2]) {
 }
 
 /// No exception interrupts, rounding to nearest, subnormal results and operands are zero.
-const MODE: u32 = 0x9FC0;
+pub(crate) const SUBNORMALS_ARE_ZERO: u32 = 0x9FC0;
 
 /// A word's high half.
-const HIGH: u32 = 0xFFFF_0000;
+pub(crate) const HIGH_HALF: u32 = 0xFFFF_0000;
 
 /// Four sums of a row: `sums += x * weights`, where x is `at` bytes from the first row's.
 macro_rules! add_row {
@@ -121,7 +121,7 @@ macro_rules! adds {
             if pairs == 0 {
                 return;
             }
-            let (mode, mut mode_before) = (MODE, 0u32);
+            let (mode, mut mode_before) = (SUBNORMALS_ARE_ZERO, 0u32);
             // SAFETY: reads as many pairs of the weights and of each row of activations as there
             // are (the caller's promise); restores the mode, in which it alone computes.
             unsafe {
@@ -172,7 +172,7 @@ macro_rules! adds {
                     ahead = in(reg) ahead,
                     before = in(reg) &raw mut mode_before,
                     mode = in(reg) &raw const mode,
-                    mask = in(reg) HIGH,
+                    mask = in(reg) HIGH_HALF,
                     lines = const LINES,
                     wide = const WIDE as usize,
                     $(

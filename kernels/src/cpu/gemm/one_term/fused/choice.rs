@@ -13,13 +13,13 @@ use super::add;
 
 /// Whether they have the same bits as dot products here and are faster: measured once, and not
 /// worth much if they are only a little faster.
-pub(in crate::cpu::gemm) fn is_used() -> bool {
+pub(crate) fn is_used() -> bool {
     static USED: OnceLock<bool> = OnceLock::new();
     *USED.get_or_init(|| has_same_bits() && is_faster())
 }
 
 /// Compares products of a few pairs.
-pub(super) fn has_same_bits() -> bool {
+pub(crate) fn has_same_bits() -> bool {
     KINDS.iter().zip(1..).all(|(kind, seed)| {
         let mut random = words(seed);
         let mut word = || kind(random()) | kind(random()) << 16;
