@@ -28,7 +28,7 @@ use shared::actor::pulse::Pulse;
 use shared::clock::{Clock, SystemClock, since_1970};
 use shared::host::HostThread;
 use shared::membership::{DesiredStateSender, Role, View};
-use shared::protocol::KvCacheDtype;
+use shared::protocol::{KvCacheDtype, Lora};
 use tokio::sync::{mpsc, watch};
 
 use crate::adapters::{AdapterChanges, ServedAdapters};
@@ -71,10 +71,15 @@ pub struct Leadership {
     pub view: watch::Receiver<View>,
     /// Where operators' commands are left for the next leader.
     pub desires: DesiredStateSender,
+    /// The pulse of the main thread, which beats already.
+    pub pulse: Pulse,
     /// What `/metrics` shows, if totals outlive the leader.
     pub publication: Option<Arc<Publication>>,
     /// Created actors that earlier leaders kept; without, none are kept.
     pub actors: Option<ActorsLeft>,
+    /// The adapters as workers are told of them, read when this process took the lead; without,
+    /// they are read when it begins to serve.
+    pub lora: Option<Lora>,
 }
 
 impl Leadership {
@@ -132,7 +137,6 @@ impl Coordinator {
             options,
             text,
             identity,
-            lora,
             engine,
             cpu_step_tokens,
             scheduling,
@@ -154,8 +158,18 @@ impl Coordinator {
         };
         hub.observer().record().cache(cache_dtype, options.prefix_caching);
 
-        let pulse = Pulse::default();
-        actix::spawn(pulse.clone().keep());
+        let lora = leadership.as_mut().and_then(|leadership| leadership.lora.take());
+        let lora = lora
+            .unwrap_or_else(|| parts::lora_sources(options.sources.lora.clone(), &options.lora));
+        // A thread has one pulse: that of a leader's beats since before it led.
+        let pulse = match &leadership {
+            Some(leadership) => leadership.pulse.clone(),
+            None => {
+                let pulse = Pulse::default();
+                actix::spawn(pulse.clone().keep());
+                pulse
+            }
+        };
         let host = HostThread::start("coordinator", options.nvml.clone(), hub.process().clone());
         if let Some(leadership) = &leadership {
             let view = leadership.view.clone();

@@ -33,7 +33,7 @@ use actix_web::dev::ServerHandle;
 use shared::actor::ActorRuntime;
 use shared::actor::pulse::Pulse;
 use shared::clock::{Clock, SystemClock, since_1970};
-use shared::hub::{DownloadHandle, Hub, HubError, HubModel, ModelArgument, ModelPart};
+use shared::hub::{DownloadHandle, Hub, HubModel, ModelArgument, ModelPart};
 use shared::ids::Incarnation;
 use shared::membership::CoordinatorAddress;
 use shared::metrics::application::Metrics;
@@ -161,25 +161,31 @@ async fn text_of(model: &str, hub: &Result<Hub, String>) -> Result<PathBuf, Fron
     let Some(model) = HubModel::parse(model) else { return Ok(PathBuf::from(model)) };
     let hub = hub.clone().map_err(FrontendError::NoFiles)?;
     let wanted = model.map_err(FrontendError::NoFiles)?.wanted();
-    let (done, fetched) = oneshot::channel();
     let watch = Arc::new(DownloadHandle::default());
     let called_off = CancelOnDrop(watch.clone());
-    // Not one of the runtime's threads, for whose ends it waits.
-    let thread = std::thread::Builder::new().name("fetch".to_owned());
-    let spawned =
-        thread.spawn(move || drop(done.send(hub.fetch(&wanted, ModelPart::Text, &watch))));
-    spawned
-        .map_err(|error| FrontendError::NoFiles(format!("no thread to download with: {error}")))?;
-    let fetched = fetched.await.unwrap_or(Err(HubError::Cancelled));
+    let fetched = on_thread("fetch", move || hub.fetch(&wanted, ModelPart::Text, &watch)).await?;
     drop(called_off);
     fetched.map(|it| it.folder).map_err(|error| FrontendError::NoFiles(error.to_string()))
 }
 
 /// Reads a model folder on another thread: this one has to show that it lives.
 async fn read_text(folder: PathBuf, options: TextOptions) -> Result<TextModel, FrontendError> {
-    let read = tokio::task::spawn_blocking(move || TextModel::load_with(&folder, &options)).await;
-    let read = read.map_err(|error| FrontendError::NoFiles(error.to_string()))?;
-    Ok(read?)
+    Ok(on_thread("read text", move || TextModel::load_with(&folder, &options)).await??)
+}
+
+/// Does work on a thread of its own. Not one of the runtime's threads, for whose ends it waits: a
+/// front end that is told to end does not finish this first.
+async fn on_thread<R: Send + 'static>(
+    name: &str,
+    work: impl FnOnce() -> R + Send + 'static,
+) -> Result<R, FrontendError> {
+    let (done, result) = oneshot::channel();
+    let thread = std::thread::Builder::new().name(name.to_owned());
+    let spawned = thread.spawn(move || drop(done.send(work())));
+    spawned
+        .map_err(|error| FrontendError::NoFiles(format!("no thread to {name} with: {error}")))?;
+    let gone = |_| FrontendError::NoFiles(format!("the thread to {name} with ended early"));
+    result.await.map_err(gone)
 }
 
 /// Calls a download off when nobody waits for it any more.
@@ -213,7 +219,7 @@ pub struct Frontend {
 
 impl Frontend {
     /// Joins the coordinator, retrying until it answers, and starts to serve. Meanwhile it answers
-    /// probes, and refuses everything else with what it waits for.
+    /// probes, `/ready` with what it waits for, and refuses everything else.
     ///
     /// # Errors
     /// [`FrontendError`].
@@ -379,5 +385,18 @@ mod tests {
         let served = format!("hf://org/demo@{}", "0".repeat(40));
         let fetched = folder_of(Some(Path::new("org/demo")), &served, &hub).await;
         assert_eq!(fetched.unwrap_err().to_string(), "no hub");
+    }
+
+    #[test]
+    fn a_runtime_that_ends_does_not_wait_for_such_a_thread() {
+        let (go, wait) = std::sync::mpsc::channel::<()>();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let done = runtime.block_on(async {
+            let work = on_thread("wait", move || wait.recv_timeout(Duration::from_secs(60)));
+            tokio::time::timeout(Duration::from_millis(10), work).await.is_ok()
+        });
+        drop(runtime);
+        assert!(!done);
+        go.send(()).expect("the thread still waits");
     }
 }

@@ -134,7 +134,7 @@ fn serve(
 }
 
 async fn live(pulse: Data<Pulse>) -> Result<HttpResponse, ApiError> {
-    probes::live(&pulse)
+    probes::live(&pulse).await
 }
 
 async fn ready(view: Data<watch::Receiver<View>>) -> HttpResponse {
@@ -151,4 +151,15 @@ async fn metrics(view: Data<watch::Receiver<View>>, request: HttpRequest) -> Htt
     let format = Format::negotiate(accept.unwrap_or(""));
     let text = membership::page(&view.borrow(), &[], format);
     HttpResponse::Ok().content_type(format.content_type()).body(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[actix_rt::test]
+    async fn a_standby_tells_a_stuck_process_from_one_that_lives() {
+        let (_sender, view) = watch::channel(View::default());
+        probes::tests::check(|listener, pulse| serve(listener, view.clone(), pulse, None)).await;
+    }
 }

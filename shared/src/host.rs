@@ -22,7 +22,7 @@ use crate::metrics::labels::MAX_LABEL_VALUE_BYTES;
 use crate::metrics::{Counter, Gauge, LocalStats, SharedStats};
 
 pub use self::gpu::{GpuDevice, nvlink_island};
-pub use self::memory::available_memory;
+pub use self::memory::{available_memory, most_memory, total_memory};
 
 /// Interval between samples.
 const INTERVAL: Duration = Duration::from_secs(1);

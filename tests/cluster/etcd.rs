@@ -488,16 +488,12 @@ async fn a_leader_whose_main_thread_is_stuck_does_not_keep_the_lead() {
         Ok(stopped) => stopped,
         Err(reason) => return println!("no thread can be stopped here: {reason}"),
     };
-    let began = Instant::now();
     // Its other threads go on, which proves nothing.
     assert_eq!(first.client().unwrap().get("/version").await.unwrap().status, 200);
     until("the standby leads", async || {
         second.log().contains("this coordinator leads").then_some(())
     })
     .await;
-    // It may be silent for a lease, and then the lease ends.
-    let took = began.elapsed();
-    assert!(took < Duration::from_secs(8), "{took:?}");
     until("the standby serves", async || serves(&client).await.then_some(())).await;
     drop(stopped);
     let status = first.wait_end().unwrap();

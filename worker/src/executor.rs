@@ -345,6 +345,9 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
             let idle = idle_since.elapsed();
             self.entered = link;
             self.abort.enter(link);
+            // A sign of life does not count as work: the idle time continues.
+            let is_work =
+                !matches!(&command, ExecutorCommand::Step(plan) if plan.sequences.is_empty());
             match command {
                 ExecutorCommand::Form(form) => self.form(&form, commands),
                 ExecutorCommand::Start(start) => self.start(start),
@@ -358,7 +361,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                     self.reports.due.store(false, Ordering::Relaxed);
                     let stats = self.outbox.report();
                     self.outbox.send(self.entered, FromWorker::Stats(stats));
-                    // Does not count as work: the idle time continues.
+                    // Nor does a report.
                     continue;
                 }
                 ExecutorCommand::Release(epoch) => {
@@ -370,7 +373,9 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
             if let Some(reason) = self.rank.lost_device() {
                 return self.outbox.device_lost(reason);
             }
-            idle_since = Instant::now();
+            if is_work {
+                idle_since = Instant::now();
+            }
         }
     }
 

@@ -59,6 +59,9 @@ pub enum ModelError {
     /// The device has too little memory, or does not take the model's sizes.
     #[error("{0}")]
     Fit(String),
+    /// The model fits, but not into what is free now: other processes may have taken memory.
+    #[error("{0}")]
+    FitsLater(String),
     /// The device does not support the requested precision of matrix products.
     #[error("{0}")]
     Dtype(String),
@@ -78,6 +81,7 @@ impl ModelError {
         match self {
             // An unsupported feature stays unsupported; other errors may be temporary.
             Self::Kernel(error) => matches!(error, kernels::KernelError::Unsupported(_)),
+            Self::FitsLater(_) => false,
             Self::File { .. }
             | Self::Tensor { .. }
             | Self::Degree { .. }

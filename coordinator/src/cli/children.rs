@@ -89,6 +89,9 @@ pub(crate) struct Children {
     watchers: u64,
     /// Workers that kept failing and are not restarted any more.
     given_up: BTreeSet<u32>,
+    /// Drained workers that are not wanted any more, and had not ended when last heard of: nodes,
+    /// and their processes' ids. Others may run under these names already.
+    leaving: BTreeSet<(String, u32)>,
     ready: ReadyWorkers,
 }
 
@@ -110,6 +113,7 @@ impl Children {
             wanted: watch::channel(BTreeMap::new()).0,
             watchers: 0,
             given_up: BTreeSet::new(),
+            leaving: BTreeSet::new(),
             ready,
         };
         while children.count() < count {
@@ -150,6 +154,15 @@ impl Children {
         if let Some(task) = task.filter(|_| !told) {
             task.stop.send_replace(true);
         }
+    }
+
+    /// These workers are drained and have not ended: they are not wanted any more.
+    pub(crate) fn drained(&mut self, leaving: &[(String, u32)]) {
+        let leaving: BTreeSet<_> = leaving.iter().cloned().collect();
+        for (node, _) in leaving.difference(&std::mem::take(&mut self.leaving)) {
+            self.dismiss(node, true);
+        }
+        self.leaving = leaving;
     }
 
     /// This watcher saw its worker leave: that is not wanted any more, unless it has been started

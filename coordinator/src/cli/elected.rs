@@ -91,8 +91,14 @@ pub(crate) async fn run(
     let end = match elected {
         Ok(Some(leader)) => {
             tracing::info!(epoch = leader.epoch, "this coordinator leads");
-            let leadership =
-                Leadership { view: view.clone(), desires, publication: None, actors: None };
+            let leadership = Leadership {
+                view: view.clone(),
+                desires,
+                pulse,
+                publication: None,
+                actors: None,
+                lora: None,
+            };
             // Also told to end, or that another leads, while a slow etcd is waited for.
             let left = tokio::select! {
                 left = load(&prepared, leadership, etcd, checkpoints) => left.map(Some),
@@ -144,8 +150,8 @@ pub(crate) async fn run(
     end
 }
 
-/// Reads what the leaders before left, the actors and the totals, and saves the totals for the next
-/// from now on.
+/// Reads what the leaders before left, the actors and the totals, and what is in the adapters'
+/// folders now; saves the totals for the next from now on.
 async fn load(
     prepared: &PreparedCoordinator,
     mut leadership: Leadership,
@@ -168,8 +174,11 @@ async fn load(
         }
     };
     let actors = ActorsLeft::load(etcd, leadership.view.clone());
-    let ((), actors) = tokio::join!(totals, actors);
-    leadership.actors = Some(actors);
+    let lora = tokio::task::spawn_blocking(prepared.lora_reader());
+    let ((), actors, lora) = tokio::join!(totals, actors, lora);
+    let lora =
+        lora.map_err(|error| CliError::Failed(format!("cannot read the adapters: {error}")))?;
+    (leadership.actors, leadership.lora) = (Some(actors), Some(lora));
     leadership.publication = checkpoints.as_ref().map(Checkpoints::publication);
     Ok((leadership, checkpoints))
 }

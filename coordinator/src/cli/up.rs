@@ -158,9 +158,7 @@ async fn scale(
 ) -> Result<(), String> {
     let view = coordinator.view();
     // Who is drained is not among those counted, though its process still runs.
-    for node in &view.borrow().leaving {
-        children.dismiss(node, true);
-    }
+    children.drained(&view.borrow().leaving);
     let leaving = children.nodes_from(workers);
     // Others cannot be told, and one unknown name would keep all of them here.
     let is_linked = |node: &&String| view.borrow().workers.iter().any(|(_, it, _)| it == *node);
@@ -171,6 +169,8 @@ async fn scale(
     for node in &leaving {
         children.dismiss(node, told.contains(node));
     }
+    // Before others get these names.
+    children.drained(&view.borrow().leaving);
     children.try_again();
     while children.count() < workers {
         children.add();

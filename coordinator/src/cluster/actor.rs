@@ -221,7 +221,7 @@ impl ClusterActor {
         let leaving = self.connected.values().filter(is_leaving);
         let view = ClusterView {
             workers,
-            leaving: leaving.map(|connected| connected.node.clone()).collect(),
+            leaving: leaving.map(|it| (it.node.clone(), it.pid)).collect(),
             replicas: self.core.replicas().collect(),
             serving: self.dispatch.serving().cloned().collect(),
             load: self.core.load_progress(),

@@ -12,8 +12,9 @@ use shared::ids::WorkerId;
 const STRIKES_MAX: u32 = 2;
 
 /// How long a rank may be silent that had not finished a step that took too long: what hung then
-/// may hang still. Longer than those wait who are well and connect with one that is not.
-const HUNG_PATIENCE: Duration = Duration::from_secs(45);
+/// may hang still. One that is well and only waited for another says so once the step is given up:
+/// at once on a CPU, within about 7 s on a GPU, whose queue has to drain.
+const HUNG_PATIENCE: Duration = Duration::from_secs(15);
 
 /// See the module's documentation.
 #[derive(Debug, Default)]
@@ -96,6 +97,11 @@ impl PendingAnswers {
         self.pending.keys().filter_map(move |worker| self.deadline(*worker, patience))
     }
 
+    /// Whether a step of it took too long, and nothing was heard since.
+    pub(super) fn is_hung(&self, worker: WorkerId) -> bool {
+        self.hung.contains(&worker)
+    }
+
     /// Stops waiting for it. Returns whether that happened once too often.
     pub(super) fn strike(&mut self, worker: WorkerId) -> bool {
         self.pending.remove(&worker);
@@ -125,16 +131,18 @@ mod tests {
         let mut pending_answers = PendingAnswers::default();
         pending_answers.mark_hung(worker);
         pending_answers.expect(secs(10), worker);
-        assert_eq!(pending_answers.deadline(worker, secs(300)), Some(secs(55)));
+        assert_eq!(pending_answers.deadline(worker, secs(300)), Some(secs(25)));
         assert_eq!(
-            pending_answers.deadline(worker, secs(20)),
-            Some(secs(30)),
+            pending_answers.deadline(worker, secs(12)),
+            Some(secs(22)),
             "no longer than others"
         );
         pending_answers.strike(worker);
+        assert!(pending_answers.is_hung(worker), "it hangs still");
         pending_answers.expect(secs(60), worker);
-        assert_eq!(pending_answers.deadline(worker, secs(300)), Some(secs(105)), "it hangs still");
+        assert_eq!(pending_answers.deadline(worker, secs(300)), Some(secs(75)));
         pending_answers.heard(secs(70), worker);
+        assert!(!pending_answers.is_hung(worker));
         assert_eq!(pending_answers.deadline(worker, secs(300)), Some(secs(370)));
     }
 

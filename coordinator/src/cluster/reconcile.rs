@@ -227,8 +227,9 @@ impl Cluster {
         ranks.iter().filter_map(|worker| self.members.get(worker).cloned()).collect()
     }
 
-    /// Ends formations that do not advance. A rank that does not answer is replaced; one that does
-    /// not answer again is told to end, since a new process may succeed.
+    /// Ends formations that do not advance. A rank that does not answer is replaced. One that does
+    /// not answer again is told to end, since a new process may succeed; so is one whose step hung,
+    /// if there is no other for its place.
     fn give_up_formations(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         let patience = self.config.form_timeout;
         let forming: Vec<ReplicaId> =
@@ -259,9 +260,11 @@ impl Cluster {
             for worker in guilty {
                 let lasts = self.pending_answers.patience(worker, patience);
                 effects.push(Effect::AnswerTimedOut { worker, lasts });
-                if self.pending_answers.strike(worker) {
+                let spare = self.has_spare_for(id);
+                let hangs = self.pending_answers.is_hung(worker);
+                if self.pending_answers.strike(worker) || hangs && !spare {
                     again.push(worker);
-                } else if self.has_spare_for(id) {
+                } else if spare {
                     self.replicas.change(id, |replica| {
                         replica.dismiss(now, worker);
                         replica.form_at_once();
@@ -272,7 +275,7 @@ impl Cluster {
             // Last: this may form the replica again, and then no one may be dismissed from it.
             for worker in again {
                 let reason = format!(
-                    "{} again did not answer while its replica was formed",
+                    "{} does not answer while its replica is formed",
                     self.display_name(worker)
                 );
                 self.dismiss_worker(now, worker, &reason, true, effects);

@@ -16,8 +16,8 @@ pub type UnresponsiveNodes = BTreeMap<String, u32>;
 pub struct ClusterView {
     /// Live workers.
     pub workers: Vec<(WorkerId, String, u32)>,
-    /// Nodes of live workers that are drained: they end soon.
-    pub leaving: Vec<String>,
+    /// Live workers that are drained and end soon: their nodes, and their processes' ids.
+    pub leaving: Vec<(String, u32)>,
     /// Replicas and their phases.
     pub replicas: Vec<ReplicaStatus>,
     /// Loads of the replicas that serve.

@@ -69,12 +69,11 @@ pub(super) fn cluster_config(
     }
 }
 
-/// The adapters as workers are told of them. Where they may change, each with what its folder
-/// contains here, if it can be read.
-pub(super) fn lora_sources(options: &CoordinatorOptions) -> Lora {
-    let mut sources = options.sources.lora.clone();
+/// The adapters as workers are told of them, from where these come from and where they are `here`.
+/// Where they may change, each with what its folder contains here, if it can be read.
+pub(super) fn lora_sources(mut sources: Lora, here: &Lora) -> Lora {
     if sources.places > 0 {
-        for (source, here) in sources.adapters.iter_mut().zip(&options.lora.adapters) {
+        for (source, here) in sources.adapters.iter_mut().zip(&here.adapters) {
             source.identity = ModelIdentity::of_adapter(Path::new(&here.path)).ok();
         }
     }

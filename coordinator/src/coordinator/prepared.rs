@@ -41,8 +41,6 @@ pub struct PreparedCoordinator {
     pub(super) text: Arc<TextModel>,
     /// What workers must have; unknown without weights here.
     pub(super) identity: Option<ModelIdentity>,
-    /// The adapters as workers are told of them; read beforehand, because a leader must not pause.
-    pub(super) lora: Lora,
     /// For replicas on GPUs, if they differ.
     pub(super) engine: EngineConfig,
     /// Maximum number of tokens in one step of a replica on CPUs.
@@ -121,7 +119,7 @@ impl PreparedCoordinator {
             speculation: options.speculation,
         };
         scheduling.validate()?;
-        let (identity, lora) = (identity(&options), lora_sources(&options));
+        let identity = identity(&options);
         let http = listen(options.listen, "--listen")?;
         let cluster = listen(options.cluster_listen, "--cluster-listen")?;
         let alone = options.metrics_listen;
@@ -132,7 +130,6 @@ impl PreparedCoordinator {
             options,
             text,
             identity,
-            lora,
             engine,
             cpu_step_tokens,
             scheduling,
@@ -168,6 +165,14 @@ impl PreparedCoordinator {
     #[must_use]
     pub fn secrets(&self) -> Option<Keyring> {
         self.options.secret.clone()
+    }
+
+    /// What reads the adapters as workers are told of them. Their folders may be replaced while
+    /// another coordinator leads, so this is for when it takes the lead; and for a thread that may
+    /// pause, unlike a leader's.
+    pub fn lora_reader(&self) -> impl FnOnce() -> Lora + Send + 'static + use<> {
+        let (sources, here) = (self.options.sources.lora.clone(), self.options.lora.clone());
+        move || lora_sources(sources, &here)
     }
 
     /// The hub that counts everything; nothing is counted yet.

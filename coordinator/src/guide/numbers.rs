@@ -60,7 +60,7 @@ fn check(constant: &Value) -> Result<(), String> {
         Value::Array(list) => list.iter().try_for_each(check),
         Value::Object(map) => map.values().try_for_each(check),
         Value::Number(number) if !is_kept(number) => Err(format!(
-            "has the constant {number}, which would become another number: beyond {EXACT_MAX} \
+            "has the constant {number}, which might become another number: beyond {EXACT_MAX} \
              (2^53) grammars hold only some integers, and none of more than 64 bits; make it a \
              string"
         )),

@@ -180,8 +180,9 @@ pub fn start(
     })
 }
 
-/// Serves the page and the probes where the API will be, and refuses everything else with 503 and
-/// what `readiness` says. Connections do not stay, so that the API soon has all of them.
+/// Serves the page and the probes where the API will be, and refuses everything else with 503. What
+/// is being waited for, with addresses and errors, is for operators: only `/ready` tells it.
+/// Connections do not stay, so that the API soon has all of them.
 ///
 /// # Errors
 /// If the listener cannot be used.
@@ -194,13 +195,12 @@ pub fn start_waiting(
 ) -> std::io::Result<Server> {
     small_server(listener, tls, KeepAlive::Disabled, move |config| {
         declare(config, &page, &readiness, &pulse);
-        let readiness = readiness.clone();
         config
             .route("/ping", get().to(HttpResponse::Ok))
             .route("/ping", web::post().to(HttpResponse::Ok))
             .route("/version", get().to(get_version))
-            .default_service(web::to(move |request: HttpRequest| {
-                let error = ApiError::overloaded(readiness().message);
+            .default_service(web::to(|request: HttpRequest| {
+                let error = ApiError::overloaded("this front end does not serve yet");
                 std::future::ready(Err::<HttpResponse, _>(access::told(error, &request)))
             }));
     })
@@ -252,4 +252,24 @@ fn compressed(text: &[u8]) -> Vec<u8> {
     // Memory takes everything.
     let _ = encoder.write_all(text);
     encoder.finish().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use shared::clock::SystemClock;
+
+    use super::super::probes::tests::check;
+    use super::super::state::Readiness;
+    use super::*;
+
+    #[actix_rt::test]
+    async fn servers_of_the_page_tell_a_stuck_process_from_one_that_lives() {
+        let (stats, clock) = (FrontendStats::new(), Arc::new(SystemClock::start()));
+        let page = Arc::new(MetricsPage::frontend(stats, clock, PageOptions::default()));
+        let ready: ReadinessCheck = Arc::new(|| Readiness { ready: true, message: String::new() });
+        for serve in [start, start_waiting] {
+            check(|listener, pulse| serve(listener, page.clone(), ready.clone(), pulse, None))
+                .await;
+        }
+    }
 }

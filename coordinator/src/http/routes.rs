@@ -192,7 +192,7 @@ async fn get_model(state: Data<AppState>, id: web::Path<String>) -> Result<HttpR
 }
 
 async fn get_live(state: Data<AppState>) -> Result<HttpResponse, ApiError> {
-    probes::live(&state.pulse)
+    probes::live(&state.pulse).await
 }
 
 async fn get_ready(state: Data<AppState>) -> HttpResponse {
@@ -219,4 +219,19 @@ pub(crate) async fn get_version() -> HttpResponse {
 /// `GET /openapi.json`.
 async fn get_openapi(state: Data<AppState>) -> HttpResponse {
     HttpResponse::Ok().json(openapi::document(&state))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::probes::tests::check;
+    use super::super::server;
+    use super::super::state::tests::state_of;
+    use crate::engine::EngineHandle;
+
+    #[actix_rt::test]
+    async fn the_api_tells_a_stuck_process_from_one_that_lives() {
+        let (engine, _commands) = EngineHandle::channel();
+        let (state, _hub) = state_of(engine);
+        check(|listener, pulse| server::start(listener, state.clone().with_pulse(pulse), 1)).await;
+    }
 }

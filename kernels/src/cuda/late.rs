@@ -82,7 +82,9 @@ impl CudaBackend {
     /// # Errors
     /// [`KernelError`].
     pub fn set_late(&mut self, late: bool) -> Result<(), KernelError> {
-        self.device.deliver()?;
+        // Left behind by an operation that failed before it launched anything: where it was to
+        // arrive may be freed.
+        self.device.late.pending.borrow_mut().clear();
         self.device.stream.synchronize()?;
         self.device.late.read.borrow_mut().clear();
         self.device.late.is_on.set(late);

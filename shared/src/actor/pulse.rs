@@ -6,6 +6,10 @@ use std::time::{Duration, Instant};
 
 /// Interval of beats.
 const EVERY: Duration = Duration::from_millis(500);
+/// A thread that is found silent may only not have had its turn yet, because the whole process
+/// stood still and another of its threads went on first. If nothing else is wrong, it beats within
+/// this time: twice the interval of beats.
+pub const GOES_ON_WITHIN: Duration = Duration::from_secs(1);
 /// In place of a time: it has not begun to beat.
 const NEVER: u64 = u64::MAX;
 
@@ -27,6 +31,14 @@ impl Default for Pulse {
 }
 
 impl Pulse {
+    /// A pulse whose last beat was this long ago, for tests of what watches one.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn silent_for(silence: Duration) -> Self {
+        let start = Instant::now().checked_sub(silence).unwrap_or_else(Instant::now);
+        Self(Arc::new(Beats { start, last: AtomicU64::new(0) }))
+    }
+
     /// Beats once.
     pub fn beat(&self) {
         self.beat_at(self.0.start.elapsed());
@@ -72,6 +84,14 @@ mod tests {
         assert_eq!(pulse.silence_at(1007 * second), Some(7 * second));
         pulse.beat_at(1007 * second);
         assert_eq!(pulse.silence_at(1008 * second), Some(second));
+    }
+
+    #[test]
+    fn a_silent_one_can_beat_again() {
+        let pulse = Pulse::silent_for(Duration::from_secs(40));
+        assert!(pulse.silence().is_some_and(|silence| silence >= Duration::from_secs(40)));
+        pulse.beat();
+        assert!(pulse.silence().is_some_and(|silence| silence < Duration::from_secs(40)));
     }
 
     #[tokio::test]

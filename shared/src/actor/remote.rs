@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::exchange::Outgoing;
+use super::exchange::{DEADLINE_MAX, Outgoing};
 use super::runtime::ActorRuntime;
 use crate::protocol::actors::{AskError, Wants};
 use crate::wire::codec;
@@ -100,6 +100,8 @@ impl<M: ActorMessage> RemoteAddr<M> {
         deadline: Duration,
         retries: u32,
     ) -> Result<M::Reply, AskError> {
+        // As for each ask.
+        let deadline = deadline.min(DEADLINE_MAX);
         let until = self.runtime.clock().now().saturating_add(deadline);
         let mut retries = retries;
         let mut pause = PAUSE_MIN;

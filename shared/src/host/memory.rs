@@ -40,9 +40,24 @@ pub(super) struct Bounded {
 /// Memory available without swapping, in bytes; `None` if the system does not report it.
 #[must_use]
 pub fn available_memory(root: &Path) -> Option<u64> {
-    let host = of_host(&fs::read_to_string(root.join("proc/meminfo")).ok()?)?;
+    let host = of_host(root, "MemAvailable:")?;
     let left = |group: Bounded| Some(group.limit.saturating_sub(group.used?));
     Some(bounded(root).filter_map(left).fold(host, u64::min))
+}
+
+/// All memory of the host, in bytes; `None` if the system does not report it. Limits of control
+/// groups are left out: that of a process's own group is not that of another one.
+#[must_use]
+pub fn total_memory(root: &Path) -> Option<u64> {
+    of_host(root, "MemTotal:")
+}
+
+/// The most memory that this process could ever have, in bytes; `None` if the system does not
+/// report it.
+#[must_use]
+pub fn most_memory(root: &Path) -> Option<u64> {
+    let host = total_memory(root)?;
+    Some(bounded(root).map(|group| group.limit).fold(host, u64::min))
 }
 
 /// Returns the control group that bounds this process: the one with the least limit of its own and
@@ -85,8 +100,10 @@ fn number(file: &Path) -> Option<u64> {
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }
 
-fn of_host(meminfo: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+/// A line of the host's, in bytes.
+fn of_host(root: &Path, name: &str) -> Option<u64> {
+    let meminfo = fs::read_to_string(root.join("proc/meminfo")).ok()?;
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
     Some(kib.saturating_mul(1024))
 }

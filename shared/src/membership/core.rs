@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use super::view::{Entry, LastLeader, View};
 use super::{DesiredState, FatalError, Record, Serves};
+use crate::actor::pulse::GOES_ON_WITHIN;
 use crate::clock::jittered;
 
 /// Longest wait for an answer from etcd.
@@ -140,6 +141,8 @@ pub struct MembershipCore {
     desired: Option<DesiredState>,
     /// Time before which it must not run for leader.
     run_after: Option<Duration>,
+    /// When the main thread was first found silent for too long; `None` once it has beaten again.
+    silent_since: Option<Duration>,
 }
 
 impl MembershipCore {
@@ -164,6 +167,7 @@ impl MembershipCore {
             led_by: None,
             desired: None,
             run_after: None,
+            silent_since: None,
         }
     }
 
@@ -202,11 +206,22 @@ impl MembershipCore {
         self.lease = None;
     }
 
-    /// Whether the thread whose work this process is registered for, silent for so long, is stuck.
-    /// Then the lease is not kept, nor another one taken: while it lives, nobody else can lead.
+    /// Looks at the thread whose work this process is registered for: whether it has been silent
+    /// for longer than the lease lives. Then the lease is not kept, nor another one taken: while it
+    /// lives, nobody else can lead. Whether it [is stuck](Self::is_stuck), a later look shows.
+    pub fn looks_silent(&mut self, now: Duration, silence: Option<Duration>) -> bool {
+        let is_silent = silence.is_some_and(|silence| silence > self.lease_ttl);
+        self.silent_since = is_silent.then(|| self.silent_since.unwrap_or(now));
+        is_silent
+    }
+
+    /// Whether that thread is stuck, as far as the last look showed: it had its time to go on and
+    /// has not. One look proves nothing, since the whole process may have stood still, and its
+    /// threads go on in any order. Nor do several in a row, since the ticks of a standstill are
+    /// made up for at once.
     #[must_use]
-    pub fn is_stuck(&self, silence: Option<Duration>) -> bool {
-        silence.is_some_and(|silence| silence > self.lease_ttl)
+    pub fn is_stuck(&self, now: Duration) -> bool {
+        self.silent_since.is_some_and(|since| now.saturating_sub(since) >= GOES_ON_WITHIN)
     }
 
     /// Begins a session with this list, which is watched from the next revision on.

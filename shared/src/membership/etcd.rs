@@ -177,11 +177,11 @@ impl Outage {
         }
     }
 
-    /// Records that the lease is not kept, because the main thread does nothing any more.
-    fn stuck(&mut self, silence: Option<Duration>) {
+    /// Records that the lease is not kept, because the main thread is silent, or even stuck.
+    fn silent(&mut self, is_stuck: bool, silence: Option<Duration>) {
         // When it goes on, it must soon learn who leads.
         self.wait = RETRY_MIN;
-        if !std::mem::replace(&mut self.stuck, true) {
+        if is_stuck && !std::mem::replace(&mut self.stuck, true) {
             let seconds = silence.unwrap_or_default().as_secs();
             tracing::error!(
                 seconds,
@@ -232,8 +232,8 @@ impl EtcdMember {
     }
 
     /// Whether the lease must not be kept now.
-    fn is_stuck(&self) -> bool {
-        self.core.is_stuck(self.pulse.silence())
+    fn is_silent(&mut self) -> bool {
+        self.core.looks_silent(self.now(), self.pulse.silence())
     }
 
     async fn run(
@@ -268,7 +268,9 @@ impl EtcdMember {
                     let _ = die.send(error);
                     return;
                 }
-                SessionEnd::Stuck => outage.stuck(self.pulse.silence()),
+                SessionEnd::Silent => {
+                    outage.silent(self.core.is_stuck(self.now()), self.pulse.silence());
+                }
                 SessionEnd::Broken(reason) => {
                     outage.broke(&reason, self.now(), self.confirmed > 0, &self.options);
                 }

@@ -361,7 +361,7 @@ catalogue! {
         when "a draft model drafts";
     histogram(STEP_SECONDS) RANK_IDLE: "tutti_rank_idle_seconds", Seconds,
         model [RANK, REPLICA, WORKER], EveryRank,
-        "The executor had nothing to do before a step, per step.";
+        "The executor had nothing to do before a step, per step that has sequences.";
     gauge(Sum) RANK_WEIGHTS: "tutti_rank_weights_bytes", Bytes, model [RANK, REPLICA, WORKER],
         EveryRank, "Weights that a rank holds.";
     gauge(Max) RANK_LOAD: "tutti_rank_load_seconds", Seconds, model [RANK, REPLICA, WORKER],

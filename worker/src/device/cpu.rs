@@ -2,13 +2,12 @@
 //!
 //! Only what is certainly taken counts: weights as packed, and a step's buffers. Pages of weight
 //! files do not, since the system takes them back. The KV cache is checked when its size is known.
-use std::fs;
 use std::path::Path;
 
 use kernels::CpuBackend;
 use kernels::backend::prelude::*;
 use kernels::weights::Compact;
-use shared::host::available_memory;
+use shared::host::{available_memory, most_memory, total_memory};
 use shared::protocol::{EngineConfig, Quantization};
 
 use super::{ShardOptions, bytes_text};
@@ -36,7 +35,8 @@ impl HostNeed {
 /// weights already. Together they must fit into all that the host has.
 ///
 /// # Errors
-/// [`ModelError::Fit`]: how much memory is needed, how much there is, and what would help.
+/// How much memory is needed, how much there is, and what would help: [`ModelError::Fit`] if it can
+/// never fit here, [`ModelError::FitsLater`] if too little is free now.
 pub(super) fn check_fit(
     root: &Path,
     backend: &CpuBackend,
@@ -76,9 +76,14 @@ pub(super) fn check_fit(
             Some(degree) => format!("--tensor-parallel {degree} over as many hosts would fit"),
             None => "no tensor-parallel degree of this model fits hosts like this one".to_owned(),
         };
-        return Err(ModelError::Fit(format!(
-            "the model does not fit into this host's memory: {} are needed (weights {}, \
-             activations {}), but {} are left; {advice}; {smaller}",
+        let never = most_memory(root).is_some_and(|most| own.bytes() > most);
+        let (why, error): (_, fn(String) -> ModelError) = match never {
+            true => ("the model does not fit into this host's memory", ModelError::Fit),
+            false => ("too little of this host's memory is free now", ModelError::FitsLater),
+        };
+        return Err(error(format!(
+            "{why}: {} are needed (weights {}, activations {}), but {} are left; {advice}; \
+             {smaller}",
             bytes_text(own.bytes()),
             bytes_text(own.weights),
             bytes_text(own.activations),
@@ -105,17 +110,9 @@ pub(super) fn check_fit(
     )))
 }
 
-/// All of the host's memory, in bytes; `None` if the system does not report it. Limits of control
-/// groups are left out: that of one rank's group may be its own.
-fn total_memory(root: &Path) -> Option<u64> {
-    let meminfo = fs::read_to_string(root.join("proc/meminfo")).ok()?;
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
-    Some(kib.saturating_mul(1024))
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::net::TcpListener;
     use std::path::PathBuf;
 
@@ -231,8 +228,8 @@ mod tests {
             model: demo().to_str().unwrap().to_owned(),
             engine: SIZES,
         };
-        let formed = |available: u64| {
-            let device = SmallHost(host(1 << 40, available));
+        let formed = |total: u64, available: u64| {
+            let device = SmallHost(host(total, available));
             let mut rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
             let mut loading = Loading(false);
             let formed = rank.form(&form, &AbortSlot::default(), &mut loading);
@@ -240,10 +237,12 @@ mod tests {
             (formed, loading.0)
         };
         // Its files have nearly 6 MB.
-        let (refused, is_loading) = formed(3 << 20);
-        let error = refused.unwrap_err();
-        assert!(error.permanent && !is_loading, "{error}");
-        let (loaded, is_loading) = formed(1 << 30);
+        for (total, is_permanent) in [(4 << 20, true), (1 << 40, false)] {
+            let (refused, is_loading) = formed(total, 3 << 20);
+            let error = refused.unwrap_err();
+            assert!(error.permanent == is_permanent && !is_loading, "{error}");
+        }
+        let (loaded, is_loading) = formed(1 << 40, 1 << 30);
         assert!(loaded.is_ok_and(|ready| ready.weight_bytes > 5 << 20) && is_loading);
     }
 

@@ -260,6 +260,23 @@ fn forms_starts_and_steps_with_stats_riding_along() {
     assert_eq!((result.step, result.stats.snapshot), (StepId(1), vec![7]));
 }
 
+/// Steps without sequences only show that a rank lives: between them it is as idle as before.
+#[test]
+fn a_sign_of_life_does_not_end_idle_time() {
+    let (executor, messages) = executor();
+    executor.command(form(1, "m")).unwrap();
+    assert!(matches!(next(&messages), FromWorker::Progress(_)));
+    assert!(matches!(next(&messages), FromWorker::Formed(_)));
+    let pause = Duration::from_millis(30);
+    for count in 1..=3 {
+        std::thread::sleep(pause);
+        executor.command(step(1, count)).unwrap();
+        let FromWorker::Step(result) = next(&messages) else { panic!("expected a result") };
+        let idle = Duration::from_micros(result.timings.idle_us);
+        assert!(idle >= pause * count as u32, "{idle:?} at step {count}");
+    }
+}
+
 #[test]
 fn results_that_no_frame_holds_fail_their_step_at_once() {
     let (executor, messages) = executor();

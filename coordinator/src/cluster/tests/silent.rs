@@ -124,16 +124,37 @@ fn a_rank_whose_step_hung_makes_room_for_a_spare_sooner() {
     assert_eq!(ranks, [0, 1], "who hangs is not known");
     // One leaves the exchange at once, and waits in the next one.
     cluster.executor_heard(secs(11), WorkerId(0));
-    let effects = wait(&mut cluster, 11, 54);
+    let effects = wait(&mut cluster, 11, 24);
     assert!(effects.is_empty(), "{effects:?}");
-    let effects = wait(&mut cluster, 54, 57);
+    let effects = wait(&mut cluster, 24, 27);
     let silent = effects.iter().filter_map(|effect| match effect {
         Effect::AnswerTimedOut { worker, lasts } => Some((worker.0, *lasts)),
         _ => None,
     });
-    assert_eq!(silent.collect::<Vec<_>>(), [(1, secs(45))]);
+    assert_eq!(silent.collect::<Vec<_>>(), [(1, secs(15))]);
     let ranks: Vec<u32> = forms(&effects).iter().map(|form| form.0).collect();
     assert_eq!(ranks, [0, 2], "the spare takes its place");
+}
+
+/// Without a spare, a process that hangs is ended as soon as it is known which one that is.
+#[test]
+fn a_rank_whose_step_hung_is_started_again_where_there_is_no_other() {
+    let (mut cluster, effects) = cluster_of(config(2), 2);
+    bring_up(&mut cluster, secs(1), forms(&effects)[0].2, &[0, 1]);
+    let mut effects = Vec::new();
+    cluster.ranks_hang(secs(10), ReplicaId(0), Epoch(1), &[WorkerId(0), WorkerId(1)]);
+    let cause = FailoverReason::StepOverdue;
+    cluster.epoch_failed(secs(10), ReplicaId(0), Epoch(1), cause, "a step", &mut effects);
+    effects.extend(wait(&mut cluster, 10, 11));
+    cluster.executor_heard(secs(11), WorkerId(0));
+    let effects = wait(&mut cluster, 11, 27);
+    let ended = effects.iter().filter_map(|effect| match effect {
+        Effect::Send { worker, message: ToWorker::Shutdown { again: true, .. }, .. } => {
+            Some(worker.0)
+        }
+        _ => None,
+    });
+    assert_eq!(ended.collect::<Vec<_>>(), [1], "{effects:?}");
 }
 
 #[test]

@@ -86,6 +86,7 @@ pub(super) fn run_tile<E: Loaded>(
     scratch: &mut AttentionScratch,
     is_fused: bool,
 ) {
+    let is_fused = is_fused && E::IN_MEMORY;
     let total = tile.count;
     // As even as possible. Slightly more queries than fit best go in one pass, which reads K and V
     // only once.
@@ -121,8 +122,7 @@ fn run_queries<E: Loaded, const M: usize, const W: usize>(
     scratch: &mut AttentionScratch,
     is_fused: bool,
 ) {
-    let is_fused =
-        is_fused && E::IN_MEMORY && (fused::LEAST..=fused::MOST).contains(&M) && W == fused::WIDTH;
+    let is_fused = is_fused && (fused::LEAST..=fused::MOST).contains(&M) && W == fused::WIDTH;
     let (head_dim, block_size) = (view.head_dim, view.block_size);
     let (first, rest) = queries.split_at(1);
     let mut span = Span::of(&first[0]);

@@ -116,7 +116,7 @@ macro_rules! adds {
     ($name:ident, $sums:literal,
         $($first:literal $high:literal $low:literal $a:tt $b:tt $c:tt $d:tt)*) => {
         /// # Safety
-        /// As for [`add`]; and there is a block, with a pair.
+        /// As for [`sums`]; and there is a block, with a pair.
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
         unsafe fn $name(sums: &mut [__m512; $sums], words: &Words<'_>, rows: &WideRows) {
             let mut constants = Constants {

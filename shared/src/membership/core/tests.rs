@@ -133,11 +133,34 @@ fn a_lease_lives_from_the_sending_of_its_keepalive() {
 }
 
 #[test]
-fn one_whose_main_thread_is_silent_for_longer_than_its_lease_lives_is_stuck() {
-    let core = registered();
-    assert!(!core.is_stuck(None), "it is still starting, however long that takes");
-    assert!(!core.is_stuck(Some(Duration::ZERO)) && !core.is_stuck(Some(TTL)));
-    assert!(core.is_stuck(Some(TTL + Duration::from_millis(1))));
+fn one_whose_main_thread_is_silent_for_longer_than_its_lease_lives_is_silent() {
+    let mut core = registered();
+    assert!(!core.looks_silent(at(9), None), "it is still starting, however long that takes");
+    for silence in [Duration::ZERO, TTL] {
+        assert!(!core.looks_silent(at(9), Some(silence)), "{silence:?}");
+    }
+    assert!(!core.is_stuck(at(99)));
+    assert!(core.looks_silent(at(9), Some(TTL + Duration::from_millis(1))));
+}
+
+#[test]
+fn one_whose_main_thread_is_still_silent_a_while_later_is_stuck() {
+    let silent = Some(TTL + Duration::from_secs(50));
+    let mut core = registered();
+    // Many looks at once, as after a standstill, are one.
+    for _ in 0..30 {
+        assert!(core.looks_silent(at(60), silent));
+        assert!(!core.is_stuck(at(60)));
+    }
+    let later = at(60) + GOES_ON_WITHIN;
+    assert!(core.looks_silent(later - Duration::from_millis(1), silent));
+    assert!(!core.is_stuck(later - Duration::from_millis(1)));
+    assert!(core.looks_silent(later, silent) && core.is_stuck(later));
+    // The end of a session changes nothing about it, a beat does.
+    core.closed();
+    assert!(core.looks_silent(later, silent) && core.is_stuck(later));
+    assert!(!core.looks_silent(later, Some(Duration::ZERO)) && !core.is_stuck(later));
+    assert!(core.looks_silent(at(90), silent) && !core.is_stuck(at(90)), "it counts anew");
 }
 
 #[test]

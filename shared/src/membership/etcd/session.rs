@@ -18,8 +18,8 @@ use crate::membership::view::Entry;
 pub(super) enum SessionEnd {
     /// Try again.
     Broken(String),
-    /// The main thread does nothing any more. Try again, and go on when it does.
-    Stuck,
+    /// The main thread is silent. Try again, and go on when it does.
+    Silent,
     /// Told to leave, by someone who waits for it.
     Left(oneshot::Sender<()>),
     /// The membership was dropped.
@@ -61,8 +61,8 @@ impl Session {
 impl EtcdMember {
     /// Connects, obtains a lease, lists all keys and begins to watch them.
     pub(super) async fn open(&mut self) -> Result<Session, SessionEnd> {
-        if self.is_stuck() {
-            return Err(SessionEnd::Stuck);
+        if self.is_silent() {
+            return Err(SessionEnd::Silent);
         }
         let mut client = self.options.connect(DEADLINE).await?;
         let (lease_keeper, kept) = self.keep_lease(&mut client).await?;
@@ -224,8 +224,10 @@ impl EtcdMember {
     }
 
     pub(super) async fn tick(&mut self, session: &mut Session) -> Result<(), SessionEnd> {
-        if self.is_stuck() {
-            return Err(SessionEnd::Stuck);
+        if self.is_silent() {
+            // The session stays while the main thread may still go on.
+            let is_stuck = self.core.is_stuck(self.now());
+            return if is_stuck { Err(SessionEnd::Silent) } else { Ok(()) };
         }
         session.lists |= self.core.tick(self.now())?;
         session.lease_keeper.keep_alive().await?;

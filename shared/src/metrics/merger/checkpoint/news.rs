@@ -1,10 +1,10 @@
 //! PURE: whether totals differ from earlier ones in a way that matters.
 //!
-//! Even an idle cluster counts: processor time, steps without sequences, load balancers' probes,
-//! and scrapes. These alone are no reason to write a checkpoint every few seconds.
+//! Even an idle cluster counts: processor time, load balancers' probes, and scrapes. These alone are
+//! no reason to write a checkpoint every few seconds.
 use super::{Checkpoint, LiveTotals, Total, index_of, without_gauges};
 use crate::metrics::catalogue::{
-    HTTP_REQUEST_DURATION, HTTP_REQUESTS, PROCESS_CPU, RANK_STRAGGLER_GAP, SCRAPE_DURATION,
+    HTTP_REQUEST_DURATION, HTTP_REQUESTS, PROCESS_CPU, SCRAPE_DURATION,
 };
 use crate::metrics::definition::{Owner, SeriesId};
 use crate::metrics::labels::ROUTE;
@@ -46,7 +46,7 @@ impl Total {
             let route = at.and_then(|at| self.labels.get(at));
             return route.is_some_and(|route| PROBES.contains(&route.as_str()));
         }
-        let counted = [PROCESS_CPU.series(), SCRAPE_DURATION.series(), RANK_STRAGGLER_GAP.series()];
+        let counted = [PROCESS_CPU.series(), SCRAPE_DURATION.series()];
         // Ranks count steps; tokens and failures are the coordinator's.
         counted.contains(&id) || definition.owner == Owner::EveryRank
     }
