@@ -87,6 +87,8 @@ impl World {
                 self.spread_news();
             }
             Fault::Scale { .. } | Fault::Drain { .. } if leading.is_none() => {}
+            // One that is frozen takes no commands.
+            Fault::Drain { .. } if self.seats[self.coordinator.seat].frozen => {}
             Fault::Leave { slot, back_after } => self.leave_cluster(slot, back_after),
             Fault::Crash { slot, back_after } => {
                 self.kill(slot);
