@@ -1,7 +1,7 @@
 //! PURE: whether totals differ from earlier ones in a way that matters.
 //!
-//! Even an idle cluster counts: processor time, load balancers' probes, and scrapes. These alone are
-//! no reason to write a checkpoint every few seconds.
+//! Even an idle cluster counts: processor time, load balancers' probes, and scrapes. These alone
+//! are no reason to write a checkpoint every few seconds.
 use super::{Checkpoint, LiveTotals, Total, index_of, without_gauges};
 use crate::metrics::catalogue::{
     HTTP_REQUEST_DURATION, HTTP_REQUESTS, PROCESS_CPU, SCRAPE_DURATION,
