@@ -12,9 +12,9 @@ use shared::ids::WorkerId;
 const STRIKES_MAX: u32 = 2;
 
 /// How long a rank may be silent that had not finished a step that took too long: what hung then
-/// may hang still. One that is well and only waited for another says so once the step is given up:
-/// at once on a CPU, within about 7 s on a GPU, whose queue has to drain.
-const HUNG_PATIENCE: Duration = Duration::from_secs(15);
+/// may hang still. Longer than those wait who are well and connect with one that is not, and than a
+/// GPU needs that finds out by itself, which tells a failed device from a failed process.
+const HUNG_PATIENCE: Duration = Duration::from_secs(45);
 
 /// See the module's documentation.
 #[derive(Debug, Default)]
@@ -131,16 +131,16 @@ mod tests {
         let mut pending_answers = PendingAnswers::default();
         pending_answers.mark_hung(worker);
         pending_answers.expect(secs(10), worker);
-        assert_eq!(pending_answers.deadline(worker, secs(300)), Some(secs(25)));
+        assert_eq!(pending_answers.deadline(worker, secs(300)), Some(secs(55)));
         assert_eq!(
-            pending_answers.deadline(worker, secs(12)),
-            Some(secs(22)),
+            pending_answers.deadline(worker, secs(20)),
+            Some(secs(30)),
             "no longer than others"
         );
         pending_answers.strike(worker);
         assert!(pending_answers.is_hung(worker), "it hangs still");
         pending_answers.expect(secs(60), worker);
-        assert_eq!(pending_answers.deadline(worker, secs(300)), Some(secs(75)));
+        assert_eq!(pending_answers.deadline(worker, secs(300)), Some(secs(105)));
         pending_answers.heard(secs(70), worker);
         assert!(!pending_answers.is_hung(worker));
         assert_eq!(pending_answers.deadline(worker, secs(300)), Some(secs(370)));

@@ -124,14 +124,14 @@ fn a_rank_whose_step_hung_makes_room_for_a_spare_sooner() {
     assert_eq!(ranks, [0, 1], "who hangs is not known");
     // One leaves the exchange at once, and waits in the next one.
     cluster.executor_heard(secs(11), WorkerId(0));
-    let effects = wait(&mut cluster, 11, 24);
+    let effects = wait(&mut cluster, 11, 54);
     assert!(effects.is_empty(), "{effects:?}");
-    let effects = wait(&mut cluster, 24, 27);
+    let effects = wait(&mut cluster, 54, 57);
     let silent = effects.iter().filter_map(|effect| match effect {
         Effect::AnswerTimedOut { worker, lasts } => Some((worker.0, *lasts)),
         _ => None,
     });
-    assert_eq!(silent.collect::<Vec<_>>(), [(1, secs(15))]);
+    assert_eq!(silent.collect::<Vec<_>>(), [(1, secs(45))]);
     let ranks: Vec<u32> = forms(&effects).iter().map(|form| form.0).collect();
     assert_eq!(ranks, [0, 2], "the spare takes its place");
 }
@@ -147,7 +147,7 @@ fn a_rank_whose_step_hung_is_started_again_where_there_is_no_other() {
     cluster.epoch_failed(secs(10), ReplicaId(0), Epoch(1), cause, "a step", &mut effects);
     effects.extend(wait(&mut cluster, 10, 11));
     cluster.executor_heard(secs(11), WorkerId(0));
-    let effects = wait(&mut cluster, 11, 27);
+    let effects = wait(&mut cluster, 11, 57);
     let ended = effects.iter().filter_map(|effect| match effect {
         Effect::Send { worker, message: ToWorker::Shutdown { again: true, .. }, .. } => {
             Some(worker.0)
