@@ -50,6 +50,11 @@ fn calls_that_must_be_made_are_read_as_such() {
         });
         let (mut names, mut most) = (Vec::new(), 0);
         for seed in 0..40 {
+            // Enough, once all that is asked for has come.
+            let all = ["a\"b", "weather"].iter().all(|name| names.iter().any(|it| it == name));
+            if seed >= 16 && all && (!several || most > 1) {
+                break;
+            }
             let said = match begins {
                 None => "",
                 Some(true) => "Well, <tool_call>, no.\n</think>\n\n",
