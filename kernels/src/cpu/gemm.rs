@@ -48,7 +48,7 @@ pub(crate) use layout::{Activations, prepare};
 #[cfg(all(test, target_arch = "x86_64"))]
 pub(crate) use one_term::fused::has_same_bits as have_same_bits;
 #[cfg(target_arch = "x86_64")]
-pub(crate) use one_term::fused::{HIGH_HALF, SUBNORMALS_ARE_ZERO, is_used as is_fused};
+pub(crate) use one_term::fused::{HIGH_HALF, SUBNORMALS_ARE_ZERO, add_row, is_used as is_fused};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use one_term::round_row;
 pub(crate) use pairs::{multiply_pairs, pair_panels};

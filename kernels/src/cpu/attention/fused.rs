@@ -13,7 +13,7 @@ use std::arch::x86_64::{
 };
 use std::mem::MaybeUninit;
 
-use super::super::gemm::{HIGH_HALF, SUBNORMALS_ARE_ZERO};
+use super::super::gemm::{HIGH_HALF, SUBNORMALS_ARE_ZERO, add_row};
 
 /// Fewer queries gain nothing: widening the words takes as long as their products.
 pub(super) const LEAST: usize = 3;
@@ -89,25 +89,6 @@ struct Constants {
     mode: u32,
     high: u32,
     per_block: usize,
-}
-
-/// Four sums of a query: `sums += x * words`, where x is `at` bytes from the first one's.
-macro_rules! add_row {
-    ($at:tt, $a:tt, $b:tt, $c:tt, $d:tt) => {
-        concat!(
-            "vbroadcastss zmm28, dword ptr [{x} + ",
-            $at,
-            "]\nvfmadd231ps ",
-            $a,
-            ", zmm28, zmm24\nvfmadd231ps ",
-            $b,
-            ", zmm28, zmm25\nvfmadd231ps ",
-            $c,
-            ", zmm28, zmm26\nvfmadd231ps ",
-            $d,
-            ", zmm28, zmm27",
-        )
-    };
 }
 
 /// A function that adds the products of some queries. In one piece of assembler code, since nothing

@@ -23,7 +23,7 @@ mod add;
 mod choice;
 
 pub(in crate::cpu::gemm) use add::add;
-pub(crate) use add::{HIGH_HALF, SUBNORMALS_ARE_ZERO};
+pub(crate) use add::{HIGH_HALF, SUBNORMALS_ARE_ZERO, add_row};
 #[cfg(test)]
 pub(crate) use choice::has_same_bits;
 pub(crate) use choice::is_used;

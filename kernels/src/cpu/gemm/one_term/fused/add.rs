@@ -98,6 +98,7 @@ macro_rules! add_row {
         )
     };
 }
+pub(crate) use add_row;
 
 /// A function that adds the products of `pairs` pairs to the sums of some rows: `WIDE` ones of
 /// `WideWeights` or those of `PairRow`s. In one piece of assembler code, since nothing else may be
