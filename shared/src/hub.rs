@@ -8,10 +8,12 @@
 //! - [`settings`]: where the cache is, which hub is asked, with which token
 //! - [`files`]: PURE: which files of a model are needed
 //! - [`cache`]: the folders of the cache, and what is in them
+//! - `checksum`: PURE: whether a content is what its name says
 //! - `client`: one request to the hub, and its errors in words
 //! - `download`: one file: resumed, verified, put in its place
 //! - [`fetch`]: a whole model
 pub mod cache;
+mod checksum;
 mod client;
 mod download;
 pub mod fetch;

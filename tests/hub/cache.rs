@@ -209,6 +209,56 @@ fn a_wrong_checksum_is_tried_again_once() {
 }
 
 #[test]
+fn a_small_file_that_was_changed_on_the_way_is_refused() {
+    let config = || "config.json".to_owned();
+    let rig = Rig::new();
+    rig.hub.fail(|faults| _ = faults.corrupts.insert(config(), 1));
+    let text = rig.fetch(ModelPart::Text).unwrap();
+    same_as_demo(&text, &TEXTS);
+    let blob = text.folder.join(config()).read_link().unwrap();
+    let blob = blob.file_name().unwrap().to_str().unwrap().to_owned();
+    assert_eq!(blob.len(), 40);
+    // Also where its name is said by the file's own address.
+    for is_bare in [false, true] {
+        let rig = Rig::new();
+        rig.hub.fail(|faults| {
+            faults.bare_lists = is_bare;
+            faults.corrupts.insert(config(), 9);
+        });
+        let error = rig.error(ModelPart::Text);
+        assert!(error.contains("config.json of org/demo") && error.contains("checksum"), "{error}");
+        let kept: Vec<String> = files(&rig.blobs()).into_keys().collect();
+        assert!(!kept.iter().any(|name| name.starts_with(&blob)), "it is left: {kept:?}");
+        let snapshot = rig.folder.path().join("models--org--demo/snapshots").join(&rig.commit);
+        assert!(!snapshot.join(config()).exists());
+        let asked = rig.hub.asked().into_iter().filter(|asked| asked.method == "GET");
+        let of_config = format!("/api/resolve-cache/models/{NAME}/{}/config.json", rig.commit);
+        assert_eq!(asked.filter(|asked| asked.path == of_config).count(), 2);
+    }
+}
+
+#[test]
+fn a_content_whose_name_is_no_checksum_is_taken_as_it_comes() {
+    let config = || "config.json".to_owned();
+    let rig = Rig::new();
+    rig.hub.fail(|faults| _ = faults.etags.insert(config(), "v7".to_owned()));
+    // Nothing tells whether this is its beginning.
+    std::fs::create_dir_all(rig.blobs()).unwrap();
+    std::fs::write(rig.blobs().join("v7.incomplete"), "x").unwrap();
+    same_as_demo(&rig.fetch(ModelPart::Text).unwrap(), &TEXTS);
+    assert!(rig.blobs().join("v7").is_file());
+    let rig = Rig::new();
+    rig.hub.fail(|faults| {
+        faults.etags.insert(config(), "v7".to_owned());
+        faults.corrupts.insert(config(), 1);
+    });
+    let text = rig.fetch(ModelPart::Text).unwrap();
+    let read = |folder: &Path| std::fs::read(folder.join(config())).unwrap();
+    assert_ne!(read(&text.folder), read(&demo()));
+    assert_eq!(read(&text.folder).len(), read(&demo()).len());
+}
+
+#[test]
 fn a_busy_hub_is_asked_again_and_one_that_stays_so_is_given_up() {
     let rig = Rig::new();
     let busy = (429, "Retry-After: 1\r\n".to_owned());

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde_json::{Value, json};
+use sha1::Sha1;
 use sha2::{Digest as _, Sha256};
 
 /// The files of one commit.
@@ -43,6 +44,8 @@ pub struct Faults {
     pub bare_lists: bool,
     /// Ranges are not understood.
     pub ignores_ranges: bool,
+    /// Names of contents that are listed instead of the true ones.
+    pub etags: HashMap<String, String>,
     /// Sizes that are listed instead of the true ones.
     pub sizes: HashMap<String, u64>,
     /// Between two pieces of 64 KiB of a content.
@@ -269,7 +272,8 @@ impl FakeHub {
             if faults.bare_lists {
                 return json!({"rfilename": file});
             }
-            let mut sibling = json!({"rfilename": file, "size": size, "blobId": short(content)});
+            let name = faults.etags.get(file).cloned().unwrap_or_else(|| blob_id(file, content));
+            let mut sibling = json!({"rfilename": file, "size": size, "blobId": name});
             if is_large(file) {
                 sibling["lfs"] = json!({"sha256": long(content), "size": size, "pointerSize": 134});
             }
@@ -395,8 +399,8 @@ enum Of {
 
 fn tree(stream: &TcpStream, files: &Files) -> std::io::Result<bool> {
     let entry = |(file, content): (&String, &Arc<Vec<u8>>)| {
-        let mut entry =
-            json!({"type": "file", "path": file, "size": content.len(), "oid": short(content)});
+        let name = blob_id(file, content);
+        let mut entry = json!({"type": "file", "path": file, "size": content.len(), "oid": name});
         if is_large(file) {
             entry["lfs"] = json!({"oid": long(content), "size": content.len(), "pointerSize": 134});
         }
@@ -423,9 +427,21 @@ fn long(content: &[u8]) -> String {
     hex(&Sha256::digest(content))
 }
 
-/// The name of a small one: not git's, but as long.
+/// The name of a small one: git's.
 fn short(content: &[u8]) -> String {
-    long(content)[..40].to_owned()
+    let mut hash = Sha1::new_with_prefix(format!("blob {}\0", content.len()));
+    hash.update(content);
+    hex(&hash.finalize())
+}
+
+/// The name of what git has of a file: for a large one that is a pointer to it.
+fn blob_id(file: &str, content: &[u8]) -> String {
+    if !is_large(file) {
+        return short(content);
+    }
+    let (sum, size) = (long(content), content.len());
+    let version = "version https://git-lfs.github.com/spec/v1";
+    short(format!("{version}\noid sha256:{sum}\nsize {size}\n").as_bytes())
 }
 
 fn hex(bytes: &[u8]) -> String {

@@ -49,10 +49,9 @@ impl RequestError {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct FileInfo {
     pub(super) size: u64,
-    /// The name of its content in the cache; empty where the list does not say it.
+    /// The name of its content in the cache, with most hubs a checksum; empty where the list does
+    /// not say it.
     pub(super) etag: String,
-    /// What its content must have, where the hub knows it.
-    pub(super) sha256: Option<String>,
 }
 
 /// A commit and its files, by their names.
@@ -157,7 +156,7 @@ impl Client {
             };
             let size = sibling.lfs.map(|large| large.size).or(sibling.size);
             let listed = match (etag.filter(|etag| is_etag(etag)), size) {
-                (Some(etag), Some(size)) => FileInfo { size, sha256: sha256_in(&etag), etag },
+                (Some(etag), Some(size)) => FileInfo { size, etag },
                 // A mirror that lists names alone.
                 _ => FileInfo::default(),
             };
@@ -178,7 +177,7 @@ impl Client {
         let etag = etag.trim_start_matches("W/").trim_matches('"').to_owned();
         let size = text(["x-linked-size", "content-length"]).parse::<u64>();
         match size {
-            Ok(size) if is_etag(&etag) => Ok(FileInfo { size, sha256: sha256_in(&etag), etag }),
+            Ok(size) if is_etag(&etag) => Ok(FileInfo { size, etag }),
             _ => Err(RequestError::permanent(format!(
                 "{} says neither the size nor the etag of {file}",
                 self.settings.endpoint
@@ -331,12 +330,6 @@ fn is_etag(etag: &str) -> bool {
     (1..=ETAG_MAX).contains(&etag.len()) && etag.bytes().all(good)
 }
 
-/// Large files are called by their checksum.
-fn sha256_in(etag: &str) -> Option<String> {
-    let is_hex = etag.len() == 64 && etag.bytes().all(|it| it.is_ascii_hexdigit());
-    is_hex.then(|| etag.to_ascii_lowercase())
-}
-
 fn parse(url: &str) -> Result<Uri, RequestError> {
     url.parse().map_err(|error| RequestError::permanent(format!("{url}: {error}")))
 }
@@ -405,7 +398,6 @@ mod tests {
         for etag in ["../x", "", "a/b", "a.incomplete", &"a".repeat(129)] {
             assert!(!is_etag(etag), "{etag}");
         }
-        assert!(is_etag(&"a".repeat(64)) && sha256_in(&"a".repeat(64)).is_some());
-        assert_eq!(sha256_in(&"a".repeat(40)), None);
+        assert!(is_etag(&"a".repeat(64)));
     }
 }

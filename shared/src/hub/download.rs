@@ -6,10 +6,9 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::time::Duration;
 
-use sha2::{Digest as _, Sha256};
-
 use super::HubError;
 use super::cache::ModelCache;
+use super::checksum::Verifier;
 use super::client::{Client, FileInfo, RequestError};
 use super::fetch::Download;
 use super::name::HubModel;
@@ -157,8 +156,9 @@ fn locked(
 struct PartialFile<'a> {
     file: File,
     path: &'a Path,
+    listed: &'a FileInfo,
     have: u64,
-    hash: Option<Sha256>,
+    verifier: Option<Verifier>,
     run: &'a Download,
 }
 
@@ -168,13 +168,13 @@ impl PartialFile<'_> {
     }
 
     /// Takes what is there of the file from an earlier attempt.
-    fn resume(&mut self, size: u64) -> Result<(), RequestError> {
+    fn resume(&mut self) -> Result<(), RequestError> {
         let there = self.file.metadata().map_err(|error| self.failed(&error))?.len();
-        if there > size {
+        if there > self.listed.size {
             return self.restart();
         }
         // Nothing would tell whether the beginning of a file without a checksum is right.
-        let Some(hash) = &mut self.hash else { return self.restart() };
+        let Some(verifier) = &mut self.verifier else { return self.restart() };
         let mut chunk = vec![0; CHUNK];
         loop {
             let read = self.file.read(&mut chunk);
@@ -183,7 +183,7 @@ impl PartialFile<'_> {
                 Ok(read) => read,
                 Err(error) => return Err(self.failed(&error)),
             };
-            hash.update(&chunk[..read]);
+            verifier.update(&chunk[..read]);
             self.have += read as u64;
             self.run.handle.add(read as u64);
             if self.run.is_over() {
@@ -197,16 +197,14 @@ impl PartialFile<'_> {
         anew.map_err(|error| self.failed(&error))?;
         self.run.handle.take_back(self.have);
         self.have = 0;
-        if let Some(hash) = &mut self.hash {
-            *hash = Sha256::new();
-        }
+        self.verifier = Verifier::new(&self.listed.etag, self.listed.size);
         Ok(())
     }
 
     fn add(&mut self, bytes: &[u8]) -> Result<(), RequestError> {
         self.file.write_all(bytes).map_err(|error| self.failed(&error))?;
-        if let Some(hash) = &mut self.hash {
-            hash.update(bytes);
+        if let Some(verifier) = &mut self.verifier {
+            verifier.update(bytes);
         }
         self.have += bytes.len() as u64;
         self.run.handle.add(bytes.len() as u64);
@@ -226,22 +224,20 @@ fn transfer(
     let mut options = File::options();
     let file = options.read(true).write(true).create(true).truncate(false).open(path);
     let file = file.map_err(|error| failed(path, &error))?;
-    let hash = listed.sha256.is_some().then(Sha256::new);
-    let mut writing = PartialFile { file, path, have: 0, hash, run };
-    writing.resume(listed.size).map_err(|failure| failure.error)?;
+    let verifier = Verifier::new(&listed.etag, listed.size);
+    let mut writing = PartialFile { file, path, listed, have: 0, verifier, run };
+    writing.resume().map_err(|failure| failure.error)?;
     for last in [false, true] {
         retry(run, ATTEMPTS, || {
             let before = writing.have;
             let outcome = receive(client, model, missing, &mut writing);
             (writing.have.saturating_sub(before), outcome)
         })?;
-        let hash = writing.hash.take().map(|hash| hex(&hash.finalize()));
-        if hash == listed.sha256 {
+        if writing.verifier.take().is_none_or(Verifier::agrees) {
             writing.file.sync_data().map_err(|error| failed(path, &error))?;
             return Ok(());
         }
         tracing::warn!(file = name, "its checksum is not the hub's; bringing it anew");
-        writing.hash = Some(Sha256::new());
         writing.restart().map_err(|failure| failure.error)?;
         if last {
             break;
@@ -306,10 +302,6 @@ pub(super) fn failed(path: &Path, error: &std::io::Error) -> HubError {
         "{}: {error}: models are kept there, or where HF_HOME or --download-dir says",
         path.display()
     ))
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]
