@@ -14,6 +14,8 @@
 //! - `compiler`: how many grammars are compiled at a time, on which threads
 //! - `masks`: threads that compute masks
 //! - `numbers`: PURE: numbers of schemas, as the grammars' library holds them
+//! - `exact`: PURE: schemas without the numbers that it does not hold; `ranges`: PURE: what those
+//!   are in a grammar; `graft`: puts it there; `decimal`: PURE: numbers by their digits
 //! - `thinking`: PURE: a bound on reasoning, with or without a grammar
 //! - `vocabulary`: the bytes of each token
 mod bad_words;
@@ -21,10 +23,14 @@ mod bounds;
 mod cache;
 mod closed;
 mod compiler;
+mod decimal;
 mod ebnf;
+mod exact;
+mod graft;
 mod grammar;
 mod masks;
 mod numbers;
+mod ranges;
 mod thinking;
 mod vocabulary;
 

@@ -13,8 +13,11 @@ use shared::protocol::{GuideSpec, TokenMask, Whitespace};
 use super::bounds;
 use super::closed::closed;
 use super::ebnf;
+use super::exact;
+use super::graft;
 use super::masks::Masks;
 use super::numbers;
+use super::ranges::NumberRule;
 use crate::engine::{GuideEnd, Guided, TokenGuide};
 use crate::text::reply::grammar;
 
@@ -68,7 +71,16 @@ impl Grammar {
         if let GuideSpec::Tokens(tokens) = spec {
             return Self::of_tokens(tokens, vocab);
         }
-        let parser = factory.create_parser(top_level(spec)?);
+        let mut rules = Vec::new();
+        let grammar = top_level(spec, can_refer(spec).then_some(&mut rules))?;
+        let parser = match rules.is_empty() {
+            true => factory.create_parser(grammar),
+            false => match graft::parser(factory, grammar, &rules) {
+                Some(parser) => Ok(parser),
+                // As if there were no such rules: a number that needs one is then refused by name.
+                None => factory.create_parser(top_level(spec, None)?),
+            },
+        };
         let lexer = parser.as_ref().map_or(0, |parser| parser.parser.lexer_stats().num_bytes);
         let mut matcher = Matcher::new(parser);
         let mut first = matcher.compute_mask().map_err(|error| one_line(&error.to_string()))?;
@@ -113,24 +125,57 @@ impl Grammar {
     }
 }
 
-fn top_level(spec: &GuideSpec) -> Result<TopLevelGrammar, String> {
+/// Whether a specification's schemas may refer to rules: not if it has the name of one itself.
+fn can_refer(spec: &GuideSpec) -> bool {
+    match spec {
+        GuideSpec::Json { schema: text, .. } | GuideSpec::Lark(text) | GuideSpec::Made(text) => {
+            !names_rule(text)
+        }
+        GuideSpec::Regex(_) | GuideSpec::Choice(_) | GuideSpec::Tokens(_) => false,
+    }
+}
+
+/// Whether a text has the name of a rule, or a character of it as an escape of JSON.
+fn names_rule(text: &str) -> bool {
+    let is_of_name = |code: &str| {
+        u8::from_str_radix(code, 16).is_ok_and(|byte| exact::NAME.as_bytes().contains(&byte))
+    };
+    let mut escapes = text.match_indices("\\u00");
+    text.contains(exact::NAME)
+        || escapes.any(|(at, _)| text.get(at + 4..at + 6).is_some_and(is_of_name))
+}
+
+/// The grammar of a specification. Its schemas refer to `rules`, if there may be such.
+fn top_level(
+    spec: &GuideSpec,
+    rules: Option<&mut Vec<NumberRule>>,
+) -> Result<TopLevelGrammar, String> {
     Ok(match spec {
         GuideSpec::Json { schema, whitespace } => {
-            TopLevelGrammar::from_json_schema(numbers::held(&json_schema(schema, whitespace)?)?)
+            let schema = json_schema(schema, whitespace)?;
+            TopLevelGrammar::from_json_schema(held(&schema, rules)?)
         }
         GuideSpec::Regex(regex) => TopLevelGrammar::from_regex(without_anchors(regex)),
         GuideSpec::Choice(strings) => TopLevelGrammar::from_lark(grammar::choice("start", strings)),
-        GuideSpec::Made(grammar) => lark(grammar)?,
+        GuideSpec::Made(grammar) => lark(grammar, rules)?,
         GuideSpec::Lark(grammar) if ebnf::is_ebnf(grammar) => {
             TopLevelGrammar::from_lark(ebnf::to_lark(grammar)?)
         }
-        GuideSpec::Lark(grammar) => lark(grammar)?,
+        GuideSpec::Lark(grammar) => lark(grammar, rules)?,
         GuideSpec::Tokens(_) => return Err("is not a grammar".to_owned()),
     })
 }
 
+/// A schema whose numbers the library holds; what it does not hold is among the rules.
+fn held(schema: &Value, rules: Option<&mut Vec<NumberRule>>) -> Result<Value, String> {
+    match rules {
+        Some(rules) => numbers::held(&exact::taken_out(schema, rules)),
+        None => numbers::held(schema),
+    }
+}
+
 /// A grammar in Lark's notation, after checking its JSON schemas.
-fn lark(grammar: &str) -> Result<TopLevelGrammar, String> {
+fn lark(grammar: &str, mut rules: Option<&mut Vec<NumberRule>>) -> Result<TopLevelGrammar, String> {
     let (key, mut made, mut rest) = ("%json", String::with_capacity(grammar.len()), grammar);
     while let Some(at) = rest.find(key) {
         let (before, behind) = rest.split_at(at + key.len());
@@ -140,7 +185,7 @@ fn lark(grammar: &str) -> Result<TopLevelGrammar, String> {
         let mut schemas = serde_json::Deserializer::from_str(behind).into_iter::<Value>();
         if let Some(Ok(schema)) = schemas.next() {
             bounds::check(&schema)?;
-            let held = numbers::held(&schema)?;
+            let held = held(&schema, rules.as_deref_mut())?;
             if held != schema {
                 made.push_str(&format!(" {held}"));
                 rest = &behind[schemas.byte_offset()..];
@@ -426,7 +471,23 @@ fn take(matcher: &mut Matcher, token: u32, is_json: bool) -> Result<Guided, Stri
 
 #[cfg(test)]
 mod tests {
-    use super::{GuideEnd, guarded, one_line};
+    use super::{GuideEnd, GuideSpec, Whitespace, can_refer, guarded, one_line};
+
+    #[test]
+    fn schemas_that_name_a_rule_refer_to_none() {
+        let refers = |schema: &str| {
+            let schema = schema.to_owned();
+            can_refer(&GuideSpec::Json { schema, whitespace: Whitespace::Usual })
+        };
+        assert!(refers(r#"{"title": "caf\u00e9 \u0026 number", "const": "\u00"}"#));
+        for named in [
+            r#"{"$defs": {"tutti-number-0": {}}}"#,
+            r#"{"$defs": {"tutti\u002dnumber-0": {}}}"#,
+            r#"{"$defs": {"\u0074utti-number-0": {}}}"#,
+        ] {
+            assert!(!refers(named), "{named}");
+        }
+    }
 
     #[test]
     fn a_panic_is_an_error_for_whoever_waits() {

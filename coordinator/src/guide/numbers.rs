@@ -1,8 +1,10 @@
 //! PURE: numbers of schemas, as llguidance holds them: floats of 64 bits, and integers of 64 bits
 //! that it makes of those. A constant that would become another number is refused. A bound that
 //! cannot be held is moved inwards where next to nothing is lost, and refused otherwise. So what is
-//! generated always matches the schema.
+//! generated always matches the schema. Only what `exact` has left in a schema gets here.
 use serde_json::{Map, Number, Value};
+
+use super::decimal::{Decimal, Divisor};
 
 /// Up to here every integer is a float.
 const EXACT_MAX: i64 = 1 << 53;
@@ -10,8 +12,12 @@ const EXACT_MAX: i64 = 1 << 53;
 /// one has not.
 const HELD_MAX: i64 = i64::MAX - 1023;
 /// Keywords with an object whose keys are names, not keywords.
-const NAMES: [&str; 5] =
+pub(super) const NAMES: [&str; 5] =
     ["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"];
+/// Keywords by which schemas are merged with others.
+const MERGING: [&str; 5] = ["allOf", "anyOf", "oneOf", "$ref", "patternProperties"];
+/// So many floats on each side of a divisor are tried in its place.
+const NEIGHBOURS: usize = 40;
 /// An open bound of 0 is moved by so many orders of magnitude less than the other bound has.
 const NEAR_ZERO: i32 = 16;
 /// Not nearer than this power of ten: there would be no such float.
@@ -23,31 +29,82 @@ const NEAR_ZERO_MIN: i32 = -300;
 /// # Errors
 /// Which number cannot be held, in one sentence that continues after the field's name.
 pub(super) fn held(schema: &Value) -> Result<Value, String> {
+    within(schema, &Ends::of(schema))
+}
+
+fn within(schema: &Value, ends: &Ends) -> Result<Value, String> {
     Ok(match schema {
-        Value::Object(map) => Value::Object(object(map, false)?),
-        Value::Array(list) => Value::Array(list.iter().map(held).collect::<Result<_, _>>()?),
+        Value::Object(map) => Value::Object(object(map, false, ends)?),
+        Value::Array(list) => {
+            Value::Array(list.iter().map(|it| within(it, ends)).collect::<Result<_, _>>()?)
+        }
         Value::Number(number) => Value::Number(annotation(number)),
         other => other.clone(),
     })
 }
 
 /// The same for an object; `named` tells whether its keys are names.
-fn object(map: &Map<String, Value>, named: bool) -> Result<Map<String, Value>, String> {
+fn object(
+    map: &Map<String, Value>,
+    named: bool,
+    ends: &Ends,
+) -> Result<Map<String, Value>, String> {
     let mut made = Map::new();
     for (key, value) in map {
-        let value = match (key.as_str(), value) {
+        let value = match (key.as_str(), stated(map, key, value)) {
             ("const", value) if !(named && value.is_object()) => checked(value)?,
             ("enum", value @ Value::Array(_)) => checked(value)?,
+            ("multipleOf", Value::Number(number)) => Value::Number(divisor(number)?),
             (key, Value::Number(number)) => Value::Number(bound(map, key, number)?),
             (key, Value::Object(inner)) => {
-                Value::Object(object(inner, !named && NAMES.contains(&key))?)
+                Value::Object(object(inner, !named && NAMES.contains(&key), ends)?)
             }
-            (_, value) => held(value)?,
+            (_, value) => within(value, ends)?,
         };
         made.insert(key.clone(), value);
     }
-    move_open_ends(&mut made);
+    move_open_ends(&mut made, ends);
     Ok(made)
+}
+
+/// The value of a keyword. As of draft 4, a flag says that the bound beside it is open, and stands
+/// for it: the library reads a flag only together with its bound, but not what stands before and
+/// behind `allOf` and its like.
+pub(super) fn stated<'a>(map: &'a Map<String, Value>, key: &str, value: &'a Value) -> &'a Value {
+    let flagged = match (key, value) {
+        ("exclusiveMinimum", Value::Bool(true)) => map.get("minimum"),
+        ("exclusiveMaximum", Value::Bool(true)) => map.get("maximum"),
+        _ => None,
+    };
+    flagged.filter(|bound| bound.is_number()).unwrap_or(value)
+}
+
+/// Whether the library holds a bound as it is, or nobody can: its digits are lost.
+pub(super) fn holds(map: &Map<String, Value>, key: &str, number: &Number) -> bool {
+    // The library has no integers above the highest one with a sign, and takes that for them.
+    let is_kept = |held: Number| held == *number && (number.is_f64() || number.is_i64());
+    has_lost_digits(number) || bound(map, key, number).is_ok_and(is_kept)
+}
+
+/// A bound whose digits count: itself, or if they are lost, one that is certainly within it.
+pub(super) fn certain(map: &Map<String, Value>, key: &str, number: &Number) -> Option<Number> {
+    if has_lost_digits(number) { bound(map, key, number).ok() } else { Some(number.clone()) }
+}
+
+/// Whether the library divides by this number, or can be told to.
+pub(super) fn divides(number: &Number) -> bool {
+    divisor(number).is_ok()
+}
+
+/// Whether the library writes all numbers of a constant, or of a list of them, as they are.
+pub(super) fn keeps(constant: &Value) -> bool {
+    check(constant).is_ok()
+}
+
+/// Whether a number may have had other digits: of more than 64 bits, it became a float where it was
+/// read.
+fn has_lost_digits(number: &Number) -> bool {
+    number.is_f64() && number.as_f64().is_none_or(|float| float.abs() > HELD_MAX as f64)
 }
 
 /// A constant, or a list of them, whose numbers must come as they are.
@@ -60,9 +117,9 @@ fn check(constant: &Value) -> Result<(), String> {
         Value::Array(list) => list.iter().try_for_each(check),
         Value::Object(map) => map.values().try_for_each(check),
         Value::Number(number) if !is_kept(number) => Err(format!(
-            "has the constant {number}, which might become another number: beyond {EXACT_MAX} \
-             (2^53) grammars hold only some integers, and none of more than 64 bits; make it a \
-             string"
+            "has the constant {number}, which might become another number: where schemas are \
+             merged (`allOf`, keywords beside `anyOf` or `$ref`) grammars hold only some integers \
+             beyond {EXACT_MAX} (2^53), and nowhere any of more than 64 bits; make it a string"
         )),
         _ => Ok(()),
     }
@@ -90,11 +147,9 @@ fn annotation(number: &Number) -> Number {
 
 /// The number of the keyword `key` of `map`, moved inwards if it is a bound that cannot be held.
 fn bound(map: &Map<String, Value>, key: &str, number: &Number) -> Result<Number, String> {
-    // As of draft 4, a flag says that the bound beside it is open.
-    let is_open = |flag: &str| map.get(flag) == Some(&Value::Bool(true));
     let (outwards, is_open): (i32, bool) = match key {
-        "minimum" => (-1, is_open("exclusiveMinimum")),
-        "maximum" => (1, is_open("exclusiveMaximum")),
+        "minimum" => (-1, false),
+        "maximum" => (1, false),
         "exclusiveMinimum" => (-1, true),
         "exclusiveMaximum" => (1, true),
         _ => return Ok(annotation(number)),
@@ -129,8 +184,9 @@ fn bound(map: &Map<String, Value>, key: &str, number: &Number) -> Result<Number,
     // A schema without a type may be merged with one of integers.
     if integers.unwrap_or(true) {
         return Err(format!(
-            "has `{key}` {number}, which would become another bound: beyond {EXACT_MAX} (2^53) \
-             grammars hold only some integers"
+            "has `{key}` {number}, which would become another bound: where schemas are merged \
+             (`allOf`, keywords beside `anyOf` or `$ref`) grammars hold only some integers beyond \
+             {EXACT_MAX} (2^53)"
         ));
     }
     let is_outside = (float as i128 - exact) * i128::from(outwards) > 0;
@@ -150,18 +206,106 @@ fn names_type(map: &Map<String, Value>, name: &str) -> Option<bool> {
     })
 }
 
+/// A divisor as a float that the library reads as these very digits.
+fn divisor(number: &Number) -> Result<Number, String> {
+    let Some(float) = number.as_f64().filter(|float| *float != 0.0) else {
+        return Ok(number.clone());
+    };
+    let error = || {
+        format!(
+            "has `multipleOf` {number}, by which grammars cannot divide, at least where schemas \
+             are merged (`allOf`, keywords beside `anyOf` or `$ref`)"
+        )
+    };
+    let wanted = Decimal::of(number).and_then(Decimal::divisor).ok_or_else(error)?;
+    let (mut below, mut above) = (float.abs(), float.abs());
+    if read(above) == Some(wanted) {
+        return Ok(number.clone());
+    }
+    for _ in 0..NEIGHBOURS {
+        (below, above) = (below.next_down(), above.next_up());
+        let found = [below, above].into_iter().find(|it| read(*it) == Some(wanted));
+        if let Some(found) = found.and_then(Number::from_f64) {
+            return Ok(found);
+        }
+    }
+    Err(error())
+}
+
+/// The digits that the library reads off a divisor: it multiplies by 10 until there are no
+/// decimals, and rounding may add some.
+fn read(mut float: f64) -> Option<Divisor> {
+    let mut decimals = 0;
+    while float.fract() != 0.0 {
+        float *= 10.0;
+        decimals += 1;
+    }
+    if float > f64::from(u32::MAX) {
+        return None;
+    }
+    let mut digits = float as u32;
+    while decimals > 0 && digits.is_multiple_of(10) {
+        digits /= 10;
+        decimals -= 1;
+    }
+    Some(Divisor { digits, decimals })
+}
+
+/// The bounds in a document whose schemas may be merged, in their order; without such, none. The
+/// library computes with the tightest ones, wherever they stand.
+#[derive(Default)]
+struct Ends {
+    upper: Vec<f64>,
+    /// With the other sign.
+    lower: Vec<f64>,
+    merges: bool,
+}
+
+impl Ends {
+    fn of(document: &Value) -> Self {
+        let mut ends = Self::default();
+        ends.add(document);
+        if !ends.merges {
+            return Self::default();
+        }
+        ends.upper.sort_unstable_by(f64::total_cmp);
+        ends.lower.sort_unstable_by(f64::total_cmp);
+        ends
+    }
+
+    fn add(&mut self, value: &Value) {
+        match value {
+            Value::Array(list) => list.iter().for_each(|it| self.add(it)),
+            Value::Object(map) => {
+                for (key, value) in map {
+                    match key.as_str() {
+                        "maximum" | "exclusiveMaximum" => self.upper.extend(value.as_f64()),
+                        "minimum" | "exclusiveMinimum" => {
+                            self.lower.extend(value.as_f64().map(|it| -it));
+                        }
+                        key => self.merges |= MERGING.contains(&key),
+                    }
+                    self.add(value);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
 /// Moves open bounds that the library takes for closed ones: whole numbers, where nothing else
 /// before the other bound has the same digits before its point.
-fn move_open_ends(map: &mut Map<String, Value>) {
-    let ends = [
-        ("exclusiveMinimum", "minimum", ["maximum", "exclusiveMaximum"], 1.0),
-        ("exclusiveMaximum", "maximum", ["minimum", "exclusiveMinimum"], -1.0),
+fn move_open_ends(map: &mut Map<String, Value>, ends: &Ends) {
+    let sides = [
+        ("exclusiveMinimum", ["maximum", "exclusiveMaximum"], &ends.upper, 1.0),
+        ("exclusiveMaximum", ["minimum", "exclusiveMinimum"], &ends.lower, -1.0),
     ];
-    for (open, closed, others, sign) in ends {
-        let key = if map.get(open) == Some(&Value::Bool(true)) { closed } else { open };
+    for (open, others, elsewhere, sign) in sides {
         let bound = |key: &str| map.get(key).and_then(Value::as_f64).map(|it| it * sign);
-        let Some(end) = bound(key) else { continue };
-        let other = others.into_iter().filter_map(bound).fold(f64::INFINITY, f64::min);
+        let Some(end) = bound(open) else { continue };
+        let beside = others.into_iter().filter_map(bound).fold(f64::INFINITY, f64::min);
+        let beyond = elsewhere.get(elsewhere.partition_point(|it| *it <= end)).copied();
+        let other = beyond.map_or(beside, |it| it.min(beside));
         if end < 0.0 || end.fract() != 0.0 || other <= end || other >= end + 1.0 {
             continue;
         }
@@ -172,7 +316,7 @@ fn move_open_ends(map: &mut Map<String, Value>) {
             // From its digits, since a computed power has others.
             format!("1e{power}").parse::<f64>().unwrap_or(f64::MIN_POSITIVE)
         };
-        map.insert(key.to_owned(), (moved * sign).into());
+        map.insert(open.to_owned(), (moved * sign).into());
     }
 }
 
@@ -252,7 +396,7 @@ mod tests {
             ),
             (
                 json!({"maximum": 9_007_199_254_740_996_u64, "exclusiveMaximum": true}),
-                "`maximum` 9007199254740996",
+                "`exclusiveMaximum` 9007199254740996",
             ),
             (json!({"type": "integer", "minimum": -1e19, "maximum": -1e19}), "`maximum` -1e"),
             (json!({"minimum": u64::MAX}), "`minimum` 18446744073709551615"),
@@ -275,7 +419,7 @@ mod tests {
             ),
             (
                 json!({"minimum": 2, "exclusiveMinimum": true, "maximum": 2.5}),
-                json!({"minimum": 2.000_000_000_000_000_4, "exclusiveMinimum": true,
+                json!({"minimum": 2, "exclusiveMinimum": 2.000_000_000_000_000_4,
                     "maximum": 2.5}),
             ),
             (
@@ -293,6 +437,63 @@ mod tests {
             json!({"exclusiveMinimum": 0.5, "maximum": 0.75}),
         ] {
             assert_eq!(held(&kept), Ok(kept));
+        }
+    }
+
+    /// The library merges bounds wherever they stand.
+    #[test]
+    fn open_bounds_are_moved_where_the_other_one_is_elsewhere() {
+        let parts = |open: Value, other: Value| json!({"allOf": [open, {"items": [other]}]});
+        for (open, other, made) in [
+            (
+                json!({"exclusiveMinimum": 0}),
+                json!({"maximum": 0.1}),
+                json!({"exclusiveMinimum": 1e-17}),
+            ),
+            (
+                json!({"exclusiveMaximum": -2, "minimum": -9}),
+                json!({"minimum": -2.5}),
+                json!({"exclusiveMaximum": -2.000_000_000_000_000_4, "minimum": -9}),
+            ),
+            (
+                json!({"minimum": 2, "exclusiveMinimum": true}),
+                json!({"exclusiveMaximum": 2.5}),
+                json!({"minimum": 2, "exclusiveMinimum": 2.000_000_000_000_000_4}),
+            ),
+        ] {
+            assert_eq!(held(&parts(open, other.clone())), Ok(parts(made, other)));
+        }
+        for kept in [
+            parts(json!({"exclusiveMinimum": 0}), json!({"maximum": 1})),
+            parts(json!({"exclusiveMinimum": 0}), json!({"maximum": -0.5})),
+            // Nothing is merged here.
+            json!({"items": [{"exclusiveMinimum": 0}, {"maximum": 0.1}]}),
+        ] {
+            assert_eq!(held(&kept), Ok(kept));
+        }
+    }
+
+    #[test]
+    fn divisors_are_those_that_the_library_reads() {
+        for (divisor, digits, decimals) in [
+            (json!(0.07), 7, 2),
+            (json!(0.007), 7, 3),
+            (json!(-0.3), 3, 1),
+            (json!(12.5), 125, 1),
+            (json!(1e-8), 1, 8),
+            (json!(400), 400, 0),
+        ] {
+            let made = held(&json!({ "multipleOf": divisor })).unwrap();
+            let read = read(made["multipleOf"].as_f64().unwrap().abs());
+            assert_eq!(read, Some(Divisor { digits, decimals }), "{divisor}");
+        }
+        for kept in [json!(7), json!(0.25), json!(1e-4), json!(0)] {
+            let kept = json!({ "multipleOf": kept });
+            assert_eq!(held(&kept), Ok(kept));
+        }
+        for refused in [json!(0.53), json!(1e-9), json!(430_000_000), json!(1e300)] {
+            let error = held(&json!({ "multipleOf": refused })).unwrap_err();
+            assert!(error.contains("`multipleOf` "), "{error}");
         }
     }
 }
