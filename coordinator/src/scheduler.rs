@@ -12,6 +12,9 @@
 //!   to the front of its priority, so the oldest of the most urgent always makes progress. Less
 //!   urgent requests can starve: priorities are set on purpose. What was computed for a preempted
 //!   sequence goes to host memory if that has room (`swap`); otherwise it is recomputed.
+//! - `room to grow`: a sequence is admitted if those that run would still find the blocks that they
+//!   may need until its prompt is computed. Who comes later is preempted first, so it would be the
+//!   one to lose what was computed of it.
 //! - `one step ahead`: a step is planned before the one in flight is answered. Its decode entries
 //!   start at the position of a token that only the workers know yet. A sequence that is about to
 //!   draft needs that token. While such sequences wait and are fewer than half of those that run,
@@ -106,7 +109,9 @@ struct BlockWait {
     length: u32,
     /// Free blocks it needs.
     blocks: u64,
-    /// [`BlockPool::gains`] when `blocks` was computed.
+    /// Tokens it has to compute: the more they are, the more blocks running sequences keep.
+    uncomputed: u32,
+    /// [`BlockPool::gains`] when these two were computed.
     gains: u64,
 }
 

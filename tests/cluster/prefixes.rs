@@ -30,9 +30,11 @@ fn requests() -> Vec<Value> {
     requests
 }
 
-async fn answers(client: &Client, salt: Option<&str>) -> (Vec<Value>, f64) {
+/// Returns the answers, the number of prompt tokens of all choices, and how many of them have to be
+/// computed.
+async fn answers(client: &Client, salt: Option<&str>) -> (Vec<Value>, f64, f64) {
     let mut answers = Vec::new();
-    let mut prompt_tokens = 0.0;
+    let (mut prompt_tokens, mut computed) = (0.0, 0.0);
     for mut body in requests() {
         if let Some(salt) = salt {
             body["cache_salt"] = json!(salt);
@@ -40,16 +42,19 @@ async fn answers(client: &Client, salt: Option<&str>) -> (Vec<Value>, f64) {
         let reply = client.post("/v1/completions", &body).await.unwrap();
         assert_eq!(reply.status, 200, "{}", reply.body);
         let n = body["n"].as_f64().unwrap();
-        prompt_tokens += n * reply.body["usage"]["prompt_tokens"].as_f64().unwrap();
+        let prompt = reply.body["usage"]["prompt_tokens"].as_f64().unwrap();
+        prompt_tokens += n * prompt;
+        // The first choice has the log-probabilities of the prompt.
+        computed += if body["echo"] == json!(true) { prompt } else { 0.0 };
         answers.push(reply.body["choices"].clone());
     }
-    (answers, prompt_tokens)
+    (answers, prompt_tokens, computed)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_prompt_known_in_part_is_computed_in_part_and_answered_alike() {
     let without = up(&["--no-enable-prefix-caching"]).await;
-    let (expected, prompt_tokens) = answers(&without.client().unwrap(), None).await;
+    let (expected, prompt_tokens, computed) = answers(&without.client().unwrap(), None).await;
     let scrape = without.client().unwrap().scrape().await.unwrap();
     assert_eq!(scrape.sum("tutti_prompt_tokens_total", &[]), prompt_tokens);
     assert_eq!(scrape.sum("tutti_prefix_cache_query_tokens_total", &[]), 0.0);
@@ -57,25 +62,27 @@ async fn a_prompt_known_in_part_is_computed_in_part_and_answered_alike() {
 
     let with = up(&["--workers", "2", "--tensor-parallel", "2"]).await;
     let client = with.client().unwrap();
-    let (first, _) = answers(&client, None).await;
+    let (first, ..) = answers(&client, None).await;
     assert_eq!(first, expected);
     let scrape = client.scrape().await.unwrap();
     check_invariants(&scrape);
     let cached =
         scrape.sum("tutti_prompt_tokens_by_source_total", &[("source", "local_cache_hit")]);
     assert_eq!(scrape.sum("tutti_prompt_tokens_total", &[]), prompt_tokens);
-    assert_eq!(scrape.sum("tutti_prefix_cache_query_tokens_total", &[]), prompt_tokens);
+    // What has to be computed as a whole is not looked up.
+    let looked_up = scrape.sum("tutti_prefix_cache_query_tokens_total", &[]);
+    assert_eq!(looked_up, prompt_tokens - computed);
     assert_eq!(scrape.sum("tutti_prefix_cache_hit_tokens_total", &[]), cached);
     // All but the first request, and except the one that asks for its prompt's log-probabilities.
     assert!(cached > 0.6 * prompt_tokens, "{cached} of {prompt_tokens}");
 
     // A different salt shares nothing; the same salt does.
     let hits = |scrape: &Scrape| scrape.sum("tutti_prefix_cache_hit_tokens_total", &[]);
-    let (salted, _) = answers(&client, Some("a")).await;
+    let (salted, ..) = answers(&client, Some("a")).await;
     assert_eq!(salted, expected);
     let once = hits(&client.scrape().await.unwrap()) - cached;
     assert_eq!(once, cached, "as much as at first, nothing of what others asked");
-    let (again, _) = answers(&client, Some("a")).await;
+    let (again, ..) = answers(&client, Some("a")).await;
     assert_eq!(again, expected);
     assert!(hits(&client.scrape().await.unwrap()) > 3.0 * cached);
 

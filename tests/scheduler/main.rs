@@ -5,6 +5,7 @@
 //! - [`rig`]: scheduler, worker and clients, with named invariants checked after every event
 //! - [`agreement`]: what a replica does when its ranks report different things
 //! - [`frames`]: plans as sent
+//! - [`growing`]: blocks that sequences need while a long prompt is computed
 //! - [`guided`]: a guide whose masks depend on every token, and how guided requests are handled
 //! - [`leaving`]: many requests that end at once, and readers that stop reading
 //! - [`masks`]: a mask that never comes
@@ -34,6 +35,7 @@ mod agreement;
 mod deadlines;
 mod draft_model;
 mod frames;
+mod growing;
 mod guided;
 mod leaving;
 mod masks;

@@ -508,6 +508,7 @@ impl Rig {
             }
             Effect::StepDone(step) => {
                 self.totals.prompt += step.prompt;
+                self.totals.looked_up += step.looked_up;
                 self.totals.found += step.found;
                 self.totals.generated += step.generated;
                 self.totals.recomputed += step.recomputed;

@@ -452,6 +452,44 @@ fn an_embedding_is_a_prompt_that_is_computed_and_is_no_token() {
     }
 }
 
+/// As vLLM counts: of a prompt that has to be computed as a whole, nothing is looked up.
+#[test]
+fn only_what_may_be_cached_is_counted_as_looked_up() {
+    let mut rig = ready();
+    let plain = || prompt(40);
+    let scored = || ClientRequest { prompt_logprobs: Some(0), ..plain() };
+    let pooled = |pooling| ClientRequest { max_tokens: 0, pooling: Some(pooling), ..prompt(40) };
+    // Only the first choice has the prompt's log-probabilities.
+    let choices = ClientRequest { n: 3, ..scored() };
+    let clients = [
+        (plain(), (40, 0)),
+        (plain(), (40, 32)),
+        (scored(), (0, 0)),
+        (choices, (80, 64)),
+        (pooled(Pooling::Last), (40, 32)),
+        (pooled(Pooling::Mean), (0, 0)),
+    ];
+    for (at, (client, expected)) in clients.into_iter().enumerate() {
+        rig.totals = Default::default();
+        let generated = client.max_tokens * client.n;
+        rig.submit(client).unwrap();
+        while rig.plan() || rig.deliver() {}
+        let totals = rig.totals;
+        assert_eq!((totals.looked_up, totals.found), expected, "client {at}");
+        assert_eq!(totals.generated, generated, "client {at}");
+    }
+    // Nor when it comes back and may be looked up, which is no first time.
+    let mut rig = Rig::new(config());
+    rig.ready(5);
+    for seed in 0..3 {
+        rig.submit(ClientRequest { max_tokens: 40, seed, prompt_logprobs: Some(0), ..prompt(14) })
+            .unwrap();
+    }
+    rig.drain();
+    assert!(rig.preemptions > 0);
+    assert_eq!((rig.totals.looked_up, rig.totals.found), (0, 0));
+}
+
 #[test]
 fn cancelling_frees_everything_at_once() {
     let mut rig = ready();

@@ -46,7 +46,7 @@ impl Serving {
         let blocks = |held: &Held| held.n * held.needed.div_ceil(block_size);
         let used: u32 = self.held.iter().map(blocks).sum();
         let has_place = sequences < max_num_seqs && self.waiting.is_empty();
-        // Each that runs keeps a block for its next tokens.
+        // Each that runs keeps what it may come to, and one block at least.
         has_place.then(|| self.room.saturating_sub((used + sequences) * block_size))
     }
 }

@@ -1,7 +1,6 @@
 //! PURE: which waiting sequences come into a step, and whether there is room for them.
 use shared::ids::RequestId;
 use shared::protocol::NewSequence;
-use shared::sampling::Pooling;
 
 use super::plan::PlanBuilder;
 use super::sequence::Sequence;
@@ -165,10 +164,12 @@ impl Scheduler {
         }
         self.look_up(slot);
         let Some(seq) = &self.sequences[slot] else { return false };
+        let (length, num_found) = (seq.tokens.len() as u32, self.found.len() as u32);
         // With room for one more token, so that its first output does not get it preempted.
-        let wanted = self.config.blocks_for(seq.tokens.len() as u32 + 1) - self.found.len() as u32;
+        let wanted = self.config.blocks_for(length + 1) - num_found;
         let found_free = self.found.iter().filter(|found| found.is_free).count() as u32;
-        let waits = self.is_short_of(slot, wanted + found_free);
+        let uncomputed = length - num_found * self.config.block_size;
+        let waits = self.is_short_of(slot, wanted + found_free, uncomputed);
         debug_assert!(waits || !known, "{wanted} and {found_free}, {:?}", self.waits_for);
         waits
     }
@@ -180,47 +181,95 @@ impl Scheduler {
         let Some(seq) = &self.sequences[slot] else { return false };
         let key = (seq.id, seq.tokens.len() as u32);
         let known = self.waits_for.filter(|waits| (waits.seq, waits.length) == key);
-        // Each gain saves at most one block.
-        let blocks = known.map(|it| it.blocks.saturating_sub(self.blocks.gains() - it.gains));
-        !self.running.is_empty() && blocks.is_some_and(|blocks| blocks > self.free_to_admit())
+        let Some(known) = known.filter(|_| !self.running.is_empty()) else { return false };
+        // Each gain saves at most one block, with the tokens in it.
+        let gains = self.blocks.gains() - known.gains;
+        let saved = u32::try_from(gains).unwrap_or(u32::MAX);
+        let saved = saved.saturating_mul(self.config.block_size);
+        let uncomputed = known.uncomputed.saturating_sub(saved);
+        known.blocks.saturating_sub(gains) > self.free_beside(seq.priority, uncomputed)
     }
 
-    /// Whether a waiting sequence that needs so many free blocks has to wait, which is noted. One
-    /// that nothing runs beside is admitted in any case.
-    pub(super) fn is_short_of(&mut self, slot: usize, blocks: u32) -> bool {
+    /// Whether a waiting sequence that needs so many free blocks and has so many tokens to compute
+    /// has to wait, which is noted. One that nothing runs beside is admitted in any case.
+    pub(super) fn is_short_of(&mut self, slot: usize, blocks: u32, uncomputed: u32) -> bool {
         let Some(seq) = &self.sequences[slot] else { return false };
+        let free = self.free_beside(seq.priority, uncomputed);
         let (seq, length, blocks) = (seq.id, seq.tokens.len() as u32, u64::from(blocks));
-        let waits = !self.running.is_empty() && blocks > self.free_to_admit();
+        let waits = !self.running.is_empty() && blocks > free;
         let gains = self.blocks.gains();
-        self.waits_for = waits.then_some(BlockWait { seq, length, blocks, gains });
+        self.waits_for = waits.then_some(BlockWait { seq, length, blocks, uncomputed, gains });
         waits
     }
 
-    /// Free blocks for sequences that wait. Each running one keeps what it lacks for the tokens
-    /// that it has and the next one, and a block at least: otherwise those that run would soon
-    /// preempt who came last, and what it computed is lost.
+    /// Free blocks for a prompt that comes now: one that needs no more, its first output included,
+    /// is admitted, whatever its priority. Some that need more may be, too.
     #[must_use]
     pub fn free_to_admit(&self) -> u64 {
-        u64::from(self.blocks.num_free()).saturating_sub(self.lacking())
+        let free = u64::from(self.blocks.num_free());
+        let mut most = free.saturating_sub(self.lacking());
+        while most > 0 {
+            let tokens = most.saturating_mul(u64::from(self.config.block_size)) - 1;
+            let tokens = tokens.min(u64::from(self.config.max_model_len)) as u32;
+            // Beside a prompt of that length so much is left, and beside a shorter one no less. If
+            // that is little, shorter ones are asked about.
+            let fits = self.free_beside(i32::MAX, tokens).min(most);
+            if 2 * fits >= most {
+                return fits;
+            }
+            most /= 2;
+        }
+        0
     }
 
-    /// Blocks that the running sequences keep of those that are free.
-    pub(super) fn lacking(&self) -> u64 {
+    /// Free blocks for a waiting sequence of this priority with so many tokens to compute. Each
+    /// running one keeps what it lacks until these are computed: otherwise those that run would
+    /// preempt who came last when most of its prompt is there, and that is lost.
+    pub(super) fn free_beside(&self, priority: i32, tokens: u32) -> u64 {
+        let lacking = self.lacking_for(priority, self.steps_for(priority, tokens));
+        u64::from(self.blocks.num_free()).saturating_sub(lacking)
+    }
+
+    /// Number of steps that so many tokens of a waiting sequence of this priority take, with those
+    /// of prompts under way that are as urgent: they go first, or need their blocks for longer.
+    pub(super) fn steps_for(&self, priority: i32, tokens: u32) -> u32 {
+        let (mut tokens, mut decodes) = (tokens, 0_u32);
+        for seq in self.running() {
+            match seq.num_wanted(self.config.max_model_len) {
+                0..=1 => decodes += 1,
+                wanted if seq.priority <= priority => tokens = tokens.saturating_add(wanted),
+                _ => {}
+            }
+        }
+        let each = self.step_tokens.saturating_sub(decodes).min(self.mixed_prefill_tokens);
+        tokens.div_ceil(each.max(1))
+    }
+
+    /// Blocks that the running sequences keep of those that are free, while a prompt of this
+    /// priority is computed in so many steps: those that they need for the tokens that they have
+    /// and for those that they may get in these steps, and a block each at least. Less urgent ones
+    /// keep what they need next alone: they are preempted before that prompt is.
+    pub(super) fn lacking_for(&self, priority: i32, steps: u32) -> u64 {
         let lacks = |seq: &Sequence| {
-            let whole = self.config.blocks_for(seq.len_ahead() + 1);
+            let steps = if seq.priority <= priority { steps } else { 0 };
+            let whole = self.config.blocks_for(seq.len_after(steps, &self.config));
             u64::from(whole.saturating_sub(seq.blocks.len() as u32).max(1))
         };
         self.running().map(lacks).sum()
     }
 
+    /// Blocks that the running sequences keep of those that are free for the tokens that they have
+    /// and the next one, and a block each at least.
+    pub(super) fn lacking(&self) -> u64 {
+        self.lacking_for(i32::MIN, 0)
+    }
+
     /// Finds the cached blocks of a waiting sequence. At least one token is left to compute, for
-    /// its logits or its embedding. Log-probabilities of a prompt, and embeddings pooled over more
-    /// than one token, need all of it.
+    /// its logits or its embedding.
     pub(super) fn look_up(&mut self, slot: usize) {
         self.found.clear();
         let Some(seq) = &self.sequences[slot] else { return };
-        let needs_all = seq.sampling.pooling.is_some_and(Pooling::needs_all);
-        if !self.config.prefix_caching || !seq.prompt_logprobs_done || needs_all {
+        if !self.config.prefix_caching || !seq.may_be_cached() {
             return;
         }
         let size = self.config.block_size as usize;

@@ -173,7 +173,7 @@ impl Scheduler {
             let Some(seq) = &self.sequences[*slot] else { continue };
             let len = seq.tokens.len() as u32;
             let blocks = self.config.blocks_for(len + 1);
-            if rows == 0 || blocks > free {
+            if rows == 0 || blocks > free || self.is_known_to_wait(*slot) {
                 break;
             }
             rows -= 1;
@@ -184,12 +184,15 @@ impl Scheduler {
         DraftRoom { rows, tokens, blocks: self.blocks_for_drafts() }
     }
 
-    /// Number of blocks that drafts may take: one is left for each admitted sequence, and none is
-    /// taken while a sequence waits. Blocks of wrong drafts stay with their sequence, which will
-    /// need them.
+    /// Number of blocks that drafts may take: what each admitted sequence needs next is left, with
+    /// the rest of a prompt under way, and none is taken while a sequence waits. Blocks of wrong
+    /// drafts stay with their sequence, which will need them.
     fn blocks_for_drafts(&self) -> u32 {
-        let spare = self.blocks.num_free().saturating_sub(self.running.len() as u32);
-        if self.waiting.is_empty() { spare } else { 0 }
+        if !self.waiting.is_empty() {
+            return 0;
+        }
+        let kept = u32::try_from(self.lacking()).unwrap_or(u32::MAX);
+        self.blocks.num_free().saturating_sub(kept)
     }
 
     /// Enters new tokens into the indices, up to a bound for all of them: first the tokens of the

@@ -23,7 +23,8 @@ pub(super) struct InFlight {
     pub(super) prompt_tokens: u32,
     pub(super) cached_tokens: u32,
     pub(super) recomputed_tokens: u32,
-    /// Prompt tokens looked up in the KV cache by sequences new to it, and found there.
+    /// Prompt tokens looked up in the KV cache by sequences new to it, and found there. None of
+    /// prompts that have to be computed as a whole.
     pub(super) looked_up: u32,
     pub(super) found: u32,
     /// It has masked entries whose masks are not sent yet.
@@ -57,7 +58,7 @@ pub(super) struct Entry {
     pub(super) asks: bool,
     /// It computes more of the sequence than was ever computed before.
     pub(super) fresh: bool,
-    /// The sequence is looked up in the KV cache for the first time.
+    /// It counts what the KV cache had of the sequence's prompt.
     pub(super) looks_up: bool,
     /// The sequence's `computed_max` before this share, restored if the step is lost with its
     /// epoch.
@@ -286,7 +287,7 @@ impl Scheduler {
             let found = start.min(seq.num_prompt);
             step.cached_tokens += found.saturating_sub(seq.computed_max);
             if looks_up {
-                step.looked_up += seq.num_prompt;
+                step.looked_up += if seq.may_be_cached() { seq.num_prompt } else { 0 };
                 step.found += found;
                 seq.looked_up = true;
                 seq.cached = found;

@@ -3,9 +3,8 @@ use std::sync::Arc;
 
 use shared::ids::{BlockId, Epoch, RequestId, SeqId};
 use shared::protocol::{Drafts, TokenLogprobs};
-use shared::sampling::SamplingParams;
+use shared::sampling::{Pooling, SamplingParams};
 
-use super::AwaitedMask;
 use super::blocks::Prefix;
 use super::effect::RequestPlace;
 use super::pace::DraftPace;
@@ -13,6 +12,7 @@ use super::queue::QueueLoad;
 use super::speculate::NgramDrafter;
 use super::swap::SwappedBlocks;
 use super::tokens::Tokens;
+use super::{AwaitedMask, SchedulerConfig};
 use crate::engine::{GenerateRequest, TokenGuide, room_wanted};
 
 /// The order of admitted sequences: priority, then admission.
@@ -53,7 +53,8 @@ pub(super) struct Sequence {
     pub(super) cache_salt: u64,
     /// The adapter it is computed with; 0 for none.
     pub(super) adapter: u32,
-    /// Whether a step that is answered or in flight looked it up in the KV cache.
+    /// Whether it was in a step that is answered or in flight, which then counted what the KV cache
+    /// had of its prompt. What it finds when it comes back is not counted.
     pub(super) looked_up: bool,
     /// Prompt tokens found there then.
     pub(super) cached: u32,
@@ -188,6 +189,27 @@ impl Sequence {
     /// Length once every step in flight is answered.
     pub(super) fn len_ahead(&self) -> u32 {
         self.tokens.len() as u32 + self.pending
+    }
+
+    /// Maximum length in the present epoch.
+    fn len_max(&self, max_model_len: u32) -> u32 {
+        self.num_prompt.saturating_add(self.output_max()).min(max_model_len)
+    }
+
+    /// Maximum length once it has been in so many more steps as one that decodes; with its next
+    /// token, in any case. One that drafts may gain all of its drafts in each.
+    pub(super) fn len_after(&self, steps: u32, config: &SchedulerConfig) -> u32 {
+        let drafts = config.speculation.filter(|_| self.wants_draft || !self.drafts.is_empty());
+        let each = 1 + drafts.map_or(0, |drafts| drafts.num_speculative_tokens);
+        let more = steps.saturating_mul(each).max(1);
+        self.len_ahead().saturating_add(more).min(self.len_max(config.max_model_len))
+    }
+
+    /// Whether it may begin with what the KV cache has of its tokens: log-probabilities of its
+    /// prompt, and an embedding pooled over more than one token, need all of it to be computed.
+    pub(super) fn may_be_cached(&self) -> bool {
+        let needs_all = self.sampling.pooling.is_some_and(Pooling::needs_all);
+        self.prompt_logprobs_done && !needs_all
     }
 
     /// Accepted output tokens.

@@ -6,6 +6,7 @@
 //! still needs.
 use super::admission::AdmissionDecision;
 use super::plan::PlanBuilder;
+use super::sequence::Sequence;
 use super::{Scheduler, weight};
 
 /// A prompt behind a longer one. The order is the one in which they are computed.
@@ -129,13 +130,26 @@ impl Scheduler {
         let Some(head) = self.waiting.front() else { return false };
         let Some(seq) = &self.sequences[*head] else { return false };
         let may_come = matches!(self.decide_admission(seq, builder), AdmissionDecision::Admit);
-        may_come && seq.swapped.is_none() && self.blocks_of(*head) <= self.free_to_admit()
+        let free = self.free_beside(seq.priority, seq.tokens.len() as u32);
+        may_come && seq.swapped.is_none() && self.blocks_of(seq, 0) <= free
     }
 
-    /// Blocks of a waiting sequence with room for one more token, whatever is cached.
-    fn blocks_of(&self, slot: usize) -> u64 {
-        let tokens = self.sequences[slot].as_ref().map_or(0, |seq| seq.tokens.len() as u32);
-        u64::from(self.config.blocks_for(tokens + 1))
+    /// Blocks of a waiting sequence once it has been in so many steps as one that decodes, with
+    /// room for one more token in any case, whatever is cached.
+    fn blocks_of(&self, seq: &Sequence, steps: u32) -> u64 {
+        let next = self.config.blocks_for(seq.tokens.len() as u32 + 1);
+        u64::from(self.config.blocks_for(seq.len_after(steps, &self.config)).max(next))
+    }
+
+    /// Whether a sequence that passes the queue's head leaves it the blocks that it needs, also if
+    /// it decodes while the head's prompt is computed.
+    fn leaves_blocks(&self, head: usize, seq: &Sequence) -> bool {
+        let Some(head) = &self.sequences[head] else { return true };
+        let tokens = (head.tokens.len() as u32).saturating_add(seq.tokens.len() as u32);
+        let steps = self.steps_for(head.priority, tokens);
+        let kept = self.lacking_for(head.priority, steps);
+        let free = u64::from(self.blocks.num_free()).saturating_sub(kept);
+        self.blocks_of(head, 0) + self.blocks_of(seq, steps) <= free
     }
 
     /// Plans a running sequence, unless it was preempted just now.
@@ -154,8 +168,7 @@ impl Scheduler {
         let passes = slot != head;
         let places = self.config.max_num_seqs as usize - usize::from(passes);
         let has_place = self.running.len() < places;
-        let has_blocks =
-            !passes || self.blocks_of(head) + self.blocks_of(slot) <= self.free_to_admit();
+        let has_blocks = !passes || self.leaves_blocks(head, seq);
         let may_come = matches!(self.decide_admission(seq, builder), AdmissionDecision::Admit);
         if !has_place || !has_blocks || !may_come {
             return false;

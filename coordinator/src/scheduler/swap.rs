@@ -104,8 +104,8 @@ impl Scheduler {
     ) -> bool {
         let Some(seq) = &self.sequences[slot] else { return false };
         let Some(swapped) = &seq.swapped else { return false };
-        let count = seq.num_wanted(self.config.max_model_len).min(builder.budget);
-        let count = weight::scored_max(seq, count, builder.step.scores);
+        let wanted = seq.num_wanted(self.config.max_model_len);
+        let count = weight::scored_max(seq, wanted.min(builder.budget), builder.step.scores);
         // Its last token is in flight, or drafts whose outcome is unknown.
         let waits = count == 0 || seq.waits_for_token(self.config.max_model_len);
         let host_blocks = swapped.host.len();
@@ -127,7 +127,7 @@ impl Scheduler {
         self.found.truncate(full);
         let num_found = self.found.len() as u32;
         let found_free = self.found.iter().filter(|found| found.is_free).count() as u32;
-        let short = self.is_short_of(slot, ahead - num_found + found_free);
+        let short = self.is_short_of(slot, ahead - num_found + found_free, wanted);
         debug_assert!(short || !known, "{ahead}, {num_found}, {found_free}: {:?}", self.waits_for);
         if short || table - num_found + found_free > self.blocks.num_free() {
             return false;
