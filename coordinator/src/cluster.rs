@@ -60,13 +60,17 @@ use shared::membership::DesiredState;
 use shared::protocol::{HeldShard, LoadProgress, ToWorker};
 
 use self::adapters::Adapters;
-use self::failing_ranks::{FORMATIONS, FailingRanks, STEPS, ToldGroups};
-use self::pending_answers::PendingAnswers;
+use self::failing_ranks::{FORMATIONS, FailingRanks, STEPS, ToldTrouble};
+use self::pending_answers::{PendingAnswers, hung_patience};
 use self::quarantine::Quarantine;
 use self::replica::Replica;
 use self::replicas::Replicas;
 use self::slow_workers::SlowWorkers;
 use crate::scheduler::EpochEnd;
+
+/// Time between two ticks counts as so much at most for those that are waited for: when this
+/// process was stopped, or its whole host, what has come meanwhile still waits to be read.
+const LOOK_MAX: Duration = Duration::from_secs(1);
 
 /// The cluster as the coordinator sees it.
 #[derive(Debug)]
@@ -86,8 +90,8 @@ pub struct Cluster {
     pending_answers: PendingAnswers,
     failed_formations: FailingRanks,
     hung_steps: FailingRanks,
-    /// What workers were told of failures of either kind.
-    told: BTreeMap<WorkerId, [ToldGroups; 2]>,
+    /// What workers were told of failures.
+    told: BTreeMap<WorkerId, ToldTrouble>,
     /// Devices that fail again and again.
     quarantine: Quarantine,
     /// Weights that workers brought from another coordinator.
@@ -103,6 +107,8 @@ pub struct Cluster {
     seen: u64,
     /// When a pass may find something to do although nothing has happened.
     due: Option<Duration>,
+    /// The last tick.
+    looked: Option<Duration>,
 }
 
 impl Cluster {
@@ -129,6 +135,7 @@ impl Cluster {
             epoch: Epoch(0),
             seen: 0,
             due: None,
+            looked: None,
         }
     }
 
@@ -235,6 +242,8 @@ impl Cluster {
         }
         let node = self.members.remove(&worker).map(|member| member.node).unwrap_or_default();
         self.pending_answers.left(worker);
+        // Another process of it knows nothing of its device.
+        self.told.remove(&worker);
         self.failed_formations.left(now, worker, incarnation);
         self.hung_steps.left(now, worker, incarnation);
         self.release_held();
@@ -330,8 +339,10 @@ impl Cluster {
 
     /// A step of this epoch takes too long that these ranks have not finished.
     pub fn ranks_hang(&mut self, now: Duration, id: ReplicaId, epoch: Epoch, workers: &[WorkerId]) {
-        // Of an epoch that is over, they have been told something else since.
-        if self.replicas.get(id).is_none_or(|replica| replica.epoch() != epoch) {
+        // Of an epoch that is over, they have been told something else since, and may have said all
+        // that they have to say.
+        let serves = |replica: &Replica| replica.epoch() == epoch && replica.is_serving();
+        if !self.replicas.get(id).is_some_and(serves) {
             return;
         }
         let there = workers.iter().copied().filter(|worker| self.members.contains_key(worker));
@@ -339,9 +350,18 @@ impl Cluster {
         if hang.is_empty() {
             return;
         }
-        hang.iter().for_each(|worker| self.pending_answers.mark_hung(*worker));
+        self.mark_hung(&hang);
         self.hung_steps.failed(now, &hang);
         self.replicas.change(id, Replica::step_hung);
+    }
+
+    /// Some of these ranks hang. The others are heard as soon as they are told to leave.
+    fn mark_hung(&mut self, workers: &[WorkerId]) {
+        for worker in workers {
+            let is_on_gpu = self.members.get(worker).is_some_and(|it| !it.gpu.is_empty());
+            let patience = hung_patience(is_on_gpu, self.config.step_timeout);
+            self.pending_answers.mark_hung(*worker, patience);
+        }
     }
 
     /// A rank reports that a step failed; the replica last finished one at `last_step`, if any in
@@ -350,6 +370,7 @@ impl Cluster {
     pub fn step_failed(
         &mut self,
         now: Duration,
+        worker: WorkerId,
         id: ReplicaId,
         epoch: Epoch,
         last_step: Option<Duration>,
@@ -365,9 +386,11 @@ impl Cluster {
             && !replica.has_hung()
             && now.saturating_sub(replica.served_since().max(last_step.unwrap_or_default())) >= long
         {
-            let ranks = replica.ranks();
+            let mut ranks = replica.ranks();
             self.hung_steps.failed(now, &ranks);
             self.replicas.change(id, Replica::step_hung);
+            ranks.retain(|rank| *rank != worker);
+            self.mark_hung(&ranks);
         }
         let cause = match waited_in_vain {
             true => FailoverReason::StepOverdue,
@@ -430,10 +453,21 @@ impl Cluster {
 
     /// Time passes: runs a pass if one is due.
     pub fn tick(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        let passed = now.saturating_sub(self.looked.replace(now).unwrap_or(now));
+        if let Some(deaf) = passed.checked_sub(LOOK_MAX).filter(|deaf| !deaf.is_zero()) {
+            self.pending_answers.stood_still(now, deaf);
+            // Passes before this one have given up nobody.
+            self.due = Some(now);
+        }
         if self.is_due(now) {
             self.reconcile(now, effects);
         }
         self.tell_trouble(now, effects);
+    }
+
+    /// Whether this process has stood still, and the next tick is to find out for how long.
+    fn has_stood_still(&self, now: Duration) -> bool {
+        self.looked.is_some_and(|looked| now.saturating_sub(looked) > LOOK_MAX)
     }
 
     /// Ends the replica's epoch: the survivors leave their collective and keep their weights.

@@ -89,4 +89,9 @@ pub trait Collective: Send + Debug {
 
     /// A handle with which another thread can abort this group.
     fn abort_handle(&self) -> Arc<dyn AbortHandle>;
+
+    /// Whether the group was aborted: every operation says so from now on.
+    fn is_aborted(&self) -> bool {
+        false
+    }
 }

@@ -61,7 +61,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change to a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 25;
+pub const PROTOCOL_VERSION: u16 = 26;
 
 /// All messages from a coordinator to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -78,11 +78,11 @@ pub enum ToWorker {
         /// Epoch to leave; other epochs are not affected.
         epoch: Epoch,
     },
-    /// Finish and exit with code 0.
+    /// Finish and exit.
     Shutdown {
         /// Why, for the worker's log.
         reason: String,
-        /// Whether another process may take its place, if this one fails to shut down.
+        /// Whether it is to be started again, since it hangs: then its exit code is not 0.
         again: bool,
     },
     /// NCCL's unique id, made by rank 0; the other ranks use it to join the communicator.

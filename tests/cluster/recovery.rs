@@ -28,6 +28,8 @@ struct Bounds {
     killed: Duration,
     frozen: Duration,
     hung: Duration,
+    /// Where it hangs for good, and another takes its place.
+    replaced: Duration,
 }
 
 const SHORT: Bounds = Bounds {
@@ -35,12 +37,14 @@ const SHORT: Bounds = Bounds {
     killed: Duration::from_secs(12),
     frozen: Duration::from_secs(15),
     hung: Duration::from_secs(20),
+    replaced: Duration::from_secs(30),
 };
 const LONG: Bounds = Bounds {
     runs: 20,
     killed: Duration::from_secs(3),
     frozen: Duration::from_secs(6),
     hung: Duration::from_secs(7),
+    replaced: Duration::from_secs(12),
 };
 
 /// Prints the longest pause of each of a case's runs.
@@ -141,7 +145,8 @@ async fn hung_rank() -> Result<(Seen, Duration), String> {
     let stopped = Stopped::thread(victim, "executor")?;
     let overdue = |s: &Scrape| s.sum("tutti_steps_overdue_total", &[]) == 1.0;
     assert!(overdue(&client.scrape_until(PATIENCE, overdue).await.unwrap()));
-    tokio::time::sleep(Duration::from_secs(2)).await;
+    // Until the other replica has its requests. Not for long: then its process would be ended.
+    tokio::time::sleep(Duration::from_secs(1)).await;
     let until = Instant::now();
     drop(stopped);
     whole(&client, 2.0, 2.0).await;
@@ -149,6 +154,31 @@ async fn hung_rank() -> Result<(Seen, Duration), String> {
     let scrape = client.scrape().await.unwrap();
     assert_eq!(scrape.sum("tutti_steps_overdue_total", &[]), 1.0, "it was found once");
     assert_eq!(scrape.sum("tutti_worker_restarts_total", &[]), 0.0);
+    let pause = seen.longest(hangs, until);
+    Ok((seen, pause))
+}
+
+/// A rank of the only replica computes no more, and stays so. Returns the pause until a spare has
+/// its place, or why no thread can be stopped here.
+async fn rank_hung_for_good() -> Result<(Seen, Duration), String> {
+    let fleet = Fleet::start(&["--tensor-parallel", "1", "--replicas", "1"], 2, 0).await.unwrap();
+    let client = fleet.client().unwrap();
+    whole(&client, 2.0, 1.0).await;
+    let load = Load::start(std::slice::from_ref(&client), 4, TOKENS).await.unwrap();
+    let steps = |s: &Scrape| s.sum("tutti_engine_steps_total", &[]) > 6000.0;
+    assert!(steps(&client.scrape_until(PATIENCE, steps).await.unwrap()));
+    let victim = a_rank(&client, 0).await;
+    let hangs = Instant::now();
+    let stopped = Stopped::thread(fleet.workers[victim].pid(), "executor")?;
+    // Whoever has the rank then answers.
+    let reply = client.post("/v1/completions", &crate::greedy(crate::STORY, 4)).await.unwrap();
+    let until = Instant::now();
+    assert_eq!(reply.status, 200, "{}\n{}", reply.body, fleet.coordinator.log());
+    assert_ne!(a_rank(&client, 0).await, victim, "{}", fleet.coordinator.log());
+    let scrape = client.scrape().await.unwrap();
+    assert_eq!(scrape.sum("tutti_worker_up", &[]), 2.0, "its process answers all the while");
+    drop(stopped);
+    let seen = load.stop().await;
     let pause = seen.longest(hangs, until);
     Ok((seen, pause))
 }
@@ -338,6 +368,41 @@ async fn a_rank_that_hangs_while_its_process_lives_is_found_within_seconds() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_rank_that_hangs_for_good_gives_way_within_seconds() {
+    let case = "rank hangs for good, 1 replica, 1 spare";
+    match rank_hung_for_good().await {
+        Ok((seen, pause)) => report(case, &seen, vec![pause], SHORT.replaced),
+        Err(reason) => println!("no thread can be stopped here: {reason}"),
+    }
+}
+
+/// Nobody else can have its rank: it is told to end, and its exit code says that it failed, so that
+/// whoever supervises it starts it again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_hangs_for_good_ends_as_one_that_failed() {
+    // A step of an idle replica shows it, too.
+    let args = ["--tensor-parallel", "1", "--step-timeout", "2"];
+    let mut fleet = Fleet::start(&args, 1, 0).await.unwrap();
+    let client = fleet.client().unwrap();
+    whole(&client, 1.0, 1.0).await;
+    let hangs = Instant::now();
+    let stopped = match Stopped::thread(fleet.workers[0].pid(), "executor") {
+        Ok(stopped) => stopped,
+        Err(reason) => return println!("no thread can be stopped here: {reason}"),
+    };
+    let gone = |s: &Scrape| s.sum("tutti_worker_up", &[]) == 0.0;
+    assert!(gone(&client.scrape_until(PATIENCE, gone).await.unwrap()));
+    let lasted = hangs.elapsed();
+    let log = fleet.coordinator.log();
+    assert!(lasted < Duration::from_secs(20), "{lasted:?}\n{log}");
+    assert!(log.contains("did not answer while its replica was formed"), "{log}");
+    // The process is there as long as whoever has stopped its thread.
+    drop(stopped);
+    let status = fleet.workers[0].wait_end().unwrap();
+    assert_eq!(status.code(), Some(1), "{}", fleet.workers[0].log());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_host_that_is_cut_off_costs_a_pause() {
     cut_links(&SHORT, 1).await;
 }
@@ -379,6 +444,20 @@ async fn figures_of_hung_ranks() {
         pauses.push(pause);
     }
     report("rank hangs, 2 replicas", &all, pauses, LONG.hung);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "the long run: minutes, for docs/benchmarks.md"]
+async fn figures_of_ranks_that_hang_for_good() {
+    head();
+    let (mut all, mut pauses) = (Seen::default(), Vec::new());
+    for _ in 0..runs() {
+        let (seen, pause) = rank_hung_for_good().await.unwrap();
+        all.good += seen.good;
+        all.failures.extend(seen.failures);
+        pauses.push(pause);
+    }
+    report("rank hangs for good, 1 replica, 1 spare", &all, pauses, LONG.replaced);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -6,10 +6,12 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use kernels::CollectiveError;
+use kernels::backend::prelude::*;
 use kernels::collective::{
     SharedMemoryOptions, TcpOptions, shared_memory, shared_memory_bytes, single_rank, tcp,
 };
+use kernels::cpu::Precision;
+use kernels::{CollectiveError, CpuBackend, KernelError};
 
 use crate::groups::{KINDS, Kind, run, unique_name};
 
@@ -20,8 +22,10 @@ fn an_abort_frees_every_rank_and_lasts() {
             if rank == 0 {
                 let handle = collective.abort_handle();
                 std::thread::sleep(Duration::from_millis(150));
+                assert!(!collective.is_aborted(), "{kind:?}");
                 handle.abort();
                 handle.abort();
+                assert!(collective.is_aborted(), "{kind:?}");
                 return Duration::ZERO;
             }
             let began = Instant::now();
@@ -292,6 +296,19 @@ fn one_rank_alone_can_be_aborted_too() {
     let mut values = [1.5, -0.0];
     alone.all_reduce_sum(&mut values).unwrap();
     assert_eq!(values, [1.5, -0.0]);
+    assert!(!alone.is_aborted());
     alone.abort_handle().abort();
-    assert!(matches!(alone.barrier(), Err(CollectiveError::Aborted)));
+    assert!(matches!(alone.barrier(), Err(CollectiveError::Aborted)) && alone.is_aborted());
+}
+
+/// It exchanges nothing within a step, and looks between its layers.
+#[test]
+fn a_cpu_that_computes_alone_learns_of_an_abort_as_well() {
+    let alone = single_rank();
+    let handle = alone.abort_handle();
+    let mut cpu = CpuBackend::new(1, Precision::Float32, alone).unwrap();
+    assert!(cpu.check_abort().is_ok());
+    handle.abort();
+    let error = cpu.check_abort().unwrap_err();
+    assert!(matches!(error, KernelError::Collective(CollectiveError::Aborted)), "{error}");
 }

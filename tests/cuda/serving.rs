@@ -1,7 +1,9 @@
 //! A whole cluster on stand-ins for GPUs.
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use serde_json::json;
+use testkit::fleet::free_port;
 use testkit::local_cluster::LocalCluster;
 use testkit::wait::until;
 
@@ -86,6 +88,55 @@ async fn a_worker_that_its_gpu_holds_ends_when_it_is_told_to() {
     let reply = reply.await.unwrap().unwrap();
     assert_eq!(reply.status, 200, "{}\n{}", reply.body, cluster.log());
     assert_eq!(reply.body["usage"]["completion_tokens"], 20);
+}
+
+/// The process on it has not failed, but it is told of those that did, and tells the next
+/// coordinator.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_that_is_set_aside_stays_so_at_the_next_coordinator() {
+    let (fake, cluster) = (options(fake()), format!("127.0.0.1:{}", free_port()));
+    let coordinator = || {
+        let listen = ["coordinator", "--listen", "127.0.0.1:0", "--cluster-listen", &cluster];
+        let model = ["--model", "tests/models/llama-gqa", "--tensor-parallel", "1"];
+        let sizes = ["--max-num-seqs", "8", "--max-num-batched-tokens", "64"];
+        LocalCluster::spawn(&[&listen[..], &model, &sizes].concat()).unwrap()
+    };
+    let worker = |environment: &[(&str, &str)]| {
+        let mut args = vec!["worker", "--coordinator", &cluster, "--node", "w", "--device", "cuda"];
+        args.extend(fake.iter().map(String::as_str));
+        LocalCluster::spawn_with(&[], &args, environment).unwrap()
+    };
+    let is_set_aside = async |at: &LocalCluster| {
+        let client = at.client().unwrap();
+        let look = async || {
+            let status = client.get("/admin/status").await.ok()?.body;
+            (status["nodes"][0]["state"] == "set aside").then_some(())
+        };
+        until("the worker is set aside", look).await;
+    };
+    let mut first = coordinator();
+    first.wait_url().await.unwrap();
+    for _ in 0..3 {
+        let mut fails = worker(&[("FAKE_CUDA_FAIL", "cuGraphLaunch:16=719")]);
+        let client = first.client().unwrap();
+        // Again, until it is ready.
+        let asks = tokio::spawn(async move {
+            while client.post("/v1/completions", &request(40)).await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        });
+        assert_eq!(fails.wait_end().unwrap().code(), Some(71), "{}", fails.log());
+        // Its client leaves: another request is to be in the next one's batch.
+        asks.abort();
+    }
+    let _well = worker(&[]);
+    is_set_aside(&first).await;
+    // Until it has been told.
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    drop(first);
+    let mut next = coordinator();
+    next.wait_url().await.unwrap();
+    is_set_aside(&next).await;
 }
 
 /// The coordinator says how long steps may take. A GPU that takes longer still costs its process,

@@ -216,7 +216,8 @@ fn every_message_survives_and_every_cut_is_noticed() {
         rank: 3,
         world_size: 4,
     };
-    let trouble = Trouble { formations: failed_groups(1), steps: failed_groups(300) };
+    let [formations, steps, device] = [1, 300, 70_000].map(failed_groups);
+    let trouble = Trouble { formations, steps, device };
     round_trip(&ToWorker::Remember(trouble));
     let rejoin = Rejoin { slot: Some(WorkerId(7)), shard: Some(shard), trouble };
     for rejoin in [Rejoin::default(), rejoin] {
@@ -273,6 +274,7 @@ fn a_hello_with_all_it_may_offer_fits_into_its_frame() {
             trouble: Trouble {
                 formations: failed_groups(u32::MAX),
                 steps: failed_groups(u32::MAX),
+                device: failed_groups(u32::MAX),
             },
         },
     };
@@ -685,6 +687,10 @@ fn the_form_of_messages_is_pinned() {
         hex(codec::encode(&drafts).unwrap()),
         "09030301070100".to_owned() + "000205fc70110100"
     );
+    let trouble = Trouble { device: failed_groups(1), ..Trouble::default() };
+    let groups = "00000000".repeat(2) + "01" + "fd0000000001000000" + "01" + "fd0000000001000000";
+    let remember = codec::encode(&ToWorker::Remember(trouble)).unwrap();
+    assert_eq!(hex(remember), "09".to_owned() + &groups);
     let asks = SequenceStep { drafts: Drafts::UpTo(300), ..drafts };
     assert_eq!(hex(codec::encode(&asks).unwrap()), "09030301070100".to_owned() + "01fb2c01");
 }

@@ -26,6 +26,8 @@ const COMMANDS_MAX: usize = 32;
 const MASKS_MAX: usize = 4;
 /// Same as in `worker::executor`.
 const MASKS_PATIENCE: Time = 60 * S;
+/// By then a rank on a CPU has come to its next layer, and sees that its epoch is over.
+const LAYER: Time = 500 * MS;
 /// Longer than in `worker::outbox`: encoding reports is most of the cost of a run.
 const REPORT_INTERVAL: Time = 400 * MS;
 
@@ -95,6 +97,8 @@ pub(crate) struct Executor {
     pub(crate) began: Time,
     /// How long computing the current step takes.
     computes: Time,
+    /// Whether that is because it stands still meanwhile.
+    stands_still: bool,
     /// The link and epoch in which it is formed.
     pub(crate) epoch: Option<(u64, Epoch)>,
     /// Links and epochs up to this one have ended.
@@ -193,6 +197,13 @@ impl World {
                 (executor.entered, plan.epoch) <= over
             }
             Some(Job::Meet(_)) => reached,
+            Some(Job::Compute(message)) => {
+                let ToWorker::Step(plan) = &**message else { return };
+                let is_long = executor.began + executor.computes > self.now + LAYER;
+                let on_cpu = !self.scenario.gpus[self.scenario.nodes[slot]];
+                let is_over = (executor.entered, plan.epoch) <= over;
+                is_over && is_long && on_cpu && !executor.stands_still
+            }
             Some(Job::Connect(form)) => {
                 (executor.entered, form.epoch) <= over && !self.switches.connecting_is_not_freed
             }
@@ -325,7 +336,8 @@ impl World {
         if stall > 0 {
             self.disturb(slot, takes);
         }
-        self.processes[slot].executor.computes = takes;
+        let executor = &mut self.processes[slot].executor;
+        (executor.computes, executor.stands_still) = (takes, stall > 0);
         self.begin_for(slot, Job::Compute(message), takes);
     }
 
@@ -586,6 +598,12 @@ impl World {
         if let Some(Job::Masks(message, _)) = self.processes[slot].executor.job.take_if(is_masks) {
             let ToWorker::Step(plan) = &*message else { return };
             self.step_failed(slot, plan, "its masks did not come");
+            return self.pump(slot);
+        }
+        let is_step = |job: &mut Job| matches!(job, Job::Compute(_));
+        if let Some(Job::Compute(message)) = self.processes[slot].executor.job.take_if(is_step) {
+            let ToWorker::Step(plan) = &*message else { return };
+            self.step_failed(slot, plan, "the collective was aborted");
             return self.pump(slot);
         }
         let waits = |job: &mut Job| matches!(job, Job::Connect(_) | Job::Meet(_));

@@ -71,7 +71,7 @@ use crate::switches::Switches;
 use crate::world::World;
 
 /// Seeds of the usual test.
-const SEEDS: u64 = 1000;
+const SEEDS: u64 = 800;
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|value| value.parse().expect(name))
@@ -162,7 +162,7 @@ fn on_all_cores<T: Send, R: Send>(
 }
 
 /// Seeds tried per guard: the absence of some guards shows only in rare situations.
-const GUARD_SEEDS: u64 = 4 * SEEDS;
+const GUARD_SEEDS: u64 = 4000;
 
 /// A guard's name, the seed to try first, and what takes the guard away. The seed is one that once
 /// showed its absence; it only saves the search for another.

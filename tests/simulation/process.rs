@@ -448,7 +448,11 @@ impl World {
                 self.processes[slot].trouble = (*trouble, self.now);
                 true
             }
-            ToWorker::Shutdown { .. } => {
+            ToWorker::Shutdown { again, .. } => {
+                if *again {
+                    // Its supervisor goes by how it ends.
+                    self.processes[slot].back_after.get_or_insert(S);
+                }
                 self.shut_down(slot);
                 true
             }

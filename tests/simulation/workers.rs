@@ -79,7 +79,7 @@ impl World {
         let now = self.time();
         let core = &mut self.coordinator.core;
         core.set_held_weights(worker, rejoin.shard);
-        core.trouble_brought(now, worker, Incarnation(incarnation), rejoin.trouble);
+        core.trouble_brought(now, &member, rejoin.trouble);
         self.coordinator.core.worker_joined(now, member, &mut effects);
         self.carry_out(effects);
     }
@@ -206,7 +206,8 @@ impl World {
                     let last_step = load.and_then(|load| load.last_step());
                     let (epoch, why) = (failed.epoch, &failed.message);
                     let (core, in_vain) = (&mut self.coordinator.core, failed.waited_in_vain());
-                    core.step_failed(now, replica, epoch, last_step, in_vain, why, &mut effects);
+                    let to = &mut effects;
+                    core.step_failed(now, worker, replica, epoch, last_step, in_vain, why, to);
                 }
             }
             FromWorker::Adapter(done) => core.adapter_done(now, worker, done, &mut effects),

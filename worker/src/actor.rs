@@ -42,11 +42,8 @@ mod uplink;
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
 /// An executor that has not left an epoch for this long, and makes no progress, never will: the
 /// process ends, so that another one can take its place. Longer than loading the largest matrix
-/// from a slow disk takes, and than steps of large models on slow CPUs, none of which can be
-/// interrupted.
+/// from a slow disk takes, which cannot be interrupted.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(600);
-/// When told to end, an executor that has not left its epoch for this long counts as hanging.
-const HANGS_AFTER: Duration = Duration::from_secs(10);
 /// How long delivering the goodbye may take.
 const GOODBYE_DEADLINE: Duration = Duration::from_millis(500);
 
@@ -319,11 +316,10 @@ impl WorkerActor {
             }
             ToWorker::Shutdown { reason, again } => {
                 // A worker that hangs has not done what it was told: it must be started again,
-                // unless it is no longer wanted.
-                let hangs = self.executor.leaving_for().is_some_and(|it| it >= HANGS_AFTER);
+                // unless it is no longer wanted. Supervisors go by how it ends.
                 return self.leave(
                     ctx,
-                    match hangs && again {
+                    match again {
                         true => WorkerEnd::Failed { message: reason },
                         false => WorkerEnd::Shutdown { reason },
                     },

@@ -367,6 +367,10 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                 ExecutorCommand::Release(epoch) => {
                     if self.epoch.is_some_and(|current| current <= (link, epoch)) {
                         self.release();
+                        // No step says so: a rank that was late with one, and then waits for
+                        // others in silence, would pass for one that hangs.
+                        let sign = FromWorker::Stats(WorkerStats::default());
+                        self.outbox.send(link, sign);
                     }
                 }
             }

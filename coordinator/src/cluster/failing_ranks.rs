@@ -17,15 +17,13 @@ use shared::ids::{Incarnation, ReplicaId, WorkerId};
 use shared::protocol::{FailedGroups, ToWorker, Trouble};
 
 use super::placement::joins;
-use super::quarantine::{FORGOTTEN, REST_MAX, rest_after};
+use super::quarantine::{BROUGHT_RESTS_MAX, FORGOTTEN, REST_MAX, rest_after};
 use super::replica::Replica;
 use super::{Cluster, Effect, Failing, Member};
 use crate::scheduler::SUSPICION_MAX;
 
 /// Maximum number of workers remembered while they are gone.
 const GONE_MAX: usize = 256;
-/// Maximum number of rests that a worker can say it had; later ones are no longer.
-const BROUGHT_RESTS_MAX: u32 = 10;
 
 /// When failures count.
 #[derive(Clone, Copy, Debug)]
@@ -69,8 +67,11 @@ pub(super) struct FailingRanks {
     forgotten: Option<Duration>,
 }
 
-/// What a worker was last told of how groups with it failed: failures, rests, the last failure.
+/// What a worker was last told of how groups with it, or its device, failed: failures, rests, the
+/// last failure.
 pub(super) type ToldGroups = (u32, u32, Duration);
+/// The same of all that fails, in the order of [`Trouble`].
+pub(super) type ToldTrouble = [ToldGroups; 3];
 
 #[derive(Debug, Default)]
 struct Record {
@@ -275,13 +276,9 @@ impl FailingRanks {
 
 impl Cluster {
     /// A worker that is about to join brings what an earlier coordinator knew of it.
-    pub fn trouble_brought(
-        &mut self,
-        now: Duration,
-        worker: WorkerId,
-        incarnation: Incarnation,
-        trouble: Trouble,
-    ) {
+    pub fn trouble_brought(&mut self, now: Duration, member: &Member, trouble: Trouble) {
+        let (worker, incarnation) = (member.worker, member.incarnation);
+        self.quarantine.brought(now, member.device(), trouble.device);
         self.failed_formations.joined(worker, incarnation);
         self.hung_steps.joined(worker, incarnation);
         self.failed_formations.brought(now, worker, trouble.formations);
@@ -291,22 +288,30 @@ impl Cluster {
     /// Tells workers what is known of them, where that has changed.
     pub(super) fn tell_trouble(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         let of = [&self.failed_formations, &self.hung_steps];
+        // Nearly always no device has failed, and there may be many members.
+        let members = (!self.quarantine.is_empty()).then(|| self.members.values());
+        let failed = members.into_iter().flatten();
+        let failed = failed.filter(|it| self.quarantine.has(it.device()));
         let known = of.into_iter().flat_map(|it| it.ranks.keys()).chain(self.told.keys());
+        let known = known.chain(failed.map(|it| &it.worker));
         let known: BTreeSet<WorkerId> =
             known.filter(|it| self.members.contains_key(it)).copied().collect();
         self.told.retain(|worker, _| known.contains(worker));
         for worker in known {
-            let to_tell = of.map(|it| it.to_tell(worker));
+            let device = self.members.get(&worker).map_or("", Member::device);
+            let [formations, steps] = of.map(|it| it.to_tell(worker));
+            let to_tell = [formations, steps, self.quarantine.to_tell(device)];
             if self.told.get(&worker).copied().unwrap_or_default() == to_tell {
                 continue;
             }
-            if to_tell == <[ToldGroups; 2]>::default() {
+            if to_tell == ToldTrouble::default() {
                 self.told.remove(&worker);
             } else {
                 self.told.insert(worker, to_tell);
             }
             let [formations, steps] = of.map(|it| it.noted(now, worker));
-            let message = ToWorker::Remember(Trouble { formations, steps });
+            let device = self.quarantine.noted(now, device);
+            let message = ToWorker::Remember(Trouble { formations, steps, device });
             effects.push(Effect::Send { worker, epoch: self.epoch, message });
         }
     }

@@ -3,7 +3,7 @@
 //!
 //! A hanging executor says nothing while its process and link live. Its silence is counted across
 //! formations: its peers give up waiting earlier, and would be formed with it again without end.
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use shared::ids::WorkerId;
@@ -11,17 +11,33 @@ use shared::ids::WorkerId;
 /// Unanswered formations since it last served after which a worker is let go.
 const STRIKES_MAX: u32 = 2;
 
-/// How long a rank may be silent that had not finished a step that took too long: what hung then
-/// may hang still. Longer than those wait who are well and connect with one that is not, and than a
-/// GPU needs that finds out by itself, which tells a failed device from a failed process.
-const HUNG_PATIENCE: Duration = Duration::from_secs(45);
+/// How long a rank on a GPU may be silent that had not finished a step that took too long: what
+/// hung then may hang still. Longer than a GPU needs to drain its queue, and than most need that
+/// find out by themselves, which tells a failed device from a failed process.
+const GPU_PATIENCE: Duration = Duration::from_secs(45);
+/// The same on a CPU, at least. That looks between two layers whether its epoch is over, and says
+/// so at once.
+const CPU_PATIENCE: Duration = Duration::from_secs(5);
+/// A layer takes at most such a part of a step that takes as long as steps may: models with fewer
+/// layers are small. With sliding windows a layer without one can take twice as much, which costs a
+/// rank that is given up although it is well a reload.
+const LAYERS_MIN: u32 = 12;
+
+/// How long a rank may be silent that had not finished a step that took too long. Who gives steps
+/// longer says that processors are slow.
+pub(super) fn hung_patience(is_on_gpu: bool, step_timeout: Duration) -> Duration {
+    match is_on_gpu {
+        true => GPU_PATIENCE,
+        false => (step_timeout / LAYERS_MIN).clamp(CPU_PATIENCE, GPU_PATIENCE),
+    }
+}
 
 /// See the module's documentation.
 #[derive(Debug, Default)]
 pub(super) struct PendingAnswers {
     pending: BTreeMap<WorkerId, PendingAnswer>,
-    /// Nothing was heard of them since a step of theirs took too long.
-    hung: BTreeSet<WorkerId>,
+    /// Nothing was heard of them since a step of theirs took too long, and how long that may last.
+    hung: BTreeMap<WorkerId, Duration>,
     strikes: BTreeMap<WorkerId, u32>,
 }
 
@@ -49,14 +65,21 @@ impl PendingAnswers {
         }
     }
 
-    /// A step took too long that it had not finished.
-    pub(super) fn mark_hung(&mut self, worker: WorkerId) {
-        self.hung.insert(worker);
+    /// A step took too long that it had not finished; from now on it may be silent for `patience`.
+    pub(super) fn mark_hung(&mut self, worker: WorkerId, patience: Duration) {
+        self.hung.insert(worker, patience);
     }
 
     /// How long it may be silent, of which others may be for `patience`.
     pub(super) fn patience(&self, worker: WorkerId, patience: Duration) -> Duration {
-        if self.hung.contains(&worker) { patience.min(HUNG_PATIENCE) } else { patience }
+        self.hung.get(&worker).map_or(patience, |own| patience.min(*own))
+    }
+
+    /// Nobody could be heard for so long up to now, because this process stood still.
+    pub(super) fn stood_still(&mut self, now: Duration, lasted: Duration) {
+        for since in self.pending.values_mut().filter_map(|it| it.since.as_mut()) {
+            *since = since.saturating_add(lasted).min(now);
+        }
     }
 
     /// It is at work but still owes its answer.
@@ -99,7 +122,7 @@ impl PendingAnswers {
 
     /// Whether a step of it took too long, and nothing was heard since.
     pub(super) fn is_hung(&self, worker: WorkerId) -> bool {
-        self.hung.contains(&worker)
+        self.hung.contains_key(&worker)
     }
 
     /// Stops waiting for it. Returns whether that happened once too often.
@@ -125,11 +148,15 @@ impl PendingAnswers {
 mod tests {
     use super::*;
 
+    fn secs(secs: u64) -> Duration {
+        Duration::from_secs(secs)
+    }
+
     #[test]
     fn a_rank_whose_step_hung_is_waited_for_less_long_until_it_is_heard() {
-        let (secs, worker) = (Duration::from_secs, WorkerId(3));
+        let worker = WorkerId(3);
         let mut pending_answers = PendingAnswers::default();
-        pending_answers.mark_hung(worker);
+        pending_answers.mark_hung(worker, secs(45));
         pending_answers.expect(secs(10), worker);
         assert_eq!(pending_answers.deadline(worker, secs(300)), Some(secs(55)));
         assert_eq!(
@@ -147,8 +174,30 @@ mod tests {
     }
 
     #[test]
+    fn a_cpu_is_waited_for_as_long_as_its_largest_layer_may_take() {
+        let (cpu, gpu) = (|timeout| hung_patience(false, timeout), hung_patience(true, secs(2)));
+        assert_eq!([2, 60, 240, 3600].map(|it| cpu(secs(it)).as_secs()), [5, 5, 20, 45]);
+        assert_eq!((gpu, cpu(Duration::MAX)), (secs(45), secs(45)));
+    }
+
+    #[test]
+    fn silence_that_nobody_could_hear_does_not_count() {
+        let mut pending_answers = PendingAnswers::default();
+        let [waits, does_not] = [3, 4].map(WorkerId);
+        pending_answers.expect(secs(1), waits);
+        pending_answers.expect(secs(1), does_not);
+        pending_answers.pause(secs(2), does_not);
+        pending_answers.stood_still(secs(21), secs(19));
+        assert_eq!(pending_answers.deadline(waits, secs(5)), Some(secs(25)));
+        pending_answers.expect(secs(21), does_not);
+        assert_eq!(pending_answers.deadline(does_not, secs(5)), Some(secs(25)), "1 s before");
+        pending_answers.stood_still(secs(30), secs(60));
+        assert_eq!(pending_answers.deadline(waits, secs(5)), Some(secs(35)), "from now on");
+    }
+
+    #[test]
     fn silence_counts_while_an_answer_is_waited_for_until_something_is_heard() {
-        let (secs, worker) = (Duration::from_secs, WorkerId(3));
+        let worker = WorkerId(3);
         let mut pending_answers = PendingAnswers::default();
         pending_answers.heard(secs(1), worker);
         assert_eq!(pending_answers.deadline(worker, secs(10)), None, "it owes nothing");

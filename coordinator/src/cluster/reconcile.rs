@@ -25,7 +25,7 @@ impl Cluster {
     pub fn scale(&mut self, now: Duration, replicas: Option<u32>, effects: &mut Vec<Effect>) {
         self.desired.scale(replicas);
         self.release_held();
-        self.quarantine.forgive();
+        self.quarantine.forgive(now);
         self.failed_formations.forget_all(now);
         self.hung_steps.forget_all(now);
         effects.push(Effect::StoreDesired(self.desired.clone()));
@@ -231,6 +231,9 @@ impl Cluster {
     /// not answer again is told to end, since a new process may succeed; so is one whose step hung,
     /// if there is no other for its place.
     fn give_up_formations(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        if self.has_stood_still(now) {
+            return;
+        }
         let patience = self.config.form_timeout;
         let forming: Vec<ReplicaId> =
             self.replicas.iter().filter(|(_, it)| it.is_forming()).map(|(id, _)| id).collect();

@@ -1,6 +1,4 @@
 //! PURE: which slot a node without one gets.
-use std::collections::BTreeSet;
-
 use shared::ids::WorkerId;
 
 /// A worker may bring a slot from another coordinator up to this far beyond those in use.
@@ -12,11 +10,15 @@ pub(super) fn vacant<'a>(
     brought: Option<WorkerId>,
 ) -> WorkerId {
     let count = u32::try_from(taken.len()).unwrap_or(u32::MAX);
-    let taken: BTreeSet<WorkerId> = taken.copied().collect();
-    let brought = brought.filter(|slot| slot.0 <= count.saturating_add(AHEAD_MAX));
+    let mut brought = brought.filter(|slot| slot.0 <= count.saturating_add(AHEAD_MAX));
     // Among one more number than are taken, one is vacant.
-    let mut slots = brought.into_iter().chain((0..=count).map(WorkerId));
-    slots.find(|slot| !taken.contains(slot)).unwrap_or(WorkerId(count))
+    let mut is_taken = vec![false; taken.len() + 1];
+    for slot in taken {
+        is_taken.get_mut(slot.0 as usize).into_iter().for_each(|it| *it = true);
+        brought = brought.filter(|brought| brought != slot);
+    }
+    let first = (0..=count).zip(is_taken).find(|(_, is_taken)| !is_taken);
+    brought.unwrap_or(WorkerId(first.map_or(count, |(slot, _)| slot)))
 }
 
 #[cfg(test)]

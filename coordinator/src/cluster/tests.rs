@@ -28,7 +28,7 @@ use core::net::SocketAddr;
 
 use shared::protocol::{
     CollectiveSpec, Dtype, EngineConfig, FormFailed, Formed, GroupId, KvCacheDtype, Lora,
-    NodeResources, Quantization, Started,
+    NodeResources, Quantization, Started, Trouble,
 };
 use shared::wire::auth::Secret;
 
@@ -166,6 +166,15 @@ fn four() -> Cluster {
     assert_eq!(world_sizes(&effects).len(), 4);
     bring_up(&mut cluster, secs(1), 1, &[0, 1, 2, 3]);
     cluster
+}
+
+/// What workers are told to remember.
+fn remembered(effects: &[Effect]) -> BTreeMap<u32, Trouble> {
+    let of = |effect: &Effect| match effect {
+        Effect::Send { worker, message: ToWorker::Remember(it), .. } => Some((worker.0, *it)),
+        _ => None,
+    };
+    effects.iter().filter_map(of).collect()
 }
 
 /// The workers of each replica, by number.

@@ -58,6 +58,16 @@ pub trait ExchangeOps: RowOps {
     /// [`KernelError::Collective`].
     fn broadcast_tokens(&mut self, tokens: &mut [u32]) -> Result<(), KernelError>;
 
+    /// Looks whether the collective was aborted, between two layers of a step: a rank alone, or one
+    /// that computes for long, exchanges nothing meanwhile. Devices that compute in the background
+    /// look while they are waited for instead.
+    ///
+    /// # Errors
+    /// [`KernelError::Collective`] if so.
+    fn check_abort(&mut self) -> Result<(), KernelError> {
+        Ok(())
+    }
+
     /// Whether the time spent in collectives is known: devices that exchange data by themselves may
     /// not report it.
     fn times_collectives(&self) -> bool {

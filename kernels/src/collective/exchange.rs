@@ -47,6 +47,7 @@ pub(super) trait Transport: Send + std::fmt::Debug {
         see: &mut dyn FnMut(usize, &[u32]),
     ) -> Result<(), CollectiveError>;
     fn abort_handle(&self) -> Arc<dyn AbortHandle>;
+    fn is_aborted(&self) -> bool;
 }
 
 /// A collective on top of a transport.
@@ -215,5 +216,9 @@ impl<T: Transport> Collective for Exchange<T> {
 
     fn abort_handle(&self) -> Arc<dyn AbortHandle> {
         self.transport.abort_handle()
+    }
+
+    fn is_aborted(&self) -> bool {
+        self.transport.is_aborted()
     }
 }

@@ -210,6 +210,10 @@ impl<M: RegionMemory> Transport for Region<M> {
     fn abort_handle(&self) -> Arc<dyn AbortHandle> {
         Arc::new(RegionAbort { memory: self.memory.clone() })
     }
+
+    fn is_aborted(&self) -> bool {
+        header(&*self.memory).aborted.load(Ordering::Acquire) != 0
+    }
 }
 
 #[derive(Debug)]

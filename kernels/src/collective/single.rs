@@ -39,7 +39,7 @@ impl Transport for SingleRank {
         mine: &[u32],
         see: &mut dyn FnMut(usize, &[u32]),
     ) -> Result<(), CollectiveError> {
-        if self.aborted.0.load(Ordering::Acquire) {
+        if self.is_aborted() {
             return Err(CollectiveError::Aborted);
         }
         see(0, mine);
@@ -48,6 +48,10 @@ impl Transport for SingleRank {
 
     fn abort_handle(&self) -> Arc<dyn AbortHandle> {
         self.aborted.clone()
+    }
+
+    fn is_aborted(&self) -> bool {
+        self.aborted.0.load(Ordering::Acquire)
     }
 }
 

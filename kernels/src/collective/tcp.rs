@@ -268,6 +268,10 @@ impl Transport for Mesh {
     fn abort_handle(&self) -> Arc<dyn AbortHandle> {
         self.abort.clone()
     }
+
+    fn is_aborted(&self) -> bool {
+        self.abort.aborted.load(Ordering::Acquire)
+    }
 }
 
 impl Mesh {

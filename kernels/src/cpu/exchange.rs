@@ -5,7 +5,7 @@ use super::{CpuBackend, CpuBuffer, WAY};
 use crate::backend::{Buffer as _, ExchangeOps, Tensors as _};
 use crate::check;
 use crate::collective::{ByteCounters, Collective};
-use crate::error::KernelError;
+use crate::error::{CollectiveError, KernelError};
 
 impl ExchangeOps for CpuBackend {
     fn all_reduce(&mut self, data: &mut CpuBuffer) -> Result<(), KernelError> {
@@ -48,6 +48,10 @@ impl ExchangeOps for CpuBackend {
 
     fn broadcast_tokens(&mut self, tokens: &mut [u32]) -> Result<(), KernelError> {
         self.timed(|collective| collective.broadcast(tokens, 0))
+    }
+
+    fn check_abort(&mut self) -> Result<(), KernelError> {
+        if self.collective.is_aborted() { Err(CollectiveError::Aborted.into()) } else { Ok(()) }
     }
 
     fn take_collective_time(&mut self) -> Duration {

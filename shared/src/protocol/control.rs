@@ -68,26 +68,31 @@ pub struct Rejoin {
     pub trouble: Trouble,
 }
 
-/// How groups of ranks with a worker have failed of late, as its coordinator counts it. The worker
-/// keeps it for the next coordinator and does nothing else with it; a restarted one knows nothing.
+/// How a worker's device and groups of ranks with it have failed of late, as its coordinator counts
+/// it. The worker keeps it for the next coordinator and does nothing else with it. A restarted one
+/// knows nothing, and is told again what concerns its device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Trouble {
     /// Formations that came to nothing.
     pub formations: FailedGroups,
     /// Steps that hung.
     pub steps: FailedGroups,
+    /// Failures of its device, which ended processes on it.
+    pub device: FailedGroups,
 }
 
-/// How often groups with a worker have failed in one way.
+/// How often a worker's device, or groups with the worker, have failed in one way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailedGroups {
     /// How often, in a row.
     pub failures: u32,
     /// How long ago the last time was, in milliseconds.
     pub last_ms: u64,
-    /// How often groups have gone on without it, or with another in its place.
+    /// How often groups have gone on without it, or with another in its place; of a device, how
+    /// often it was set aside.
     pub rests: u32,
-    /// For how much longer no group grows because of it, in milliseconds.
+    /// For how much longer no group grows because of it, or the device is set aside, in
+    /// milliseconds.
     pub rests_ms: u64,
 }
 
@@ -101,7 +106,8 @@ impl Trouble {
             rests_ms: groups.rests_ms.saturating_sub(elapsed),
             ..groups
         };
-        Self { formations: of(self.formations), steps: of(self.steps) }
+        let Self { formations, steps, device } = self;
+        Self { formations: of(formations), steps: of(steps), device: of(device) }
     }
 }
 

@@ -147,6 +147,32 @@ fn a_worker_that_was_welcomed_dials_on_whoever_answers() {
     });
 }
 
+/// Supervisors start a process again that failed, and none that was told to end for good.
+#[test]
+fn a_worker_that_is_told_to_end_knows_whether_it_is_still_wanted() {
+    actix::System::new().block_on(async {
+        let patience = Duration::from_secs(30);
+        for again in [true, false] {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let address = listener.local_addr().unwrap().to_string();
+            let executor = Executor::spawn(|| Defective, Nowhere).unwrap();
+            let (end, ended) = oneshot::channel();
+            let config = config(&address);
+            let _worker = WorkerActor::new(config, executor, Uplink::default(), end).start();
+            let mut connection = Connection::new(listener.accept().await.unwrap().0).unwrap();
+            connection.receive(patience).await.unwrap();
+            let welcome = Welcome { worker: WorkerId(3), stats_interval_ms: 0 };
+            let welcome = codec::encode(&welcome).unwrap();
+            connection.send(FrameKind::Welcome, &welcome).await.unwrap();
+            let shutdown = ToWorker::Shutdown { reason: "it does not answer".to_owned(), again };
+            let shutdown = codec::encode(&shutdown).unwrap();
+            connection.send(FrameKind::Control, &shutdown).await.unwrap();
+            let end = tokio::time::timeout(patience, ended).await.expect("it ends").unwrap();
+            assert_eq!(matches!(end, WorkerEnd::Failed { .. }), again, "{end:?}");
+        }
+    });
+}
+
 #[test]
 fn a_worker_whose_executor_panicked_ends() {
     actix::System::new().block_on(async {

@@ -118,9 +118,13 @@ mod tests {
 
     use kernels::collective::single_rank;
     use kernels::{Collective, KernelError};
-    use shared::ids::{Epoch, ReplicaId};
+    use shared::ids::{BlockId, Epoch, ReplicaId, SeqId, StepId};
     use shared::model_config::ConfigOverrides;
-    use shared::protocol::{CollectiveSpec, Dtype, Form, KvCacheDtype, Lora};
+    use shared::protocol::{
+        CollectiveSpec, Drafts, Dtype, Form, KvCacheDtype, Lora, NewSequence, SequenceStep,
+        StepPlan,
+    };
+    use shared::sampling::SamplingParams;
     use tempfile::TempDir;
 
     use super::super::{CpuDevice, Device, Precision};
@@ -130,7 +134,7 @@ mod tests {
     use crate::model::config::ModelConfig;
     use crate::model::lora::LoraFiles;
     use crate::model::safetensors::WeightFiles;
-    use crate::rank::{AbortSlot, FormObserver, Rank as _};
+    use crate::rank::{AbortSlot, EmptyStepSource, FormObserver, Rank as _};
 
     const CPU: CpuDevice = CpuDevice { threads: 1 };
     const SIZES: EngineConfig = EngineConfig {
@@ -209,9 +213,9 @@ mod tests {
         fn group_id(&mut self, _: Vec<u8>) {}
     }
 
-    #[test]
-    fn a_model_beyond_the_hosts_memory_is_refused_before_it_is_loaded() {
-        let form = Form {
+    /// The demo model on one rank.
+    fn form() -> Form {
+        Form {
             epoch: Epoch(1),
             replica: ReplicaId(0),
             rank: 0,
@@ -227,7 +231,46 @@ mod tests {
             step_timeout_ms: 60_000,
             model: demo().to_str().unwrap().to_owned(),
             engine: SIZES,
+        }
+    }
+
+    /// It is alone and samples nothing, so it exchanges nothing: it looks between its layers.
+    #[test]
+    fn a_step_does_not_go_on_when_its_epoch_is_over() {
+        let mut rank = EngineRank::new(CPU, TcpListener::bind("127.0.0.1:0").unwrap());
+        let abort = AbortSlot::default();
+        rank.form(&form(), &abort, &mut Loading(false)).unwrap();
+        rank.start(2, 0).unwrap();
+        let chunk = |start: u32, new_blocks: Vec<BlockId>| SequenceStep {
+            seq: SeqId(1),
+            start,
+            count: 8,
+            new_blocks,
+            sample: false,
+            masked: false,
+            drafts: Drafts::none(),
         };
+        let new = NewSequence {
+            seq: SeqId(1),
+            tokens: vec![1; 20],
+            num_prompt: 20,
+            adapter: 0,
+            sampling: SamplingParams::greedy(),
+        };
+        let mut step = |number: u64, admitted: Vec<NewSequence>, share: SequenceStep| {
+            let (epoch, step, sequences) = (Epoch(1), StepId(number), vec![share]);
+            let plan = StepPlan { epoch, step, admitted, sequences, ..StepPlan::default() };
+            rank.step(&plan, &mut EmptyStepSource, &mut Vec::new())
+        };
+        assert!(step(1, vec![new], chunk(0, vec![BlockId(0)])).is_ok());
+        abort.abort(Epoch(1));
+        let error = step(2, Vec::new(), chunk(8, Vec::new())).unwrap_err();
+        assert!(error.contains("aborted"), "{error}");
+    }
+
+    #[test]
+    fn a_model_beyond_the_hosts_memory_is_refused_before_it_is_loaded() {
+        let form = form();
         let formed = |total: u64, available: u64| {
             let device = SmallHost(host(total, available));
             let mut rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());

@@ -366,8 +366,26 @@ fn a_lost_link_ends_everything_and_a_new_coordinator_may_count_from_one() {
     executor.abort_all();
     executor.new_link();
     executor.command(form(1, "m")).unwrap();
+    assert!(matches!(next(&messages), FromWorker::Stats(_)), "it has left epoch 9");
     assert!(matches!(next(&messages), FromWorker::Progress(_)));
     assert!(matches!(next(&messages), FromWorker::Formed(f) if f.epoch == Epoch(1)));
+}
+
+/// Whoever waits for a sign of it, since it was late with a step, learns that it does not hang.
+#[test]
+fn an_executor_that_leaves_an_epoch_between_steps_says_so_once() {
+    let (executor, messages) = executor();
+    let link = executor.new_link();
+    executor.command(form(1, "m")).unwrap();
+    assert!(matches!(next(&messages), FromWorker::Progress(_)));
+    assert!(matches!(next(&messages), FromWorker::Formed(_)));
+    executor.abort(Epoch(1));
+    let (over, sign) = next_over(&messages);
+    let is_empty = matches!(&sign, FromWorker::Stats(stats) if stats.snapshot.is_empty());
+    assert!(over == link && is_empty, "{sign:?}");
+    executor.abort(Epoch(1));
+    executor.command(form(2, "m")).unwrap();
+    assert!(matches!(next(&messages), FromWorker::Progress(it) if it.epoch == Epoch(2)));
 }
 
 #[test]

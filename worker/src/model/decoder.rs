@@ -338,6 +338,7 @@ impl<B: Backend> Decoder<B> {
         let mut pass = Pass { backend, cache, batch, config, shard, buffers, adapters };
         let mut pending = Pending::Nothing;
         for (index, layer) in weights.layers.iter().enumerate() {
+            pass.backend.check_abort()?;
             let sliding_window = config.sliding_windows[index];
             let shape = AttentionShape { sliding_window, ..*attention };
             pass.norm(pending, layer.input_norm.as_ref())?;
@@ -381,6 +382,8 @@ impl<B: Backend> Decoder<B> {
     /// # Errors
     /// [`KernelError`].
     pub fn logits(&mut self, backend: &mut B, rows: &[u32]) -> Result<&B::Buffer, KernelError> {
+        // The log-probabilities of a long prompt take many calls.
+        backend.check_abort()?;
         let Self { weights, shard, buffers, .. } = self;
         let head = weights.lm_head.as_ref().unwrap_or(&weights.embedding);
         let cap = self.config.logits_cap;

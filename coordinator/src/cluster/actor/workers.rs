@@ -180,7 +180,7 @@ impl ClusterActor {
                     let last_step = self.dispatch.load(replica).and_then(|load| load.last_step());
                     let (epoch, in_vain) = (failed.epoch, failed.waited_in_vain());
                     let (core, to) = (&mut self.core, &mut effects);
-                    core.step_failed(now, replica, epoch, last_step, in_vain, &reason, to);
+                    core.step_failed(now, worker, replica, epoch, last_step, in_vain, &reason, to);
                 }
             }
             FromWorker::Logs(lines) => return self.records.logged(worker, &lines),
@@ -410,9 +410,9 @@ impl Handler<Joined> for ClusterActor {
                 "workers run several builds; all ranks of a replica must run the same one"
             );
         }
-        let (now, incarnation) = (self.clock.now(), member.incarnation);
+        let now = self.clock.now();
         self.core.set_held_weights(worker, hello.rejoin.shard);
-        self.core.trouble_brought(now, worker, incarnation, hello.rejoin.trouble);
+        self.core.trouble_brought(now, &member, hello.rejoin.trouble);
         let mut effects = Vec::new();
         self.report_member(&member);
         self.core.worker_joined(now, member, &mut effects);

@@ -1,6 +1,5 @@
 //! Ranks that do not reach each other, while the coordinator reaches each of them.
 use shared::metrics::labels::FailoverReason;
-use shared::protocol::Trouble;
 
 use super::*;
 
@@ -101,15 +100,6 @@ fn what_failed_is_forgotten_when_it_serves() {
     }
 }
 
-/// What workers are told to remember.
-fn remembered(effects: &[Effect]) -> BTreeMap<u32, Trouble> {
-    let of = |effect: &Effect| match effect {
-        Effect::Send { worker, message: ToWorker::Remember(it), .. } => Some((worker.0, *it)),
-        _ => None,
-    };
-    effects.iter().filter_map(of).collect()
-}
-
 /// Two workers that do not reach each other join a coordinator that may go on with one of them,
 /// with what an earlier one had them remember. Returns how often they are formed in vain, what they
 /// remember then, and the coordinator.
@@ -123,8 +113,8 @@ fn one_of_two(
     let (mut cluster, mut effects, mut now) = (Cluster::new(config), Vec::new(), at);
     for worker in 0..2 {
         let trouble = brought.get(&worker).copied().unwrap_or_default();
-        cluster.trouble_brought(now, WorkerId(worker), Incarnation(1), trouble);
         let member = member(worker, 1, &format!("h{worker}"));
+        cluster.trouble_brought(now, &member, trouble);
         cluster.worker_joined(now, member, &mut effects);
     }
     let (mut tried, mut all) = (0, BTreeMap::new());

@@ -45,9 +45,10 @@ fn a_rank_that_has_waited_for_another_in_vain_says_that_a_step_hangs() {
             effects.clear();
             let (id, epoch, why) = (ReplicaId(0), Epoch(epoch), "it failed");
             let (last, at) = (Some(now + last), now + secs(10));
-            cluster.step_failed(at, id, epoch, last, in_vain, why, &mut effects);
             // The other one says so, too.
-            cluster.step_failed(at, id, epoch, last, in_vain, why, &mut effects);
+            for worker in [0, 1].map(WorkerId) {
+                cluster.step_failed(at, worker, id, epoch, last, in_vain, why, &mut effects);
+            }
             now += secs(100);
             cluster.tick(now, &mut effects);
         }

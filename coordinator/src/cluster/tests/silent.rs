@@ -104,79 +104,142 @@ fn weights_may_load_for_as_long_as_they_get_on() {
     assert!(silent(&effects).is_empty(), "{effects:?}");
 }
 
-#[test]
-fn a_rank_whose_step_hung_makes_room_for_a_spare_sooner() {
-    let (mut cluster, effects) = cluster_of(config(2), 3);
+/// A cluster of so many workers, two of which serve since the first second.
+fn serving(workers: u32, on_gpus: bool) -> Cluster {
+    let (mut cluster, mut effects) = (Cluster::new(config(2)), Vec::new());
+    for worker in 0..workers {
+        let gpu = if on_gpus { format!("GPU-{worker}") } else { String::new() };
+        let joined = Member { gpu, ..member(worker, 1, "a") };
+        cluster.worker_joined(secs(0), joined, &mut effects);
+    }
     bring_up(&mut cluster, secs(1), forms(&effects)[0].2, &[0, 1]);
-    let hung = [WorkerId(0), WorkerId(1)];
-    let mut effects = Vec::new();
-    cluster.ranks_hang(secs(10), ReplicaId(0), Epoch(1), &hung);
-    cluster.epoch_failed(
-        secs(10),
-        ReplicaId(0),
-        Epoch(1),
-        FailoverReason::StepOverdue,
-        "a step took over 5 s",
-        &mut effects,
-    );
-    effects.extend(wait(&mut cluster, 10, 11));
+    cluster
+}
+
+/// At ten seconds a step of both ranks has taken too long. Runs passes until 11 s.
+fn hangs(cluster: &mut Cluster) {
+    let (at, id, mut effects) = (secs(10), ReplicaId(0), Vec::new());
+    cluster.ranks_hang(at, id, Epoch(1), &[WorkerId(0), WorkerId(1)]);
+    let cause = FailoverReason::StepOverdue;
+    cluster.epoch_failed(at, id, Epoch(1), cause, "a step took over 5 s", &mut effects);
+    effects.extend(wait(cluster, 10, 11));
     let ranks: Vec<u32> = forms(&effects).iter().map(|form| form.0).collect();
     assert_eq!(ranks, [0, 1], "who hangs is not known");
-    // One leaves the exchange at once, and waits in the next one.
-    cluster.executor_heard(secs(11), WorkerId(0));
-    let effects = wait(&mut cluster, 11, 54);
-    assert!(effects.is_empty(), "{effects:?}");
-    let effects = wait(&mut cluster, 54, 57);
-    let silent = effects.iter().filter_map(|effect| match effect {
-        Effect::AnswerTimedOut { worker, lasts } => Some((worker.0, *lasts)),
+}
+
+/// Who did not answer, and for how many seconds.
+fn timed_out(effects: &[Effect]) -> Vec<(u32, u64)> {
+    let of = |effect: &Effect| match effect {
+        Effect::AnswerTimedOut { worker, lasts } => Some((worker.0, lasts.as_secs())),
         _ => None,
-    });
-    assert_eq!(silent.collect::<Vec<_>>(), [(1, secs(45))]);
-    let ranks: Vec<u32> = forms(&effects).iter().map(|form| form.0).collect();
-    assert_eq!(ranks, [0, 2], "the spare takes its place");
+    };
+    effects.iter().filter_map(of).collect()
+}
+
+/// A GPU finds out by itself, and tells a failed device from a failed process.
+#[test]
+fn a_rank_whose_step_hung_makes_room_for_a_spare_sooner() {
+    for (on_gpus, patience) in [(false, 5), (true, 45)] {
+        let mut cluster = serving(3, on_gpus);
+        hangs(&mut cluster);
+        // One leaves the exchange at once, and waits in the next one.
+        cluster.executor_heard(secs(11), WorkerId(0));
+        let effects = wait(&mut cluster, 11, 10 + patience);
+        assert!(effects.is_empty(), "{effects:?}");
+        let effects = wait(&mut cluster, 10 + patience, 12 + patience);
+        assert_eq!(timed_out(&effects), [(1, patience)]);
+        let ranks: Vec<u32> = forms(&effects).iter().map(|form| form.0).collect();
+        assert_eq!(ranks, [0, 2], "the spare takes its place");
+        assert!(shut_down(&effects).is_empty(), "it may be back");
+    }
 }
 
 /// Without a spare, a process that hangs is ended as soon as it is known which one that is.
 #[test]
 fn a_rank_whose_step_hung_is_started_again_where_there_is_no_other() {
-    let (mut cluster, effects) = cluster_of(config(2), 2);
-    bring_up(&mut cluster, secs(1), forms(&effects)[0].2, &[0, 1]);
+    for (on_gpus, patience) in [(false, 5), (true, 45)] {
+        let mut cluster = serving(2, on_gpus);
+        hangs(&mut cluster);
+        cluster.executor_heard(secs(11), WorkerId(0));
+        assert_eq!(wait(&mut cluster, 11, 10 + patience), []);
+        let effects = wait(&mut cluster, 10 + patience, 12 + patience);
+        let ended = effects.iter().filter_map(|effect| match effect {
+            Effect::Send { worker, message: ToWorker::Shutdown { again: true, .. }, .. } => {
+                Some(worker.0)
+            }
+            _ => None,
+        });
+        assert_eq!(ended.collect::<Vec<_>>(), [1], "{effects:?}");
+    }
+}
+
+#[test]
+fn a_rank_that_was_only_slow_keeps_its_place() {
+    let mut cluster = serving(3, false);
+    hangs(&mut cluster);
+    assert_eq!(wait(&mut cluster, 11, 14), []);
+    // Both have come to their next layer, and left. Then they are formed, as slowly.
+    for worker in [0, 1].map(WorkerId) {
+        cluster.executor_heard(secs(14), worker);
+    }
+    assert_eq!(wait(&mut cluster, 14, 70), []);
+    assert_eq!(silent(&wait(&mut cluster, 70, 72)), [0, 1], "they have as long as any rank");
+}
+
+#[test]
+fn a_rank_that_nobody_could_hear_is_not_silent() {
+    let mut cluster = serving(2, false);
+    hangs(&mut cluster);
+    // The coordinator stands still, and what ranks have said meanwhile waits.
+    assert_eq!(timed_out(&wait(&mut cluster, 40, 43)), []);
+    cluster.executor_heard(secs(43), WorkerId(0));
+    assert_eq!(timed_out(&wait(&mut cluster, 43, 45)), [(1, 5)]);
+}
+
+#[test]
+fn nor_is_it_if_something_else_is_heard_first() {
+    let mut cluster = serving(3, false);
+    hangs(&mut cluster);
     let mut effects = Vec::new();
-    cluster.ranks_hang(secs(10), ReplicaId(0), Epoch(1), &[WorkerId(0), WorkerId(1)]);
-    let cause = FailoverReason::StepOverdue;
-    cluster.epoch_failed(secs(10), ReplicaId(0), Epoch(1), cause, "a step", &mut effects);
-    effects.extend(wait(&mut cluster, 10, 11));
-    cluster.executor_heard(secs(11), WorkerId(0));
-    let effects = wait(&mut cluster, 11, 57);
-    let ended = effects.iter().filter_map(|effect| match effect {
-        Effect::Send { worker, message: ToWorker::Shutdown { again: true, .. }, .. } => {
-            Some(worker.0)
-        }
-        _ => None,
-    });
-    assert_eq!(ended.collect::<Vec<_>>(), [1], "{effects:?}");
+    cluster.worker_left(secs(40), WorkerId(2), Incarnation(1), "killed", &mut effects);
+    assert_eq!(timed_out(&effects), []);
+    assert_eq!(timed_out(&wait(&mut cluster, 40, 43)), []);
+    cluster.executor_heard(secs(43), WorkerId(0));
+    assert_eq!(timed_out(&wait(&mut cluster, 43, 45)), [(1, 5)]);
+}
+
+#[test]
+fn a_rank_that_another_one_waited_for_in_vain_is_not_waited_for_longer() {
+    let mut cluster = serving(3, false);
+    let (id, last, mut effects) = (ReplicaId(0), Some(secs(2)), Vec::new());
+    let (says, why) = (WorkerId(0), "all_reduce timed out");
+    cluster.step_failed(secs(10), says, id, Epoch(1), last, true, why, &mut effects);
+    effects.extend(wait(&mut cluster, 10, 15));
+    assert_eq!(timed_out(&effects), []);
+    let effects = wait(&mut cluster, 15, 17);
+    assert_eq!(timed_out(&effects), [(1, 5)], "and not the one that said so");
+    let ranks: Vec<u32> = forms(&effects).iter().map(|form| form.0).collect();
+    assert_eq!(ranks, [0, 2]);
 }
 
 #[test]
 fn a_step_of_an_epoch_that_is_over_says_nothing_of_the_ranks_of_the_next() {
-    let (mut cluster, effects) = cluster_of(config(2), 3);
-    bring_up(&mut cluster, secs(1), forms(&effects)[0].2, &[0, 1]);
-    let mut effects = Vec::new();
-    cluster.epoch_failed(
-        secs(10),
-        ReplicaId(0),
-        Epoch(1),
-        FailoverReason::StepOverdue,
-        "a link is gone",
-        &mut effects,
-    );
-    effects.extend(wait(&mut cluster, 10, 11));
-    assert_eq!(forms(&effects).len(), 2, "the next epoch");
-    cluster.ranks_hang(secs(10), ReplicaId(0), Epoch(1), &[WorkerId(0), WorkerId(1)]);
-    effects.extend(wait(&mut cluster, 11, 65));
-    assert!(silent(&effects).is_empty(), "they have the time that any rank has: {effects:?}");
-    effects.extend(wait(&mut cluster, 65, 72));
-    assert_eq!(silent(&effects), [0, 1]);
+    for next_has_begun in [true, false] {
+        let mut cluster = serving(3, false);
+        let (id, cause, mut effects) = (ReplicaId(0), FailoverReason::StepOverdue, Vec::new());
+        cluster.epoch_failed(secs(10), id, Epoch(1), cause, "a link is gone", &mut effects);
+        let mut at = 10;
+        if next_has_begun {
+            effects.extend(wait(&mut cluster, 10, 11));
+            assert_eq!(forms(&effects).len(), 2, "the next epoch");
+            at = 11;
+        }
+        cluster.ranks_hang(secs(at), id, Epoch(1), &[WorkerId(0), WorkerId(1)]);
+        effects.extend(wait(&mut cluster, at, 65));
+        assert!(silent(&effects).is_empty(), "they have the time that any rank has: {effects:?}");
+        effects.extend(wait(&mut cluster, 65, 72));
+        assert_eq!(silent(&effects), [0, 1]);
+    }
 }
 
 #[test]

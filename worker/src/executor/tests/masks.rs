@@ -61,6 +61,7 @@ fn those_of_another_step_epoch_or_link_are_not_taken() {
     executor.tell_masks(masks(1, 31, 5));
     executor.abort_all();
     executor.new_link();
+    assert!(matches!(next(&messages), FromWorker::Stats(_)), "it has left the epoch");
     form_again(&executor, &messages, 1);
     executor.command(step(1, 31)).unwrap();
     executor.tell_masks(masks(1, 31, 6));
