@@ -226,7 +226,8 @@ fn parse(args: &[OsString]) -> Result<Command, clap::Error> {
         etcd::check_given(&matches)?;
         return options::from_matches(&matches);
     };
-    let command = config_file::apply(command(), &name, &file)?;
+    let given = matches.subcommand().map(|(_, given)| given);
+    let command = config_file::apply(command(), &name, &file, given)?;
     let matches = command.try_get_matches_from(args).map_err(|error| {
         if error.use_stderr() {
             clap::Error::raw(

@@ -42,6 +42,7 @@ use crate::engine::{EngineCommand, EngineHandle};
 use crate::frontends::Frontends;
 use crate::http::admin::Admin;
 use crate::http::gate::Gate;
+use crate::http::listener::{BoundHttp, Endpoint, SocketFile};
 use crate::http::models::Models;
 use crate::http::params::Limits;
 use crate::http::server;
@@ -94,7 +95,9 @@ impl Leadership {
 /// A running coordinator.
 #[derive(Debug)]
 pub struct Coordinator {
-    http_addr: SocketAddr,
+    endpoint: Endpoint,
+    /// The file of the Unix socket that serves HTTP, if one does.
+    socket: Option<SocketFile>,
     scheme: &'static str,
     cluster_addr: SocketAddr,
     cluster: Addr<ClusterActor>,
@@ -145,7 +148,7 @@ impl Coordinator {
             cluster: bound,
             metrics,
         } = prepared;
-        let (http_addr, cluster_addr) = (http.address, bound.address);
+        let cluster_addr = bound.address;
         let (tls, traces) = (options.api.tls.clone(), options.api.traces.clone());
         let max_model_len = engine.max_model_len;
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
@@ -209,7 +212,8 @@ impl Coordinator {
         };
         actix::spawn(carried_out.run(asks));
         let listener = tokio::net::TcpListener::from_std(bound.listener).map_err(|error| {
-            StartError::Listen { address: cluster_addr, option: "--cluster-listen", error }
+            let address = cluster_addr.into();
+            StartError::Listen { address, option: "--cluster-listen", error }
         })?;
         let (handle, commands) = EngineHandle::channel();
         actix::spawn(forward(commands, cluster.clone()));
@@ -268,8 +272,11 @@ impl Coordinator {
             run: options.run,
             refused,
         });
-        let failed = |error| StartError::Listen { address: http_addr, option: "--listen", error };
-        let server = server::start(http.listener, state, options.http_threads).map_err(failed)?;
+        let BoundHttp { file: socket, listener, endpoint } = http;
+        let server = server::start(listener, state, options.http_threads).map_err(|error| {
+            let (address, option) = (endpoint.clone(), endpoint.option());
+            StartError::Listen { address, option, error }
+        })?;
         let http = server.handle();
         actix::spawn(server);
         let metrics = metrics
@@ -279,7 +286,8 @@ impl Coordinator {
             stats::loggers(&options.log_stats, &hub, clock.now(), clock_start)?;
         actix::spawn(stats::run(hub, clock.clone(), loggers, interval));
         Ok(Self {
-            http_addr,
+            endpoint,
+            socket,
             scheme: scheme(tls.as_ref()),
             cluster_addr,
             cluster,
@@ -298,10 +306,10 @@ impl Coordinator {
         })
     }
 
-    /// The address that serves HTTP.
+    /// Where HTTP is served.
     #[must_use]
-    pub fn http_addr(&self) -> SocketAddr {
-        self.http_addr
+    pub fn http(&self) -> &Endpoint {
+        &self.endpoint
     }
 
     /// The address that workers dial.
@@ -310,10 +318,10 @@ impl Coordinator {
         self.cluster_addr
     }
 
-    /// The URL that serves HTTP.
+    /// The URL that serves HTTP; `unix:PATH` for a Unix socket.
     #[must_use]
     pub fn http_url(&self) -> String {
-        format!("{}://{}", self.scheme, self.http_addr)
+        self.endpoint.url(self.scheme)
     }
 
     /// The URL that serves `/metrics` separately, if any.
@@ -438,6 +446,8 @@ impl Coordinator {
         let (own, others) = (&self.gate, &self.frontends_gate);
         tokio::join!(own.empty_within(FLUSH_PATIENCE), others.empty_within(FLUSH_PATIENCE));
         self.frontends.flush(FLUSH_PATIENCE).await;
+        // Before its listener is closed.
+        drop(self.socket.take());
         // Does not wait for connections without a request.
         let _ = tokio::time::timeout(CLOSE_PATIENCE, self.http.stop(true)).await;
         if let Some((_, metrics)) = self.metrics {

@@ -48,6 +48,7 @@ use crate::adapters::{AdapterChanges, ServedAdapters};
 use crate::coordinator::{CLOSE_PATIENCE, TRACES_PATIENCE};
 use crate::engine::EngineHandle;
 use crate::http::gate::Gate;
+use crate::http::listener::{BoundHttp, Endpoint, SocketFile};
 use crate::http::metrics::{self, MetricsPage};
 use crate::http::models::Models;
 use crate::http::options::ApiOptions;
@@ -70,8 +71,8 @@ pub struct FrontendOptions {
     pub coordinator: CoordinatorAddress,
     /// This front end's name, unique among front ends.
     pub node: String,
-    /// The address that serves HTTP.
-    pub listen: SocketAddr,
+    /// Where HTTP is served.
+    pub listen: Endpoint,
     /// A separate address for probes and scrapes, if any.
     pub metrics_listen: Option<SocketAddr>,
     /// The model folder; by default, and for a name on the hub, what the coordinator names.
@@ -118,11 +119,11 @@ pub enum FrontendError {
     /// The coordinator now serves another model; in what it differs.
     #[error("the coordinator now serves another model than this front end was started for: {0}")]
     OtherModel(String),
-    /// The address cannot be used.
+    /// The address, or the Unix socket, cannot be used.
     #[error("cannot listen on {address} ({option}): {error}")]
     Listen {
         /// The address.
-        address: SocketAddr,
+        address: Endpoint,
         /// The option that names it.
         option: &'static str,
         /// The operating system's error.
@@ -205,7 +206,9 @@ fn closing(gate: Gate, check: ReadinessCheck) -> ReadinessCheck {
 /// A running front end.
 #[derive(Debug)]
 pub struct Frontend {
-    http_addr: SocketAddr,
+    endpoint: Endpoint,
+    /// The file of the Unix socket that serves HTTP, if one does.
+    socket: Option<SocketFile>,
     scheme: &'static str,
     http: ServerHandle,
     /// The server of probes and scrapes, and its URL.
@@ -224,7 +227,7 @@ impl Frontend {
     /// # Errors
     /// [`FrontendError`].
     pub async fn start(options: FrontendOptions) -> Result<Self, FrontendError> {
-        let bound = Bound::new(options.listen, "--listen")?;
+        let bound = Bound::new(&options.listen, options.listen.option())?;
         let hello = FrontendHello {
             node: options.node.clone(),
             incarnation: Incarnation(options.run),
@@ -244,8 +247,8 @@ impl Frontend {
         actix::spawn(pulse.clone().keep());
         let probes = match options.metrics_listen {
             Some(address) => {
-                let bound = Bound::new(address, "--metrics-listen")?;
-                let url = format!("{}://{}", scheme(tls.as_ref()), bound.address);
+                let bound = Bound::new(&address.into(), "--metrics-listen")?;
+                let url = bound.http.endpoint.url(scheme(tls.as_ref()));
                 let check = closing(gate.clone(), start_up.check());
                 let serve =
                     |it| metrics::start(it, page.clone(), check, pulse.clone(), tls.as_ref());
@@ -254,8 +257,9 @@ impl Frontend {
             None => None,
         };
         let waiting = |it| {
-            let (page, check) = (page.clone(), start_up.check());
-            metrics::start_waiting(it, page, check, pulse.clone(), tls.as_ref())
+            let (page, check, root) =
+                (page.clone(), start_up.check(), options.api.root_path.clone());
+            metrics::start_waiting(it, page, check, pulse.clone(), tls.as_ref(), root)
         };
         let waiting = OwnedServer::start(&bound, waiting)?;
         let mut dialler = Dialler::new(&options, clock.clone()).telling(start_up.clone());
@@ -296,8 +300,9 @@ impl Frontend {
         let readiness = state.readiness.clone();
         waiting.end().await;
         start_up.serves(readiness);
-        let (failed, http_addr) = (bound.failed(), bound.address);
-        let http = server::start(bound.listener, state, threads).map_err(failed)?;
+        let failed = bound.failed();
+        let BoundHttp { file: socket, listener, endpoint } = bound.http;
+        let http = server::start(listener, state, threads).map_err(failed)?;
         let handle = http.handle();
         actix::spawn(http);
         let (stop, stopped) = oneshot::channel();
@@ -309,19 +314,19 @@ impl Frontend {
         });
         let (traces, scheme) = (api.traces, scheme(tls.as_ref()));
         let http = handle;
-        Ok(Self { http_addr, scheme, http, probes, gate, actors, stop, ended, traces })
+        Ok(Self { endpoint, socket, scheme, http, probes, gate, actors, stop, ended, traces })
     }
 
-    /// The address that serves HTTP.
+    /// Where HTTP is served.
     #[must_use]
-    pub fn http_addr(&self) -> SocketAddr {
-        self.http_addr
+    pub fn http(&self) -> &Endpoint {
+        &self.endpoint
     }
 
-    /// The URL that serves HTTP.
+    /// The URL that serves HTTP; `unix:PATH` for a Unix socket.
     #[must_use]
     pub fn http_url(&self) -> String {
-        format!("{}://{}", self.scheme, self.http_addr)
+        self.endpoint.url(self.scheme)
     }
 
     /// The URL that serves probes and scrapes alone, if there is one.
@@ -358,6 +363,8 @@ impl Frontend {
         self.gate.close();
         let _ = self.stop.send(());
         let _ = tokio::time::timeout(STOP_PATIENCE, self.ended).await;
+        // Before its listener is closed.
+        drop(self.socket);
         // Does not wait for connections without a request.
         let _ = tokio::time::timeout(CLOSE_PATIENCE, self.http.stop(true)).await;
         if let Some(traces) = self.traces {

@@ -45,6 +45,7 @@
 //! - [`room`]: how much memory request bodies may take together
 //! - `connections`: how many connections each address may have
 //! - `kept`: ends connections on which nothing is asked
+//! - [`listener`]: where HTTP is served; [`root_path`]: under which path a proxy shows it
 //! - `watch`: rereads files when they change
 //! - `body`: attaches values to the lifetime of an answer's body, and says how it ends
 //! - `not_json`: what is wrong with a body that is not JSON
@@ -73,6 +74,7 @@ mod invocations;
 mod kept;
 pub mod keys;
 pub mod limits;
+pub mod listener;
 pub mod logprobs;
 pub mod message;
 pub mod messages;
@@ -91,6 +93,7 @@ pub mod reading;
 pub mod refused;
 pub mod responses;
 pub mod room;
+pub mod root_path;
 pub mod routes;
 mod scores;
 pub mod server;

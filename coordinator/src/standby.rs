@@ -6,7 +6,6 @@
 //! zero here and jump when it leads. It hangs up on workers and front ends that dial it; they dial
 //! again.
 use std::io;
-use std::net::TcpListener;
 use std::time::Duration;
 
 use actix_web::dev::{Server, ServerHandle};
@@ -19,9 +18,11 @@ use shared::membership::View;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use crate::coordinator::{BoundListener, PreparedCoordinator, StartError};
+use crate::coordinator::{PreparedCoordinator, StartError};
 use crate::http::error::ApiError;
+use crate::http::listener::{Endpoint, HttpListener, UNIX_SCHEME};
 use crate::http::probes;
+use crate::http::root_path::RootPath;
 use crate::http::routes::{get, get_version};
 use crate::http::server::small_server;
 use crate::http::tls::Tls;
@@ -46,23 +47,28 @@ impl Standby {
         view: &watch::Receiver<View>,
         pulse: &Pulse,
     ) -> Result<Self, StartError> {
-        let failed = |bound: &BoundListener, option| {
-            let address = bound.address;
+        let failed = |address: Endpoint, option: &'static str| {
             move |error| StartError::Listen { address, option, error }
         };
         let mut servers = Vec::new();
-        let metrics = prepared.metrics.as_ref().map(|metrics| (metrics, "--metrics-listen"));
-        for (bound, option) in [(&prepared.http, "--listen")].into_iter().chain(metrics) {
-            let server = bound.listener.try_clone();
-            let server =
-                server.and_then(|it| serve(it, view.clone(), pulse.clone(), prepared.tls()));
-            let server = server.map_err(failed(bound, option))?;
+        let mut serve_on = |listener: io::Result<HttpListener>, root: RootPath| {
+            let server = serve(listener?, view.clone(), pulse.clone(), prepared.tls(), root)?;
             servers.push(server.handle());
             actix::spawn(server);
+            Ok::<_, io::Error>(())
+        };
+        let http = &prepared.http;
+        serve_on(http.listener.try_clone(), prepared.root_path().clone())
+            .map_err(failed(http.endpoint.clone(), http.endpoint.option()))?;
+        if let Some(metrics) = &prepared.metrics {
+            let listener = metrics.listener.try_clone().map(HttpListener::Tcp);
+            serve_on(listener, RootPath::default())
+                .map_err(failed(metrics.address.into(), "--metrics-listen"))?;
         }
         let cluster = prepared.cluster.listener.try_clone();
         let cluster = cluster.and_then(tokio::net::TcpListener::from_std);
-        let cluster = cluster.map_err(failed(&prepared.cluster, "--cluster-listen"))?;
+        let address = prepared.cluster.address.into();
+        let cluster = cluster.map_err(failed(address, "--cluster-listen"))?;
         Ok(Self { servers, hanging_up: actix::spawn(close_connections(cluster)) })
     }
 
@@ -97,10 +103,12 @@ pub fn is_reason(message: &str) -> bool {
     message.starts_with(STANDS_BY)
 }
 
-/// The URL of a leader's HTTP from its record: an address, or a full URL if it is not plain HTTP.
+/// The URL of a leader's HTTP from its record: an address, or a full URL if it is not plain HTTP,
+/// or a Unix socket.
 #[must_use]
 pub fn url(http: &str) -> String {
-    let scheme = if http.contains("://") { "" } else { "http://" };
+    let is_whole = http.contains("://") || http.starts_with(UNIX_SCHEME);
+    let scheme = if is_whole { "" } else { "http://" };
     format!("{scheme}{http}")
 }
 
@@ -113,12 +121,13 @@ async fn close_connections(listener: tokio::net::TcpListener) {
 }
 
 fn serve(
-    listener: TcpListener,
+    listener: HttpListener,
     view: watch::Receiver<View>,
     pulse: Pulse,
     tls: Option<&Tls>,
+    root: RootPath,
 ) -> io::Result<Server> {
-    small_server(listener, tls, KeepAlive::default(), move |config| {
+    small_server(listener, tls, KeepAlive::default(), root, move |config| {
         config
             .app_data(Data::new(view.clone()))
             .app_data(Data::new(pulse.clone()))
@@ -160,6 +169,16 @@ mod tests {
     #[actix_rt::test]
     async fn a_standby_tells_a_stuck_process_from_one_that_lives() {
         let (_sender, view) = watch::channel(View::default());
-        probes::tests::check(|listener, pulse| serve(listener, view.clone(), pulse, None)).await;
+        probes::tests::check(|listener, pulse| {
+            serve(listener.into(), view.clone(), pulse, None, RootPath::default())
+        })
+        .await;
+    }
+
+    #[test]
+    fn a_leader_is_named_by_its_url_or_its_socket() {
+        assert_eq!(url("h:80"), "http://h:80");
+        assert_eq!(url("https://h:80"), "https://h:80");
+        assert_eq!(url("unix:/run/tutti.sock"), "unix:/run/tutti.sock");
     }
 }

@@ -43,6 +43,7 @@
 //! - [`bad_words`]: words that must not be generated, likewise
 //! - [`tls`]: HTTPS, its files, and its clients
 //! - [`traces`]: what traces tell of requests
+//! - [`unix_sockets`]: HTTP on Unix sockets
 //! - [`by_hand`]: a coordinator and workers started one by one
 //! - `classes`: models that sort texts into classes, and a reranker with K and V in FP8
 //! - [`openai_client`]: the `openai` Python package
@@ -99,6 +100,7 @@ mod swapping;
 mod thinking;
 mod tls;
 mod traces;
+mod unix_sockets;
 
 use std::time::Duration;
 

@@ -258,7 +258,7 @@ async fn prompts_and_messages_are_checked() {
 }
 
 /// Sends raw bytes; returns the status and the complete answer.
-fn raw(rig: &Rig, request: &[u8]) -> (u16, String) {
+pub(crate) fn raw(rig: &Rig, request: &[u8]) -> (u16, String) {
     let mut stream = TcpStream::connect(rig.address).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(15))).unwrap();
     stream.write_all(request).unwrap();

@@ -16,6 +16,7 @@
 //! - [`openapi`]: `/openapi.json`, its routes and bounds
 //! - [`options`]: API keys, origins, operators' limits
 //! - [`overload`]: limits per key and address, time limits of requests
+//! - [`root_path`]: the API under a proxy's path
 //! - `scrapes`: scrapers of `/metrics` that do not read
 //! - [`scores`]: `/rerank` and `/score`
 //! - [`structured`]: structured output fields
@@ -23,7 +24,7 @@
 //! - [`bad_words`]: words that must not be generated
 //! - [`tls`]: HTTPS, with curl
 //! - [`token_ids`]: tokens by their ids, log-probabilities of prompts
-//! - [`tokens`]: `/tokenize` and `/detokenize`
+//! - [`tokens`]: `/tokenize`, `/detokenize` and `/tokenizer_info`
 //! - [`tools`]: tool calls and reasoning, parsed from the text
 //! - [`streams`]: Server-Sent Events, stop strings, failures, disconnects
 //! - [`traces`]: spans of requests, and collectors that are slow or away
@@ -44,6 +45,7 @@ mod options;
 mod overload;
 mod responses;
 mod rig;
+mod root_path;
 mod scores;
 mod scrapes;
 mod shapes;

@@ -9,17 +9,17 @@ use reqwest::Method;
 use serde_json::{Value, json};
 
 use crate::classes;
-use crate::rig::Rig;
+use crate::rig::{Rig, Script, described};
 use crate::thinking;
 
 fn rig() -> Rig {
-    let rig = Rig::with_api(&ApiOptions {
+    let api = ApiOptions {
         tool_calls: Some(CallFormat::Hermes),
         reasoning: Some(Reasoning::Marked(ThinkMarks::THINK)),
         ..ApiOptions::default()
-    });
-    rig.script(|script| script.text = "x".to_owned());
-    rig
+    };
+    let script = Script { text: "x".to_owned(), ..Script::default() };
+    Rig::chosen(script, described(), &api)
 }
 
 #[tokio::test]
@@ -30,6 +30,7 @@ async fn the_paths_are_served_and_with_no_other_methods() {
     let http = reqwest::Client::new();
     let paths = document["paths"].as_object().unwrap();
     assert!(paths.len() > 15 && !paths.keys().any(|path| path.starts_with("/admin")));
+    assert!(paths.contains_key("/tokenizer_info"));
     for (path, of) in paths {
         let url = format!("http://{}{}", rig.address, path.replace("{id}", "demo"));
         for method in ["GET", "HEAD", "POST", "PUT", "DELETE"] {

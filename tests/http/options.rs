@@ -1,6 +1,7 @@
 //! Operators' options: API keys, origins, limits; and the routes of probes.
 use coordinator::http::keys::ApiKeys;
 use coordinator::http::options::ApiOptions;
+use coordinator::http::root_path::RootPath;
 use coordinator::http::routes;
 use coordinator::text::model::{SamplingDefaults, TextModel, TextOptions};
 use reqwest::{Method, Response};
@@ -8,7 +9,7 @@ use serde_json::{Value, json};
 use testkit::models::demo;
 use testkit::scrape::Scrape;
 
-use crate::rig::{Rig, Script};
+use crate::rig::{Rig, Script, described};
 
 const COMPLETIONS: &str = "/v1/completions";
 
@@ -87,19 +88,22 @@ const OPERATED: [&str; 8] = [
 
 #[tokio::test]
 async fn every_path_that_is_served_needs_a_key_or_is_known_not_to() {
-    let keys = ApiKeys::new(["sesame"]).unwrap();
-    let rig = Rig::with_api(&ApiOptions { keys, ..ApiOptions::default() });
+    let (keys, root_path) = (ApiKeys::new(["sesame"]).unwrap(), RootPath::parse("/llm").unwrap());
+    let api = ApiOptions { keys, root_path, ..ApiOptions::default() };
+    let rig = Rig::chosen(Script::default(), described(), &api);
     let mut without = Vec::new();
     for (path, methods) in routes::paths() {
         let needs_none = OPEN.contains(&path) || OPERATED.contains(&path);
         without.extend(needs_none.then_some(path));
-        for method in methods.split(", ") {
+        // Alone, and as a proxy shows it.
+        let paths = ["", "/llm"].map(|root| format!("{root}{}", path.replace("{id}", "demo")));
+        let asked = methods.split(", ").flat_map(|method| paths.iter().map(move |it| (method, it)));
+        for (method, path) in asked {
             let method = Method::from_bytes(method.as_bytes()).unwrap();
-            let path = path.replace("{id}", "demo");
-            let status = send(&rig, method.clone(), &path, &[]).await.status();
+            let status = send(&rig, method.clone(), path, &[]).await.status();
             assert_eq!(status == 401, !needs_none, "{method} {path}: {status}");
             let key = [("authorization", "Bearer sesame")];
-            let status = send(&rig, method.clone(), &path, &key).await.status();
+            let status = send(&rig, method.clone(), path, &key).await.status();
             assert!(status != 401, "{method} {path}");
         }
     }

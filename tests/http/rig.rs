@@ -17,7 +17,7 @@ use coordinator::http::server;
 use coordinator::http::state::{AppState, Readiness};
 use coordinator::metrics::Hub;
 use coordinator::metrics::exposition::PageOptions;
-use coordinator::text::model::TextModel;
+use coordinator::text::model::{TextModel, TextOptions};
 use coordinator::text::reply::{CallFormat, Reasoning, ThinkMarks};
 use coordinator::text::template::ChatTemplate;
 use serde_json::Value;
@@ -61,6 +61,12 @@ pub(crate) struct Seen {
     pub(crate) cancelled: usize,
     /// Number of requests, and number refused as if the queue were full.
     pub(crate) asked: (usize, usize),
+}
+
+/// The text side of the demo model, with the description of its tokenizer.
+pub(crate) fn described() -> TextModel {
+    let options = TextOptions { describes_tokenizer: true, ..TextOptions::default() };
+    TextModel::load_with(&demo(), &options).unwrap()
 }
 
 /// A running server.

@@ -33,7 +33,8 @@ fn server() -> SocketAddr {
     std::thread::spawn(move || {
         actix_web::rt::System::new().block_on(async move {
             let ready = Arc::new(|| Readiness { ready: true, message: String::new() });
-            let server = metrics::start(listener, Arc::new(page), ready, Pulse::default(), None);
+            let (page, pulse) = (Arc::new(page), Pulse::default());
+            let server = metrics::start(listener.into(), page, ready, pulse, None);
             server.unwrap().await.unwrap();
         });
     });

@@ -1,9 +1,14 @@
-//! `/tokenize` and `/detokenize` as vLLM's clients expect them, and texts that cannot fit.
+//! `/tokenize`, `/detokenize` and `/tokenizer_info` as vLLM's clients expect them, and texts that
+//! cannot fit.
 use std::time::{Duration, Instant};
 
-use serde_json::json;
+use coordinator::http::keys::ApiKeys;
+use coordinator::http::options::ApiOptions;
+use coordinator::text::model::{TextModel, TextOptions};
+use serde_json::{Value, json};
+use testkit::models::demo;
 
-use crate::rig::Rig;
+use crate::rig::{Rig, Script, described};
 
 #[tokio::test]
 async fn text_becomes_tokens_and_text_again() {
@@ -39,6 +44,50 @@ async fn a_conversation_becomes_the_tokens_that_it_would_run_with() {
     let answer = rig.client.post("/tokenize", &request).await.unwrap().body;
     let rendered = rig.text.encode("<|bos|><|user|>\nHi<|end|>\n", false).unwrap();
     assert_eq!(answer["tokens"], json!(rendered), "{answer}");
+}
+
+#[tokio::test]
+async fn the_tokenizer_is_described_where_the_operator_wants_it() {
+    const PATH: &str = "/tokenizer_info";
+    let rig = Rig::of(Script::default(), described());
+    let answer = rig.client.get(PATH).await.unwrap();
+    let file = std::fs::read_to_string(demo().join("tokenizer_config.json")).unwrap();
+    let file: Value = serde_json::from_str(&file).unwrap();
+    assert_eq!((answer.status, &answer.body), (200, &file));
+    assert!(file["tokenizer_class"].is_string() && file["chat_template"].is_string());
+    let info = reqwest::get(format!("http://{}{PATH}", rig.address)).await.unwrap();
+    assert_eq!(info.headers()["content-type"], "application/json");
+    assert_eq!(rig.client.post(PATH, &json!({})).await.unwrap().status, 405);
+    // The template is the one in use, and what is asked for does not make other front ends.
+    let template = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(&template, "{{ messages[0].content }}").unwrap();
+    let options = TextOptions {
+        chat_template: Some(template.path().to_owned()),
+        describes_tokenizer: true,
+        ..TextOptions::default()
+    };
+    let chosen = TextModel::load_with(&demo(), &options).unwrap();
+    let rig = Rig::of(Script::default(), chosen);
+    let answer = rig.client.get(PATH).await.unwrap().body;
+    assert_eq!(answer["chat_template"], "{{ messages[0].content }}");
+    assert_eq!(answer["bos_token"], file["bos_token"]);
+    assert_eq!(described().fingerprint, TextModel::load(&demo()).unwrap().fingerprint);
+    // Otherwise it is a path like any that is unknown.
+    let rig = Rig::saying("x");
+    let (answer, unknown) =
+        (rig.client.get(PATH).await.unwrap(), rig.client.get("/tokenizer_inf").await.unwrap());
+    let message = |body: &Value| body["error"]["message"].as_str().unwrap().to_owned();
+    assert_eq!((answer.status, unknown.status), (404, 404));
+    assert_eq!(message(&answer.body), message(&unknown.body) + "o");
+    let document = rig.client.get("/openapi.json").await.unwrap().body;
+    assert!(document["paths"].get(PATH).is_none());
+    // It needs a key, served or not.
+    for text in [described(), TextModel::load(&demo()).unwrap()] {
+        let keys = ApiKeys::new(["sesame"]).unwrap();
+        let api = ApiOptions { keys, ..ApiOptions::default() };
+        let rig = Rig::chosen(Script::default(), text, &api);
+        assert_eq!(rig.client.get(PATH).await.unwrap().status, 401);
+    }
 }
 
 #[tokio::test]

@@ -3,6 +3,7 @@ use std::time::{Duration, Instant};
 
 use coordinator::engine::EngineError;
 use coordinator::http::options::ApiOptions;
+use coordinator::http::root_path::RootPath;
 use coordinator::traces::settings::{self, Settings};
 use coordinator::traces::{self, Traces};
 use reqwest::header::HeaderMap;
@@ -121,6 +122,23 @@ async fn a_request_is_a_span_in_its_callers_trace() {
     let text = answer["choices"][0]["text"].as_str().unwrap();
     let sent = message.body.to_string();
     assert!(!sent.contains("secret words") && !sent.contains(text.trim()), "{sent}");
+}
+
+#[tokio::test]
+async fn a_span_names_the_route_without_the_path_of_a_proxy() {
+    let collector = Collector::start().unwrap();
+    let settings = settings(&collector.url(), &[]);
+    let process = vec![("service.name".to_owned(), "tutti".to_owned())];
+    let traces = Traces::start(&settings, traces::client(&settings, None), process).unwrap();
+    let root_path = RootPath::parse("/llm").unwrap();
+    let options = ApiOptions { traces: Some(traces), root_path, ..ApiOptions::default() };
+    let rig = Rig::with_api(&options);
+    let url = format!("http://{}/llm/v1/completions", rig.address);
+    let request = reqwest::Client::new().post(url).header("x-request-id", "r-2");
+    assert_eq!(request.json(&completion()).send().await.unwrap().status(), 200);
+    let all = collector.request(named("r-2")).await;
+    assert_eq!(attribute(&all[0], "http.route"), "/v1/completions");
+    assert_eq!(attribute(&all[0], "gen_ai.operation.name"), "text_completion");
 }
 
 #[tokio::test]

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use coordinator::http::keys::{ApiKey, ApiKeyError, ApiKeys, KeyFile, KeyLimits};
+use coordinator::http::listener::Endpoint;
 use coordinator::http::options::{ApiOptions, ConnectionBound, MAX_LOGPROBS};
+use coordinator::http::root_path::RootPath;
 use coordinator::http::tls::{Tls, TlsFiles};
 use coordinator::http::watch::LOOK_EVERY;
 use coordinator::text::model::{GenerationSource, SamplingDefaults, TextOptions};
@@ -98,6 +100,14 @@ pub(crate) struct ApiArgs {
     /// prompt_logprobs)
     #[arg(long, value_name = "N", default_value_t = MAX_LOGPROBS, value_parser = clap::value_parser!(u32).range(0..=LOGPROBS_BOUND))]
     pub(crate) max_logprobs: u32,
+    /// Path under which a proxy shows the API, such as /llm: requests for paths that begin with it
+    /// are served as those without it, which are served too, and /openapi.json names it [default:
+    /// none]
+    #[arg(long, value_name = "PATH", value_parser = RootPath::parse)]
+    pub(crate) root_path: Option<RootPath>,
+    /// Serve /tokenizer_info: the model's tokenizer_config.json, with the chat template in use
+    #[arg(long)]
+    pub(crate) enable_tokenizer_info_endpoint: bool,
     /// Origins (SCHEME://HOST) of web pages whose scripts may use the API, comma separated; * for
     /// all [default: none]
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
@@ -190,9 +200,12 @@ impl fmt::Debug for Key {
     }
 }
 
-/// Checks the options and reads the file of keys. Logs when HTTP is served at `listen` without any
-/// protection.
-pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, CliError> {
+/// Checks the options and reads the file of keys. Logs when HTTP is served at `endpoint` without
+/// any protection.
+pub(crate) fn options(args: &ApiArgs, endpoint: &Endpoint) -> Result<ApiOptions, CliError> {
+    if let Endpoint::Unix(_) = endpoint {
+        check_socket(args)?;
+    }
     for origin in &args.allowed_origins {
         let page = ["http://", "https://"].iter().find_map(|scheme| origin.strip_prefix(scheme));
         if origin != "*" && page.is_none_or(|page| page.is_empty() || page.contains('/')) {
@@ -209,7 +222,9 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
         return Err(CliError::Usage(format!("--chat-template {file}: {error}")));
     }
     let keys = keys(args)?;
-    if is_open(listen, &keys, args) {
+    if let Endpoint::Tcp(listen) = endpoint
+        && is_open(*listen, &keys, args)
+    {
         tracing::warn!(
             %listen,
             "anyone who can reach this address can use the API: there are no API keys \
@@ -235,6 +250,7 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
             variables: args.default_chat_template_kwargs.clone().unwrap_or_default().0,
             generation: args.generation_config.clone(),
             sampling: args.override_generation_config.unwrap_or_default(),
+            describes_tokenizer: args.enable_tokenizer_info_endpoint,
         },
         reports_usage: args.enable_force_include_usage,
         tokens_by_id: args.return_tokens_as_token_ids,
@@ -244,6 +260,7 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
         access_log: args.access_log,
         runtime_adapters: args.allow_runtime_lora_updating,
         tls: tls(args)?,
+        root_path: args.root_path.clone().unwrap_or_default(),
         traces: traces::start(args.otlp_traces_endpoint.as_deref())?,
         tool_calls: args.tool_call_parser,
         reasoning,
@@ -252,6 +269,25 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
             .max_connections_per_address
             .map_or_else(ConnectionBound::default, ConnectionBound::Of),
     })
+}
+
+/// Rejects what a Unix socket does not have.
+fn check_socket(args: &ApiArgs) -> Result<(), CliError> {
+    let no_tls = "there is no TLS on a Unix socket";
+    let no_address = "who uses a Unix socket has no address";
+    let is_bound = args.max_connections_per_address.is_some_and(|most| most > 0);
+    let given = [
+        ("--tls-certificate", args.tls_certificate.is_some(), no_tls),
+        ("--tls-key", args.tls_key.is_some(), no_tls),
+        ("--tls-client-ca", args.tls_client_ca.is_some(), no_tls),
+        ("--max-connections-per-address", is_bound, no_address),
+    ];
+    match given.into_iter().find(|(_, is_given, _)| *is_given) {
+        Some((option, _, why)) => {
+            Err(CliError::Usage(format!("--uds and {option} cannot be combined: {why}")))
+        }
+        None => Ok(()),
+    }
 }
 
 /// Whether other hosts may use the API without any credential.
@@ -382,7 +418,7 @@ mod tests {
     fn parse(words: &[&str]) -> Result<ApiOptions, String> {
         let line = Line::try_parse_from([&["x"], words].concat()).map_err(|e| e.to_string())?;
         assert!(!format!("{:?}", line.api).contains("hidden"), "keys are never shown");
-        options(&line.api, LOOPBACK).map_err(|error| error.to_string())
+        options(&line.api, &LOOPBACK.into()).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -530,6 +566,43 @@ mod tests {
         assert_eq!(of(&[]), ConnectionBound::OfInternet);
         assert_eq!(of(&["--max-connections-per-address", "0"]), ConnectionBound::Of(0));
         assert_eq!(of(&["--max-connections-per-address", "40"]), ConnectionBound::Of(40));
+    }
+
+    #[test]
+    fn a_unix_socket_has_neither_tls_nor_addresses() {
+        let socket = Endpoint::Unix("/run/tutti.sock".into());
+        let check = |words: &[&str]| {
+            let line = Line::try_parse_from([&["x"], words].concat()).unwrap();
+            options(&line.api, &socket).map(drop)
+        };
+        assert!(check(&[]).is_ok() && check(&["--max-connections-per-address", "0"]).is_ok());
+        for (option, value, why) in [
+            ("--tls-certificate", "c.pem", "no TLS"),
+            ("--tls-key", "k.pem", "no TLS"),
+            ("--tls-client-ca", "a.pem", "no TLS"),
+            ("--max-connections-per-address", "9", "no address"),
+        ] {
+            let error = check(&[option, value]).unwrap_err();
+            let (code, error) = (error.code(), error.to_string());
+            assert_eq!(code, 2, "{error}");
+            for part in ["--uds", option, why] {
+                assert!(error.contains(part), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_root_path_is_checked_and_the_tokenizer_is_described_when_asked_for() {
+        let options = parse(&["--root-path", "/llm/a", "--enable-tokenizer-info-endpoint"]);
+        let options = options.unwrap();
+        assert_eq!(options.root_path.url(), "/llm/a");
+        assert!(options.text.describes_tokenizer);
+        assert_eq!(parse(&[]).unwrap().root_path, RootPath::default());
+        assert!(!parse(&[]).unwrap().text.describes_tokenizer);
+        for (wrong, why) in [("llm", "begin with"), ("/llm/", "end with"), ("/v1", "/v1/compl")] {
+            let error = parse(&["--root-path", wrong]).unwrap_err();
+            assert!(error.contains("--root-path") && error.contains(why), "{error}");
+        }
     }
 
     #[test]

@@ -4,7 +4,9 @@
 //! command line wins. One file may serve several roles: keys of other roles are left alone.
 use std::path::{Path, PathBuf};
 
+use clap::ArgMatches;
 use clap::error::ErrorKind;
+use clap::parser::ValueSource;
 
 use super::{CliError, etcd};
 
@@ -12,30 +14,48 @@ use super::{CliError, etcd};
 /// be is checked with (`tutti doctor`) are theirs, or concern no node.
 const ROLES: [&str; 4] = ["up", "coordinator", "worker", "frontend"];
 
+/// Keys of which one takes the place of the other.
+const INSTEAD: [[&str; 2]; 1] = [["listen", "uds"]];
+
 /// Returns the subcommand and the file named by `--config`, if any.
-pub(crate) fn named_in(matches: &clap::ArgMatches) -> Option<(String, PathBuf)> {
+pub(crate) fn named_in(matches: &ArgMatches) -> Option<(String, PathBuf)> {
     let (name, matches) = matches.subcommand()?;
     let file = matches.try_get_one::<PathBuf>("config").ok().flatten()?;
     Some((name.to_owned(), file.clone()))
 }
 
-/// Makes the file's values the defaults of subcommand `name`.
+/// Makes the file's values the defaults of subcommand `name`, as far as what is `given` on the
+/// command line does not take their place.
 pub(crate) fn apply(
     command: clap::Command,
     name: &str,
     file: &Path,
+    given: Option<&ArgMatches>,
 ) -> Result<clap::Command, clap::Error> {
     let values = read(&command, file)
         .map_err(|message| clap::Error::raw(ErrorKind::ValueValidation, format!("{message}\n")))?;
     Ok(command.mut_subcommand(name, |mut subcommand| {
         for (key, value) in values {
             let id = key.replace('-', "_");
+            if given.is_some_and(|given| is_replaced(&id, given)) {
+                continue;
+            }
             if subcommand.get_arguments().any(|arg| arg.get_id() == id.as_str()) {
                 subcommand = subcommand.mut_arg(id, |arg| arg.default_value(value));
             }
         }
         subcommand
     }))
+}
+
+/// Whether the command line has the option that takes the place of `id`.
+fn is_replaced(id: &str, given: &ArgMatches) -> bool {
+    let pair = INSTEAD.iter().find(|pair| pair.contains(&id));
+    let other = pair.and_then(|pair| pair.iter().copied().find(|other| *other != id));
+    other.is_some_and(|other| {
+        given.ids().any(|known| known == other)
+            && given.value_source(other) == Some(ValueSource::CommandLine)
+    })
 }
 
 /// Checks a file by the rules of every role that knows one of its keys. Returns the number of its
@@ -45,7 +65,7 @@ pub(crate) fn check(file: &Path) -> Result<(usize, Option<String>), CliError> {
     let values = read(&command, file).map_err(CliError::Usage)?;
     let mut refusal = None;
     for subcommand in ROLES {
-        let command = apply(super::options::command(), subcommand, file)
+        let command = apply(super::options::command(), subcommand, file, None)
             .map_err(|error| CliError::Usage(error.to_string()))?;
         let at = |error| CliError::Usage(format!("{}: {error}", file.display()));
         let matches = command.try_get_matches_from(["tutti", subcommand]).map_err(at)?;
@@ -97,6 +117,10 @@ fn read(command: &clap::Command, file: &Path) -> Result<Vec<(String, String)>, S
             }
         };
         values.push((key, text));
+    }
+    let has = |key: &str| values.iter().any(|(given, _)| given == key);
+    if let Some([one, other]) = INSTEAD.iter().find(|pair| pair.iter().all(|key| has(key))) {
+        return Err(at(format!("'{one}' and '{other}' cannot be combined: leave out one of them")));
     }
     Ok(values)
 }

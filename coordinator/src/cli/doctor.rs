@@ -28,7 +28,9 @@ use super::etcd::{EtcdArgs, parse_address};
 use super::http_client::TrustArgs;
 use super::hub::HubArgs;
 use super::lora::LoraArgs;
-use super::options::{Workers, parse_bytes, parse_quantization, parse_swap_space, parse_workers};
+use super::options::{
+    Workers, parse_bytes, parse_quantization, parse_socket, parse_swap_space, parse_workers,
+};
 use super::output::print_line;
 use super::speculative::{self, Speculative};
 use super::work::cores;
@@ -67,6 +69,9 @@ pub(crate) struct DoctorArgs {
     /// Address that HTTP will be served on
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8000")]
     pub(crate) listen: SocketAddr,
+    /// Unix socket that HTTP will be served on instead
+    #[arg(long, value_name = "PATH", value_parser = parse_socket, conflicts_with = "listen")]
+    pub(crate) uds: Option<PathBuf>,
     /// Address that workers and front ends will connect to
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8001")]
     pub(crate) cluster_listen: SocketAddr,

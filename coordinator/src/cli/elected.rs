@@ -39,7 +39,7 @@ pub(crate) async fn run(
     beat_to_systemd();
     let endpoints = etcd.endpoints.join(",");
     let (address, http) =
-        advertised(advertise, prepared.cluster_addr(), prepared.http_addr(), &etcd.endpoints)?;
+        advertised(advertise, prepared.cluster_addr(), prepared.http(), &etcd.endpoints)?;
     let http = match prepared.scheme() {
         "http" => http,
         scheme => format!("{scheme}://{http}"),
@@ -73,7 +73,7 @@ pub(crate) async fn run(
             return Err(error.into());
         }
     };
-    print_line(&format!("tutti coordinator: {}://{}", prepared.scheme(), prepared.http_addr()));
+    print_line(&format!("tutti coordinator: {}", prepared.http().url(prepared.scheme())));
     let mut membership = Some(membership);
     let elected = tokio::select! {
         leader = election(view.clone(), &record) => Ok(Some(leader)),

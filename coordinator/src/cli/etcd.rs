@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, Id};
+use coordinator::http::listener::Endpoint;
 use coordinator::private_file;
 use shared::membership::{
     CoordinatorAddress, Credential, EtcdMembership, EtcdOptions, FatalError, LEASE_TTL, Record,
@@ -274,7 +275,7 @@ pub(crate) async fn failed(membership: &mut Option<EtcdMembership>) -> CliError 
 pub(crate) fn advertised(
     advertise: Option<&str>,
     cluster: SocketAddr,
-    http: SocketAddr,
+    http: &Endpoint,
     etcd: &[String],
 ) -> Result<(String, String), CliError> {
     let address = match advertise {
@@ -298,10 +299,10 @@ pub(crate) fn advertised(
         );
     }
     let host = address.rsplit_once(':').map_or(address.as_str(), |(host, _)| host);
-    let http = if http.ip().is_unspecified() {
-        format!("{host}:{}", http.port())
-    } else {
-        http.to_string()
+    let http = match http {
+        Endpoint::Tcp(http) if http.ip().is_unspecified() => format!("{host}:{}", http.port()),
+        // A Unix socket is reached from its host alone; others are told so.
+        other => other.to_string(),
     };
     Ok((address, http))
 }
@@ -341,12 +342,16 @@ mod tests {
         let any: SocketAddr = ([0, 0, 0, 0], 8001).into();
         let local: SocketAddr = ([127, 0, 0, 1], 8001).into();
         let etcd = ["http://127.0.0.1:2379".to_owned()];
-        let error = advertised(None, any, any, &etcd).unwrap_err().to_string();
+        let error = advertised(None, any, &any.into(), &etcd).unwrap_err().to_string();
         assert!(error.contains("--advertise") && error.contains("0.0.0.0:8001"), "{error}");
-        let given = advertised(Some("host:9"), any, ([0, 0, 0, 0], 80).into(), &etcd).unwrap();
+        let wildcard = Endpoint::Tcp(([0, 0, 0, 0], 80).into());
+        let given = advertised(Some("host:9"), any, &wildcard, &etcd).unwrap();
         assert_eq!(given, ("host:9".to_owned(), "host:80".to_owned()));
-        let given = advertised(None, local, local, &etcd).unwrap();
+        let given = advertised(None, local, &local.into(), &etcd).unwrap();
         assert_eq!(given, ("127.0.0.1:8001".to_owned(), "127.0.0.1:8001".to_owned()));
+        let socket = Endpoint::Unix("/run/tutti.sock".into());
+        let given = advertised(None, local, &socket, &etcd).unwrap();
+        assert_eq!(given.1, "unix:/run/tutti.sock");
     }
 
     #[test]

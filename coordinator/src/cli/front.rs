@@ -10,6 +10,7 @@ use shared::membership::Role;
 use shared::metrics::application::Metrics;
 
 use super::heartbeat::beat_to_systemd;
+use super::options::endpoint;
 use super::output::print_line;
 use super::signals::Signals;
 use super::work::{cores, default_node, random};
@@ -22,15 +23,16 @@ pub(crate) fn run(args: &FrontendArgs) -> Result<(), CliError> {
     let coordinator = args.coordinator.as_deref();
     let (coordinator, mut membership) =
         etcd::find(coordinator, &args.etcd, Role::Frontend, &node, run)?;
+    let listen = endpoint(args.listen, args.uds.as_ref());
     let options = FrontendOptions {
         coordinator,
         actors: ActorRuntime::spoke(&node, run, Arc::new(SystemClock::start())),
         node,
-        listen: args.listen,
         metrics_listen: args.metrics_listen,
         model: args.model.clone(),
         hub: args.cache.hub(),
-        api: api::options(&args.api, args.listen)?,
+        api: api::options(&args.api, &listen)?,
+        listen,
         http_threads: args.http_threads.unwrap_or_else(|| cores().clamp(1, 8)) as usize,
         nvml: args.common.nvml_lib.clone(),
         secret,

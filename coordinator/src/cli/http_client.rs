@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
+use coordinator::http::listener::UNIX_SCHEME;
 use coordinator::http::tls::{read_authorities, read_certificates, read_pair};
 use rustls::crypto::ring;
 use ureq::Agent;
@@ -37,7 +38,8 @@ impl TrustArgs {
 /// Returns the URL of a server, which may be given without a scheme.
 pub(crate) fn base_url(server: &str) -> String {
     let server = server.trim_end_matches('/');
-    let scheme = if server.contains("://") { "" } else { "http://" };
+    let is_whole = server.contains("://") || server.starts_with(UNIX_SCHEME);
+    let scheme = if is_whole { "" } else { "http://" };
     format!("{scheme}{server}")
 }
 
@@ -48,6 +50,12 @@ pub(crate) fn make_agent(
     trust: &TrustArgs,
     connections: usize,
 ) -> Result<Agent, CliError> {
+    if url.starts_with(UNIX_SCHEME) {
+        return Err(CliError::Usage(format!(
+            "{url}: commands reach no Unix socket: give the coordinator an address (--listen), and \
+             the socket (--uds) to a front end"
+        )));
+    }
     let config = Agent::config_builder()
         .timeout_global(Some(deadline))
         .http_status_as_error(false)
@@ -197,6 +205,13 @@ mod tests {
     fn a_server_without_a_scheme_speaks_http() {
         assert_eq!(base_url("10.0.0.1:8000"), "http://10.0.0.1:8000");
         assert_eq!(base_url("https://host:1/"), "https://host:1");
+    }
+
+    #[test]
+    fn a_unix_socket_is_not_taken_for_a_host() {
+        let url = base_url("unix:/run/tutti.sock");
+        assert_eq!(url, "unix:/run/tutti.sock");
+        refused(&url, &TrustArgs::default(), &["unix:/run/tutti.sock", "--listen", "front end"]);
     }
 
     #[test]

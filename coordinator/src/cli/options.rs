@@ -13,6 +13,7 @@ use std::sync::LazyLock;
 
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 use coordinator::http::admin::OWN_NODE;
+use coordinator::http::listener::{Endpoint, SOCKET_PATH_MAX};
 use shared::protocol::PROTOCOL_VERSION;
 use shared::protocol::actors::ACTOR_NAME_MAX;
 
@@ -209,6 +210,10 @@ pub(crate) struct FrontendArgs {
     /// Address to serve HTTP on
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8010")]
     pub(crate) listen: SocketAddr,
+    /// Serve HTTP on a Unix socket with this path instead. Who may use it depends on the process's
+    /// umask and on the folder; there is no TLS
+    #[arg(long, value_name = "PATH", value_parser = parse_socket, conflicts_with = "listen")]
+    pub(crate) uds: Option<PathBuf>,
     /// Also serve /metrics, /live and /ready on a separate address, for scrapers that must not
     /// reach the API and for probes that must get through whatever clients do
     #[arg(long, value_name = "IP:PORT")]
@@ -272,6 +277,21 @@ pub(crate) struct CommonArgs {
     /// does the same without a file, once
     #[arg(long, value_name = "FILE")]
     pub(crate) cluster_secret_file: Option<PathBuf>,
+}
+
+/// Where HTTP is served: on a Unix socket, if there is to be one.
+pub(crate) fn endpoint(listen: SocketAddr, uds: Option<&PathBuf>) -> Endpoint {
+    uds.map_or(Endpoint::Tcp(listen), |path| Endpoint::Unix(path.clone()))
+}
+
+/// Checks the path of a Unix socket.
+pub(crate) fn parse_socket(text: &str) -> Result<PathBuf, String> {
+    match text.len() {
+        1..=SOCKET_PATH_MAX => Ok(PathBuf::from(text)),
+        bytes => Err(format!(
+            "the path of a Unix socket has 1 to {SOCKET_PATH_MAX} bytes, this one has {bytes}"
+        )),
+    }
 }
 
 /// Maximum length of a node's name: its actors are named after it.

@@ -16,7 +16,7 @@ use shared::protocol::Lora;
 
 use super::heartbeat::{StartUpBeats, beat_to_systemd};
 use super::lora::LoraArgs;
-use super::options::{CommonArgs, CompatArg, PolicyArg, ServingArgs, TENSOR_PARALLEL};
+use super::options::{CommonArgs, CompatArg, PolicyArg, ServingArgs, TENSOR_PARALLEL, endpoint};
 use super::output::print_line;
 use super::signals::Signals;
 use super::work::{cores, random, random_secret};
@@ -117,7 +117,8 @@ pub(crate) fn coordinator_options(
     let degree = args.tensor_parallel.unwrap_or(TENSOR_PARALLEL);
     check_least(args, degree)?;
     check_stats(args)?;
-    let (placement, api) = (args.placement.rules()?, api::options(&args.api, args.listen)?);
+    let listen = endpoint(args.listen, args.uds.as_ref());
+    let (placement, api) = (args.placement.rules()?, api::options(&args.api, &listen)?);
     let metrics_compat = compat(&args.metrics_compat)?;
     // All that can be wrong without the model has been looked at: it may take long to come.
     let here = hints.weights == WeightsLocation::Here;
@@ -152,7 +153,7 @@ pub(crate) fn coordinator_options(
         min_tensor_parallel: args.min_tensor_parallel.unwrap_or(degree),
         max_replicas: args.replicas,
         placement,
-        listen: args.listen,
+        listen,
         cluster_listen,
         secret,
         max_model_len: args.max_model_len,

@@ -79,6 +79,47 @@ fn keys_of_other_roles_are_left_alone() {
 }
 
 #[test]
+fn http_is_at_an_address_or_on_a_unix_socket() {
+    let at = |words: &[&str], file: &str| {
+        let serving = up(words, file).map(|args| args.serving)?;
+        Ok::<_, String>(options::endpoint(serving.listen, serving.uds.as_ref()).to_string())
+    };
+    let is_at = |words: &[&str], file: &str, expected: &str| {
+        assert_eq!(at(words, file).as_deref(), Ok(expected), "{words:?} {file}");
+    };
+    is_at(&[], "", "127.0.0.1:8000");
+    is_at(&["--uds", "/run/a"], "", "unix:/run/a");
+    is_at(&[], "uds = \"/run/a\"", "unix:/run/a");
+    // Whatever the command line says, it says in place of the file.
+    is_at(&["--uds", "/run/a"], "listen = \"127.0.0.1:9\"", "unix:/run/a");
+    is_at(&["--uds", "/run/a"], "uds = \"/run/b\"", "unix:/run/a");
+    is_at(&["--listen", "127.0.0.1:9"], "uds = \"/run/a\"", "127.0.0.1:9");
+    is_at(&["--listen=127.0.0.1:8000"], "uds = \"/run/a\"", "127.0.0.1:8000");
+    let error = at(&["--uds", "/run/a", "--listen", "127.0.0.1:9"], "").unwrap_err();
+    assert!(error.contains("--uds") && error.contains("--listen"), "{error}");
+    let error = at(&[], "uds = \"/run/a\"\nlisten = \"127.0.0.1:9\"").unwrap_err();
+    assert!(error.contains("'listen' and 'uds' cannot be combined"), "{error}");
+    is_at(&["--uds", &"x".repeat(107)], "", &format!("unix:{}", "x".repeat(107)));
+    for (path, bytes) in
+        [("x".repeat(108), "108"), ("\u{e9}".repeat(54), "108"), (String::new(), "0")]
+    {
+        let told = format!("1 to 107 bytes, this one has {bytes}");
+        for error in [
+            at(&["--uds", &path], "").unwrap_err(),
+            at(&[], &format!("uds = \"{path}\"")).unwrap_err(),
+        ] {
+            assert!(error.contains("--uds") && error.contains(&told), "{error}");
+        }
+    }
+    for role in ["coordinator", "frontend", "doctor"] {
+        assert!(parse_words(&["tutti", role, "--uds", "/run/a"]).is_ok(), "{role}");
+        let both = ["tutti", role, "--uds", "/run/a", "--listen", "127.0.0.1:9"];
+        assert!(parse_words(&both).is_err(), "{role}");
+    }
+    assert!(parse_words(&["tutti", "worker", "--uds", "/run/a"]).is_err());
+}
+
+#[test]
 fn what_would_be_ignored_without_etcd_is_refused_on_the_command_line() {
     let etcd = ["--etcd", "http://h:2379"];
     let cases = [

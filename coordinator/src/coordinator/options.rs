@@ -15,6 +15,7 @@ use tokio::sync::mpsc;
 
 use crate::cluster::PlacementRules;
 use crate::http::admin::ScaleWorkers;
+use crate::http::listener::Endpoint;
 use crate::http::options::ApiOptions;
 use crate::metrics::log_line::Field;
 use crate::replica::driver::DriverLimits;
@@ -46,8 +47,8 @@ pub struct CoordinatorOptions {
     pub max_replicas: Option<u32>,
     /// Which workers go together.
     pub placement: PlacementRules,
-    /// The address that serves HTTP.
-    pub listen: SocketAddr,
+    /// Where HTTP is served.
+    pub listen: Endpoint,
     /// The address that workers dial.
     pub cluster_listen: SocketAddr,
     /// Maximum length of a sequence; absent: the model's own limit.
@@ -152,11 +153,11 @@ pub enum StartError {
         /// The operating system's error.
         error: io::Error,
     },
-    /// An address cannot be used.
+    /// An address, or a Unix socket, cannot be used.
     #[error("cannot listen on {address} ({option}): {error}")]
     Listen {
         /// The address.
-        address: SocketAddr,
+        address: Endpoint,
         /// The option that names it.
         option: &'static str,
         /// The operating system's error.

@@ -147,8 +147,10 @@ pub(super) fn start_metrics(
     tls: Option<&Tls>,
 ) -> Result<(SocketAddr, ServerHandle), StartError> {
     let BoundListener { listener, address } = bound;
-    let failed = |error| StartError::Listen { address, option: "--metrics-listen", error };
-    let server = metrics_page::start(listener, page, readiness, pulse, tls).map_err(failed)?;
+    let option = "--metrics-listen";
+    let failed = |error| StartError::Listen { address: address.into(), option, error };
+    let server = metrics_page::start(listener.into(), page, readiness, pulse, tls);
+    let server = server.map_err(failed)?;
     let handle = server.handle();
     actix::spawn(server);
     Ok((address, handle))

@@ -12,6 +12,8 @@ use shared::wire::keyring::Keyring;
 
 use super::options::{CoordinatorOptions, StartError};
 use super::parts::lora_sources;
+use crate::http::listener::{BoundHttp, Endpoint};
+use crate::http::root_path::RootPath;
 use crate::http::tls::{Tls, scheme};
 use crate::metrics::Hub;
 use crate::scheduler::SchedulerConfig;
@@ -47,7 +49,7 @@ pub struct PreparedCoordinator {
     pub(super) cpu_step_tokens: u32,
     pub(super) scheduling: SchedulerConfig,
     pub(super) hub: Arc<Hub>,
-    pub(crate) http: BoundListener,
+    pub(crate) http: BoundHttp,
     pub(crate) cluster: BoundListener,
     pub(crate) metrics: Option<BoundListener>,
 }
@@ -120,7 +122,10 @@ impl PreparedCoordinator {
         };
         scheduling.validate()?;
         let identity = identity(&options);
-        let http = listen(options.listen, "--listen")?;
+        let http = BoundHttp::bind(&options.listen).map_err(|error| {
+            let (address, option) = (options.listen.clone(), options.listen.option());
+            StartError::Listen { address, option, error }
+        })?;
         let cluster = listen(options.cluster_listen, "--cluster-listen")?;
         let alone = options.metrics_listen;
         let alone = alone.map(|address| listen(address, "--metrics-listen")).transpose()?;
@@ -181,10 +186,10 @@ impl PreparedCoordinator {
         &self.hub
     }
 
-    /// The address that serves HTTP.
+    /// Where HTTP is served.
     #[must_use]
-    pub fn http_addr(&self) -> SocketAddr {
-        self.http.address
+    pub fn http(&self) -> &Endpoint {
+        &self.http.endpoint
     }
 
     /// The address that workers dial.
@@ -201,6 +206,10 @@ impl PreparedCoordinator {
 
     pub(crate) fn tls(&self) -> Option<&Tls> {
         self.options.api.tls.as_ref()
+    }
+
+    pub(crate) fn root_path(&self) -> &RootPath {
+        &self.options.api.root_path
     }
 }
 
@@ -225,5 +234,5 @@ fn listen(address: SocketAddr, option: &'static str) -> Result<BoundListener, St
         let bound = listener.local_addr()?;
         Ok(BoundListener { listener, address: bound })
     };
-    bind().map_err(|error| StartError::Listen { address, option, error })
+    bind().map_err(|error| StartError::Listen { address: address.into(), option, error })
 }

@@ -1,13 +1,13 @@
 //! What a front end answers until it serves: that it is alive, and what it waits for. Whoever looks
 //! after it must not take one whose coordinator is away for one that hangs.
 use std::io;
-use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use actix_web::dev::{Server, ServerHandle};
 
 use super::FrontendError;
+use crate::http::listener::{BoundHttp, Endpoint, HttpListener};
 use crate::http::state::{Readiness, ReadinessCheck};
 
 /// How long connections that were accepted before a stop get to be answered.
@@ -60,27 +60,23 @@ impl StartUp {
     }
 }
 
-/// An address that is held from the start.
+/// An address, or a Unix socket, that is held from the start.
 #[derive(Debug)]
 pub(super) struct Bound {
-    pub(super) listener: TcpListener,
-    pub(super) address: SocketAddr,
+    pub(super) http: BoundHttp,
     option: &'static str,
 }
 
 impl Bound {
-    pub(super) fn new(address: SocketAddr, option: &'static str) -> Result<Self, FrontendError> {
-        let bind = || {
-            let listener = TcpListener::bind(address)?;
-            listener.set_nonblocking(true)?;
-            let address = listener.local_addr()?;
-            Ok(Self { listener, address, option })
-        };
-        bind().map_err(|error| FrontendError::Listen { address, option, error })
+    pub(super) fn new(endpoint: &Endpoint, option: &'static str) -> Result<Self, FrontendError> {
+        match BoundHttp::bind(endpoint) {
+            Ok(http) => Ok(Self { http, option }),
+            Err(error) => Err(FrontendError::Listen { address: endpoint.clone(), option, error }),
+        }
     }
 
-    pub(super) fn failed(&self) -> impl Fn(io::Error) -> FrontendError + use<> {
-        let (address, option) = (self.address, self.option);
+    pub(super) fn failed(&self) -> impl FnOnce(io::Error) -> FrontendError + use<> {
+        let (address, option) = (self.http.endpoint.clone(), self.option);
         move |error| FrontendError::Listen { address, option, error }
     }
 }
@@ -93,9 +89,10 @@ impl OwnedServer {
     /// Starts what `serve` makes of a listener on this address.
     pub(super) fn start(
         bound: &Bound,
-        serve: impl FnOnce(TcpListener) -> io::Result<Server>,
+        serve: impl FnOnce(HttpListener) -> io::Result<Server>,
     ) -> Result<Self, FrontendError> {
-        let server = bound.listener.try_clone().and_then(serve).map_err(bound.failed())?;
+        let listener = bound.http.listener.try_clone();
+        let server = listener.and_then(serve).map_err(bound.failed())?;
         let handle = server.handle();
         actix::spawn(server);
         Ok(Self(handle))

@@ -127,11 +127,10 @@ impl<L> Slots<L> {
     /// Returns the slot that a front end brings from another coordinator if it is free, otherwise
     /// the first free one. Slot 0 is the coordinator's own.
     fn vacant(&self, brought: Option<FrontendId>) -> FrontendId {
-        let taken: BTreeSet<u32> = self.by_node.values().map(|id| id.0).collect();
         let most = SLOTS_MAX as u32;
         let brought = brought.map(|id| id.0).filter(|slot| (1..=most).contains(slot));
         let mut slots = brought.into_iter().chain(1..=most);
-        FrontendId(slots.find(|slot| !taken.contains(slot)).unwrap_or(most))
+        FrontendId(slots.find(|slot| !self.slots.contains_key(&FrontendId(*slot))).unwrap_or(most))
     }
 
     /// Frees the slot of the front end that has been gone longest and is no longer expected back.

@@ -2,7 +2,8 @@
 //! actors, empties the prefix cache.
 //!
 //! With a cluster secret, a request carries a token that only holders of the secret can make.
-//! Without one, only this host is answered, but no proxy or browser on it that speaks for others.
+//! Without one, only this host is answered, but no proxy or browser on it that speaks for others,
+//! nor anybody on a Unix socket, where a proxy cannot be told from others.
 //!
 //! - `reset`: empties the prefix cache
 pub(super) mod reset;
@@ -213,7 +214,10 @@ pub(super) fn operates(secrets: Option<&Keyring>, request: &HttpRequest) -> Resu
 /// Returns why a request does not come from an operator on this host, as far as can be told: a
 /// proxy or a browser on this host speaks for others.
 fn stranger(peer: Option<SocketAddr>, headers: &HeaderMap) -> Option<String> {
-    if !peer.is_some_and(|peer| peer.ip().to_canonical().is_loopback()) {
+    let Some(peer) = peer else {
+        return Some("this request comes from a Unix socket, which a proxy may use".to_owned());
+    };
+    if !peer.ip().to_canonical().is_loopback() {
         return Some("this request comes from another host".to_owned());
     }
     let told = |name: &&HeaderName| {
@@ -497,6 +501,10 @@ mod tests {
             assert!(stranger_from(local, &[("host", host)]).is_some(), "{host}");
         }
         assert!(stranger_from("10.0.0.1:5", &[("host", "localhost")]).is_some());
+        // A proxy may ask without a header of its own, by this name, for somebody on another host.
+        let unknown = TestRequest::default().insert_header(("host", "localhost")).to_http_request();
+        let why = stranger(unknown.peer_addr(), unknown.headers());
+        assert!(why.unwrap().contains("Unix socket"));
         for header in
             ["forwarded", "via", "x-forwarded-for", "x-forwarded-proto", "x-real-ip", "origin"]
         {

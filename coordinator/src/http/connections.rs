@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use actix_tls::accept::rustls_0_23::TlsStream;
 use actix_web::dev::Extensions;
-use actix_web::rt::net::TcpStream;
+use actix_web::rt::net::{TcpStream, UnixStream};
 use socket2::SockRef;
 
 use super::kept::Kept;
@@ -64,8 +64,13 @@ impl Connections {
 
     /// Counts a connection that was accepted, or ends it at once.
     pub(super) fn take(&self, stream: &dyn Any, data: &mut Extensions, stats: &FrontendStats) {
+        if let Some(stream) = stream.downcast_ref::<UnixStream>() {
+            // Its other end is on this host, and has no address.
+            Kept::watch(&SockRef::from(stream), data, self.kept);
+            return;
+        }
         let Some(stream) = tcp(stream) else { return };
-        Kept::watch(stream, data, self.kept);
+        Kept::watch(&SockRef::from(stream), data, self.kept);
         let Ok(peer) = stream.peer_addr() else { return };
         let Some(max) = self.most(peer.ip()) else { return };
         match self.addresses.try_add(peer.ip(), max) {

@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use actix_web::dev::Extensions;
 use actix_web::rt;
-use actix_web::rt::net::TcpStream;
 use socket2::{SockRef, Socket};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
@@ -64,8 +63,8 @@ impl Drop for Kept {
 
 impl Kept {
     /// Begins to watch a connection, which ends when nothing was asked for so long.
-    pub(super) fn watch(stream: &TcpStream, data: &mut Extensions, max: Duration) {
-        let socket = match SockRef::from(stream).try_clone() {
+    pub(super) fn watch(socket: &SockRef<'_>, data: &mut Extensions, max: Duration) {
+        let socket = match socket.try_clone() {
             Ok(socket) => socket,
             // There are no more files: the connection is not bounded by this.
             Err(error) => {

@@ -5,7 +5,6 @@
 mod pages;
 
 use std::io::Write as _;
-use std::net::TcpListener;
 use std::sync::Arc;
 
 use actix_web::dev::Server;
@@ -27,6 +26,8 @@ use tokio::sync::watch;
 
 use self::pages::{PageBody, SentPages};
 use super::error::ApiError;
+use super::listener::HttpListener;
+use super::root_path::RootPath;
 use super::routes::{get, get_version};
 use super::server::small_server;
 use super::state::{AppState, ReadinessCheck};
@@ -169,31 +170,32 @@ impl MetricsPage {
 /// # Errors
 /// If the listener cannot be used.
 pub fn start(
-    listener: TcpListener,
+    listener: HttpListener,
     page: Arc<MetricsPage>,
     readiness: ReadinessCheck,
     pulse: Pulse,
     tls: Option<&Tls>,
 ) -> std::io::Result<Server> {
-    small_server(listener, tls, KeepAlive::default(), move |config| {
+    small_server(listener, tls, KeepAlive::default(), RootPath::default(), move |config| {
         declare(config, &page, &readiness, &pulse)
     })
 }
 
-/// Serves the page and the probes where the API will be, and refuses everything else with 503. What
-/// is being waited for, with addresses and errors, is for operators: only `/ready` tells it.
-/// Connections do not stay, so that the API soon has all of them.
+/// Serves the page and the probes where the API will be, below `root` too, and refuses everything
+/// else with 503. What is being waited for, with addresses and errors, is for operators: only
+/// `/ready` tells it. Connections do not stay, so that the API soon has all of them.
 ///
 /// # Errors
 /// If the listener cannot be used.
 pub fn start_waiting(
-    listener: TcpListener,
+    listener: HttpListener,
     page: Arc<MetricsPage>,
     readiness: ReadinessCheck,
     pulse: Pulse,
     tls: Option<&Tls>,
+    root: RootPath,
 ) -> std::io::Result<Server> {
-    small_server(listener, tls, KeepAlive::Disabled, move |config| {
+    small_server(listener, tls, KeepAlive::Disabled, root, move |config| {
         declare(config, &page, &readiness, &pulse);
         config
             .route("/ping", get().to(HttpResponse::Ok))
@@ -267,9 +269,11 @@ mod tests {
         let (stats, clock) = (FrontendStats::new(), Arc::new(SystemClock::start()));
         let page = Arc::new(MetricsPage::frontend(stats, clock, PageOptions::default()));
         let ready: ReadinessCheck = Arc::new(|| Readiness { ready: true, message: String::new() });
-        for serve in [start, start_waiting] {
-            check(|listener, pulse| serve(listener, page.clone(), ready.clone(), pulse, None))
-                .await;
-        }
+        check(|it, pulse| start(it.into(), page.clone(), ready.clone(), pulse, None)).await;
+        check(|it, pulse| {
+            let root = RootPath::default();
+            start_waiting(it.into(), page.clone(), ready.clone(), pulse, None, root)
+        })
+        .await;
     }
 }

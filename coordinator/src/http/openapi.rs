@@ -23,7 +23,7 @@ use self::places::{OPERATORS, PLACES, Place, meaning};
 use self::requests::Requests;
 use self::schema::{any_of, integer, properties, reference};
 use super::conversation::{EFFORT, EFFORTS};
-use super::routes::ROUTES;
+use super::routes::{ROUTES, is_served};
 use super::state::AppState;
 use super::thinking::Thinking;
 use super::{adapters, admin, keys, messages, terms};
@@ -34,7 +34,7 @@ use crate::text::reply::CallFormat;
 pub fn document(state: &AppState) -> Value {
     let mut paths = Map::new();
     let mut add = |places: &[Place], routes: &[(&str, &str)]| {
-        for place in places {
+        for place in places.iter().filter(|place| is_served(place.path, state)) {
             let methods = routes.iter().find(|(path, _)| *path == place.path);
             let methods = methods.map_or("", |(_, methods)| methods);
             paths.insert(place.path.to_owned(), of_path(state, place, methods));
@@ -70,7 +70,7 @@ pub fn document(state: &AppState) -> Value {
                             are ignored. Numbers may also be written as strings.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
-        "servers": [{"url": "/"}],
+        "servers": [{"url": state.root_path.url()}],
         "paths": paths,
         "components": components,
     })

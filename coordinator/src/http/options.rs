@@ -1,5 +1,6 @@
 //! The operator's options of the HTTP API, the same at the coordinator and at front ends.
 use super::keys::ApiKeys;
+use super::root_path::RootPath;
 use super::tls::Tls;
 use crate::text::model::TextOptions;
 use crate::text::reply::{CallFormat, Reasoning};
@@ -10,7 +11,7 @@ use crate::traces::Traces;
 pub struct ApiOptions {
     /// Keys that are admitted.
     pub keys: ApiKeys,
-    /// What is chosen about templates and sampling.
+    /// What is chosen about templates and sampling, and about telling of the tokenizer.
     pub text: TextOptions,
     /// Whether streams report usage although their requests do not ask for it.
     pub reports_usage: bool,
@@ -32,6 +33,8 @@ pub struct ApiOptions {
     pub reasoning: Option<Reasoning>,
     /// TLS, if HTTPS is served instead of HTTP.
     pub tls: Option<Tls>,
+    /// The path under which a proxy shows the API.
+    pub root_path: RootPath,
     /// Whether API keys share cached prompts.
     pub share_prefix_cache: bool,
     /// How many connections one address may have.
@@ -72,6 +75,7 @@ impl Default for ApiOptions {
             tool_calls: None,
             reasoning: None,
             tls: None,
+            root_path: RootPath::default(),
             share_prefix_cache: false,
             connections: ConnectionBound::default(),
             runtime_adapters: false,

@@ -9,6 +9,7 @@ use actix_web::web::{self, ServiceConfig};
 use shared::actor::pulse::{GOES_ON_WITHIN, Pulse};
 
 use super::error::ApiError;
+use super::root_path::RootPath;
 use super::routes::{self, get};
 use super::server::small_server;
 use super::state::ReadinessCheck;
@@ -26,7 +27,8 @@ pub fn start(
     readiness: ReadinessCheck,
     pulse: Pulse,
 ) -> std::io::Result<Server> {
-    small_server(listener, None, KeepAlive::default(), move |config| {
+    let root = RootPath::default();
+    small_server(listener.into(), None, KeepAlive::default(), root, move |config| {
         declare(config, &readiness, &pulse);
     })
 }

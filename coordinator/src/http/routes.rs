@@ -2,7 +2,7 @@
 use std::sync::Once;
 
 use actix_web::http::Method;
-use actix_web::http::header::{ACCESS_CONTROL_REQUEST_METHOD, ORIGIN};
+use actix_web::http::header::{ACCESS_CONTROL_REQUEST_METHOD, ContentType, ORIGIN};
 use actix_web::web::{self, Data, Payload, ServiceConfig};
 use actix_web::{HttpRequest, HttpResponse, Resource, Route, guard};
 use serde_json::json;
@@ -17,8 +17,11 @@ use super::{
     metrics, models, openapi, pooling, probes, responses, scores, tokenize,
 };
 
+/// Where the tokenizer is described, if the operator wants that.
+const TOKENIZER_INFO: &str = "/tokenizer_info";
+
 /// Every path and its methods, for `Allow` and for the labels of HTTP metrics.
-pub(super) const ROUTES: [(&str, &str); 29] = [
+pub(super) const ROUTES: [(&str, &str); 30] = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
     ("/v1/responses", "POST"),
@@ -39,6 +42,7 @@ pub(super) const ROUTES: [(&str, &str); 29] = [
     ("/invocations", "POST"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
+    (TOKENIZER_INFO, "GET, HEAD"),
     ("/health", "GET, HEAD"),
     ("/live", "GET, HEAD"),
     ("/ready", "GET, HEAD"),
@@ -55,10 +59,18 @@ pub fn paths() -> impl Iterator<Item = (&'static str, &'static str)> {
     ROUTES.into_iter().chain(admin::PATHS)
 }
 
+/// Whether a path among [`ROUTES`] is served with the operator's options; if not, it is unknown.
+pub(super) fn is_served(path: &str, state: &AppState) -> bool {
+    path != TOKENIZER_INFO || state.text.tokenizer_info.is_some()
+}
+
 /// Declares the routes; also used by tests.
 pub fn routes(config: &mut ServiceConfig, state: &AppState) {
-    config.app_data(Data::new(state.clone()));
+    config.app_data(Data::new(state.clone())).app_data(state.root_path.clone());
     for (path, allow) in ROUTES {
+        if !is_served(path, state) {
+            continue;
+        }
         let route: Route = match path {
             "/v1/completions" => post(completions::respond),
             "/v1/chat/completions" => post(chat::respond),
@@ -81,6 +93,7 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             "/v1/models/{id}" => get().to(get_model),
             "/ready" => get().to(get_ready),
             "/metrics" => get().to(metrics::respond),
+            TOKENIZER_INFO => get().to(get_tokenizer_info),
             "/openapi.json" => get().to(get_openapi),
             "/version" | "/" => get().to(get_version),
             // "/live" and "/health".
@@ -214,6 +227,16 @@ pub(super) fn ready(readiness: Readiness) -> HttpResponse {
 pub(crate) async fn get_version() -> HttpResponse {
     let (version, protocol) = (env!("CARGO_PKG_VERSION"), PROTOCOL_VERSION);
     HttpResponse::Ok().json(json!({"name": "tutti", "version": version, "protocol": protocol}))
+}
+
+/// `GET /tokenizer_info`.
+async fn get_tokenizer_info(
+    state: Data<AppState>,
+    request: HttpRequest,
+) -> Result<HttpResponse, ApiError> {
+    let info = state.text.tokenizer_info.clone();
+    let unknown = || ApiError::unknown_path(request.method().as_str(), request.path());
+    Ok(HttpResponse::Ok().content_type(ContentType::json()).body(info.ok_or_else(unknown)?))
 }
 
 /// `GET /openapi.json`.

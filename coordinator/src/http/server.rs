@@ -1,5 +1,5 @@
 //! Starts the servers: connections and their limits, what wraps every request.
-use std::net::TcpListener;
+use std::io;
 
 use actix_cors::Cors;
 use actix_web::dev::Server;
@@ -9,6 +9,8 @@ use actix_web::web::ServiceConfig;
 use actix_web::{App, HttpServer};
 
 use super::connections::{HEAD_DEADLINE, KEPT};
+use super::listener::HttpListener;
+use super::root_path::{self, RootPath};
 use super::routes::routes;
 use super::state::AppState;
 use super::tls::{self, Tls};
@@ -30,8 +32,12 @@ const CONNECTIONS_MAX: usize = 20_000;
 ///
 /// # Errors
 /// If the listener cannot be used.
-pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io::Result<Server> {
-    let tls = state.tls.clone();
+pub fn start(
+    listener: impl Into<HttpListener>,
+    state: AppState,
+    threads: usize,
+) -> io::Result<Server> {
+    let (listener, tls) = (listener.into(), state.tls.clone());
     let (counted, stats) = (state.connections.clone(), state.stats.clone());
     let connections = CONNECTIONS_MAX.div_ceil(threads.max(1));
     bound_unsent(&listener)?;
@@ -42,6 +48,7 @@ pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io:
             .wrap(cors(&state.allowed_origins))
             .wrap(from_fn(traffic::observe))
             .wrap(from_fn(access::identify))
+            .wrap(from_fn(root_path::take_off))
             .configure(move |config| routes(config, &state))
     });
     let server = server
@@ -57,18 +64,27 @@ pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io:
         .h1_allow_half_closed(false)
         .shutdown_timeout(5)
         .disable_signals();
-    Ok(match tls {
-        Some(tls) => server.listen_rustls_0_23(listener, tls.config())?,
-        None => server.listen(listener)?,
+    Ok(match (listener, tls) {
+        (HttpListener::Tcp(listener), Some(tls)) => {
+            server.listen_rustls_0_23(listener, tls.config())?
+        }
+        (HttpListener::Tcp(listener), None) => server.listen(listener)?,
+        (HttpListener::Unix(listener), None) => server.listen_uds(listener)?,
+        (HttpListener::Unix(_), Some(_)) => return Err(no_tls()),
     }
     .run())
 }
 
+/// actix-web does not serve it, and proxies on the same host do not ask for it.
+fn no_tls() -> io::Error {
+    io::Error::new(io::ErrorKind::Unsupported, "there is no TLS on Unix sockets")
+}
+
 /// Bounds what waits in a connection's socket, and for how long. Connections inherit it from their
-/// listener.
-fn bound_unsent(listener: &TcpListener) -> std::io::Result<()> {
+/// listener. The buffers of a Unix socket are small, and who is gone from its other end is noticed.
+fn bound_unsent(listener: &HttpListener) -> io::Result<()> {
     #[cfg(target_os = "linux")]
-    {
+    if let HttpListener::Tcp(listener) = listener {
         let socket = socket2::SockRef::from(listener);
         socket.set_tcp_notsent_lowat(UNSENT_MAX)?;
         // Nobody asks for the next piece of an answer whose last piece is stuck, so only the
@@ -81,18 +97,23 @@ fn bound_unsent(listener: &TcpListener) -> std::io::Result<()> {
 }
 
 /// Starts a single-threaded server without the API, for probes and scrapes, whose connections are
-/// kept after an answer as `kept` says.
+/// kept after an answer as `kept` says, and whose paths may begin with `root`.
 ///
 /// # Errors
 /// If the listener cannot be used.
 pub fn small_server(
-    listener: TcpListener,
+    listener: HttpListener,
     tls: Option<&Tls>,
     kept: KeepAlive,
+    root: RootPath,
     routes: impl Fn(&mut ServiceConfig) + Clone + Send + 'static,
-) -> std::io::Result<Server> {
+) -> io::Result<Server> {
     bound_unsent(&listener)?;
-    let server = HttpServer::new(move || App::new().configure(routes.clone()))
+    let server = HttpServer::new(move || {
+        let app = App::new().app_data(root.clone()).wrap(from_fn(root_path::take_off));
+        app.configure(routes.clone())
+    });
+    let server = server
         .workers(1)
         .max_connections(SMALL_CONNECTIONS_MAX)
         .max_connection_rate(SMALL_CONNECTIONS_MAX)
@@ -101,9 +122,13 @@ pub fn small_server(
         .keep_alive(kept)
         .shutdown_timeout(1)
         .disable_signals();
-    Ok(match tls {
-        Some(tls) => server.listen_rustls_0_23(listener, tls.config())?,
-        None => server.listen(listener)?,
+    Ok(match (listener, tls) {
+        (HttpListener::Tcp(listener), Some(tls)) => {
+            server.listen_rustls_0_23(listener, tls.config())?
+        }
+        (HttpListener::Tcp(listener), None) => server.listen(listener)?,
+        (HttpListener::Unix(listener), None) => server.listen_uds(listener)?,
+        (HttpListener::Unix(_), Some(_)) => return Err(no_tls()),
     }
     .run())
 }

@@ -23,6 +23,7 @@ use super::options::{ApiOptions, forms};
 use super::params::{Common, Guidance, Limits, adapter};
 use super::pool::TextPool;
 use super::room::Room;
+use super::root_path::RootPath;
 use super::structured::Asked;
 use super::terms::Salts;
 use super::tls::Tls;
@@ -102,6 +103,8 @@ pub struct AppState {
     pub reasoning: Reasoning,
     /// TLS, if HTTPS is served.
     pub tls: Option<Tls>,
+    /// The path under which a proxy shows the API.
+    pub root_path: RootPath,
     /// Keeps cached prompts of different owners apart.
     pub salts: Salts,
     /// Whether API keys share cached prompts.
@@ -162,6 +165,7 @@ impl AppState {
             tool_calls: None,
             reasoning: Reasoning::default(),
             tls: None,
+            root_path: RootPath::default(),
             salts: Salts::default(),
             share_prefix_cache: false,
             connections: Connections::default(),
@@ -196,6 +200,7 @@ impl AppState {
             tool_calls,
             reasoning,
             tls: options.tls.clone(),
+            root_path: options.root_path.clone(),
             share_prefix_cache: options.share_prefix_cache,
             connections: Connections::new(options.connections),
             runtime_adapters: options.runtime_adapters,

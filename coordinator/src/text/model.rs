@@ -1,12 +1,14 @@
 //! The text side of a model folder: tokenizer, chat template, end tokens, sampling defaults, and
 //! the sizes that bound a request.
 //!
+//! - `description`: what the folder says of its tokenizer, for clients
 //! - `generation`: sampling defaults and end tokens
 //! - `head`: whether the weights have an output head
 //! - `pairs`: pairs of texts that are judged together
 //! - `pooling`: how embeddings are pooled
 //! - `surround`: special tokens around a text that `tokenizer.json` does not know of
 //! - `templates`: where the chat templates are
+mod description;
 mod generation;
 mod head;
 mod pairs;
@@ -60,6 +62,8 @@ pub struct TextOptions {
     pub generation: GenerationSource,
     /// Sampling defaults that go before those.
     pub sampling: SamplingDefaults,
+    /// Whether to keep a description of the tokenizer for clients. This may differ.
+    pub describes_tokenizer: bool,
 }
 
 /// A model's text side.
@@ -97,6 +101,8 @@ pub struct TextModel {
     pub pooling: Result<Pooling, String>,
     /// Hash of all files that the above was read from: equal on hosts that tokenize alike.
     pub fingerprint: u64,
+    /// The description of the tokenizer, a JSON object, if that was asked for.
+    pub tokenizer_info: Option<String>,
     /// Maximum bytes of text per token, if known.
     pub bytes_per_token: Option<usize>,
     /// How its tokens encode text, or why that is not known.
@@ -163,6 +169,10 @@ impl TextModel {
         if around.is_some() {
             tokenizer.with_post_processor(around);
         }
+        let tokenizer_info = match options.describes_tokenizer {
+            true => Some(description::of(&told, template_of(folder, chat_template, &told)?)),
+            false => None,
+        };
         let told = told.get("eos_token").map(|it| it.get("content").unwrap_or(it));
         let told = told.and_then(Value::as_str).and_then(|text| tokenizer.token_to_id(text));
         let mut end_tokens: Vec<u32> = end_ids
@@ -230,6 +240,7 @@ impl TextModel {
             special_by_id: Arc::new(special_by_id),
             guides: OnceLock::new(),
             grammars: GrammarCompiler::default(),
+            tokenizer_info,
             bytes_per_token,
             fingerprint: fingerprint(folder, options),
         })
@@ -353,6 +364,17 @@ impl TextModel {
             Err(_) => piece.replace('\u{2581}', " ").into_bytes(),
         }
     }
+}
+
+/// The source of the chat template of conversations without tools.
+fn template_of(
+    folder: &Path,
+    chosen: Option<&Path>,
+    config: &Value,
+) -> Result<Option<String>, TextModelError> {
+    let config_file = folder.join("tokenizer_config.json");
+    let sources = TemplateSources::find(folder, chosen, config.get("chat_template"), &config_file)?;
+    Ok(sources.default.map(|(_, source)| source))
 }
 
 fn load_template(

@@ -1,8 +1,10 @@
 //! Ports that must be free, peers that must answer, clocks that must agree.
 use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use actix_web::http::header::HttpDate;
+use coordinator::http::listener::is_left_over;
 use serde_json::Value;
 use shared::actor::link::{CloseReason, Connection};
 use shared::membership::{DatabaseUsage, EtcdOptions, FULL_REMEDY, LEASE_TTL, ProbeError, Role};
@@ -34,7 +36,10 @@ pub(super) fn check(args: &DoctorArgs, secret: Option<&Keyring>) -> Vec<Finding>
             findings.extend(compare(&server, &args.trust));
         }
         None => {
-            findings.push(port("http port", "--listen", args.listen));
+            findings.push(match &args.uds {
+                Some(path) => socket(path),
+                None => port("http port", "--listen", args.listen),
+            });
             findings.push(port("cluster port", "--cluster-listen", args.cluster_listen));
             if let Some(server) = &args.server {
                 findings.extend(compare(server, &args.trust));
@@ -59,6 +64,26 @@ fn port(check: &'static str, option: &str, address: SocketAddr) -> Finding {
             check,
             format!("{address} cannot be used: {error}"),
             format!("stop what listens there, or set {option} to another address"),
+        ),
+    }
+}
+
+/// Checks whether a Unix socket can have this path.
+fn socket(path: &Path) -> Finding {
+    const CHECK: &str = "http socket";
+    let shown = path.display();
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
+        let found = format!("{shown}: there is no folder {}", folder.display());
+        return Finding::fail(CHECK, found, "make the folder, or set --uds to another path");
+    }
+    match is_left_over(path) {
+        Ok(false) => Finding::ok(CHECK, format!("{shown} is free")),
+        Ok(true) => Finding::ok(CHECK, format!("{shown} was left by a server that is gone")),
+        Err(error) => Finding::fail(
+            CHECK,
+            format!("{shown} cannot be used: {error}"),
+            "stop what listens there, or set --uds to another path",
         ),
     }
 }
@@ -418,6 +443,23 @@ mod tests {
         let finding =
             database_finding("http://e:2379", DatabaseUsage { corrupt: true, ..of(1) }).unwrap();
         assert!(finding.found.contains("CORRUPT") && finding.level == Severity::Fail);
+    }
+
+    #[test]
+    fn a_unix_socket_must_not_be_anybody_elses() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let level = || socket(&path).level;
+        assert_eq!(level(), Severity::Ok);
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        assert_eq!(level(), Severity::Fail);
+        drop(listener);
+        assert_eq!(level(), Severity::Ok, "one that is left over is replaced");
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, "").unwrap();
+        assert_eq!(level(), Severity::Fail);
+        let lost = socket(&folder.path().join("no/socket"));
+        assert!(lost.level == Severity::Fail && lost.found.contains("no folder"), "{lost:?}");
     }
 
     #[test]

@@ -12,7 +12,7 @@ use super::super::lora::LoraArgs;
 use super::super::resources::PlacementArgs;
 use super::super::speculative::{self, Speculative};
 use super::super::vllm;
-use super::parse_bytes;
+use super::{parse_bytes, parse_socket};
 
 /// A server whose metric names can be published too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -97,6 +97,10 @@ pub(crate) struct ServingArgs {
     /// Address to serve HTTP on
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8000")]
     pub(crate) listen: SocketAddr,
+    /// Serve HTTP on a Unix socket with this path instead. Who may use it depends on the process's
+    /// umask and on the folder; there is no TLS
+    #[arg(long, value_name = "PATH", value_parser = parse_socket, conflicts_with = "listen")]
+    pub(crate) uds: Option<PathBuf>,
     /// Address that workers and front ends connect to [default: 127.0.0.1:8001; for `up` any free
     /// port]
     #[arg(long, value_name = "IP:PORT")]

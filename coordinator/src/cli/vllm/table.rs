@@ -40,8 +40,7 @@ pub(crate) const ROWS: &[Row] = &[
     row(&["enable-reasoning"], Unneeded("`--reasoning-parser` is enough")),
     row(&["trust-remote-code"], Unneeded("it is never needed: no code of a model's folder is run")),
     // Where it is served, and by how many.
-    row(&["host", "port", "uds"], Other("`--listen IP:PORT`; no Unix sockets")),
-    row(&["root-path"], Other("paths are fixed: a proxy can add a prefix")),
+    row(&["host", "port"], Other("`--listen IP:PORT`")),
     row(&["-tp"], Other("`--tensor-parallel N`")),
     row(
         &["-dp", "data-parallel-size"],
@@ -330,10 +329,6 @@ pub(crate) const ROWS: &[Row] = &[
     row(
         &["disable-fastapi-docs", "enable-offline-docs"],
         Other("`/openapi.json` describes the API; there are no pages ([OpenAPI](api.md#openapi))"),
-    ),
-    row(
-        &["enable-tokenizer-info-endpoint"],
-        Other("`/tokenizer_info` is not served: give clients the model's own tokenizer"),
     ),
     // What it tells.
     row(&["enable-log-requests"], Flag("`--access-log`")),

@@ -13,6 +13,8 @@ fn refusal(line: &str) -> String {
 fn what_asks_for_nothing_is_left_out_and_the_rest_is_told() {
     let given = "tutti up --enable-prefix-caching --model a --enable_chunked_prefill --enable-lora";
     assert_eq!(understood(&words(given)).unwrap(), words("tutti up --model a"));
+    let ours = words("tutti up --uds /run/a --root-path /llm --enable-tokenizer-info-endpoint");
+    assert_eq!(understood(&ours).unwrap(), ours, "they are options here too");
     let other = words("tutti status --port 1");
     assert_eq!(understood(&other).unwrap(), other, "another role");
     for (line, told) in [

@@ -14,6 +14,7 @@ use tokio::net::TcpListener;
 
 use super::*;
 use crate::engine::{EngineHandle, GenerateRequest};
+use crate::http::listener::Endpoint;
 use crate::http::options::ApiOptions;
 
 /// Time limit of each expectation, for a busy machine.
@@ -70,7 +71,7 @@ fn options(address: &str) -> (Arc<dyn Clock>, FrontendOptions) {
     let options = FrontendOptions {
         coordinator: address.into(),
         node: "f".to_owned(),
-        listen: ([127, 0, 0, 1], 0).into(),
+        listen: Endpoint::Tcp(([127, 0, 0, 1], 0).into()),
         metrics_listen: None,
         model: None,
         hub: Err("none".to_owned()),

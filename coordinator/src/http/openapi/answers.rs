@@ -65,6 +65,10 @@ pub(super) fn all() -> Properties {
             json!({}),
         ),
         "Text": answer(json!({"prompt": string()}), json!({})),
+        "TokenizerInfo": json!({
+            "type": "object", "required": ["tokenizer_class"],
+            "description": "What the model's tokenizer_config.json has.",
+        }),
         "Readiness": answer(json!({"ready": boolean(), "message": string()}), json!({})),
         "Load": answer(json!({"server_load": count()}), json!({})),
         "Version": answer(

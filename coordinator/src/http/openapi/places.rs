@@ -165,6 +165,13 @@ pub(super) const PLACES: &[Place] = &[
         errors: READING,
     },
     Place {
+        path: "/tokenizer_info",
+        summary: "Show the tokenizer's configuration, with the chat template in use",
+        body: None,
+        answer: Json("TokenizerInfo"),
+        errors: &[],
+    },
+    Place {
         path: "/v1/load_lora_adapter",
         summary: "Load a LoRA adapter, and serve it as a model of its own",
         body: Some("LoadAdapterRequest"),
