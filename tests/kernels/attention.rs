@@ -211,14 +211,13 @@ impl Case {
         for row in 0..rows {
             for head in 0..num_heads {
                 let kv_head = head / (num_heads / num_kv_heads);
-                let of = |all: &[f64], position: usize| {
-                    all[(position * num_kv_heads + kv_head) * head_dim..][..head_dim].to_vec()
-                };
+                let at = |position: usize| (position * num_kv_heads + kv_head) * head_dim;
                 let query = &q[(row * num_heads + head) * head_dim..][..head_dim];
                 let first = sliding_window.map_or(0, |n| (row + 1).saturating_sub(n as usize));
                 let weights: Vec<f64> = (first..=row)
                     .map(|position| {
-                        let dot: f64 = query.iter().zip(of(&k, position)).map(|(q, k)| q * k).sum();
+                        let dot: f64 =
+                            query.iter().zip(&k[at(position)..]).map(|(q, k)| q * k).sum();
                         let score = dot / (head_dim as f64).sqrt();
                         let cap = softcap.map(f64::from);
                         cap.map_or(score, |cap| cap * (score / cap).tanh()).exp()
@@ -227,7 +226,7 @@ impl Case {
                 let sink = self.sinks.as_ref().map_or(0.0, |sinks| f64::from(sinks[head]).exp());
                 let total: f64 = weights.iter().sum::<f64>() + sink;
                 for d in 0..head_dim {
-                    let sum: f64 = weights.iter().zip(first..).map(|(w, p)| w * of(&v, p)[d]).sum();
+                    let sum: f64 = weights.iter().zip(first..).map(|(w, p)| w * v[at(p) + d]).sum();
                     out.push(sum / total);
                 }
             }

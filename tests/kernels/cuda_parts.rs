@@ -188,7 +188,7 @@ fn top_k_of_all_parts_gives_the_tokens_of_whole_rows() {
     let mut kinds = [0; 3];
     let shapes = [((2, 45), 64), ((4, 257), 128), ((8, 301), 128), ((3, 70), 64)];
     for (shape, most) in shapes {
-        let case = Case::new(&mut random, shape, most, 40);
+        let case = Case::new(&mut random, shape, most, 24);
         for (row, token) in case.check_tokens().into_iter().enumerate() {
             let Row { params, allowed, .. } = &case.rows[row];
             let best = |x: &f32| case.logits[row].iter().all(|other| other <= x);
@@ -198,7 +198,7 @@ fn top_k_of_all_parts_gives_the_tokens_of_whole_rows() {
         }
     }
     // Corrupted ones, masked ones, and draws that are not simply the best.
-    assert!(kinds[0] >= 12 && kinds[1] > 30 && kinds[2] > 25, "{kinds:?}");
+    assert!(kinds[0] >= 8 && kinds[1] > 18 && kinds[2] > 15, "{kinds:?}");
 }
 
 /// Parts with more equal logits at the cut than a list holds, with as many as it holds behind

@@ -133,7 +133,7 @@ fn hard_rows_are_cut_and_drawn_exactly() {
     for (what, logits) in hard_rows(&mut random) {
         let mut rows = Vec::new();
         for (i, top_k) in ranks.into_iter().enumerate() {
-            let shares = if top_k == 0 { &shares[..] } else { &shares[..2] };
+            let shares = if top_k == 0 { &shares[..] } else { &shares[i % 2..][..1] };
             for &top_p in shares {
                 let one_of = |random: &mut Random, list: &[f32]| list[random.below(list.len())];
                 let mut row = Row::of(SampleParams {
@@ -164,7 +164,7 @@ fn hard_rows_are_cut_and_drawn_exactly() {
 #[test]
 fn cuts_among_equal_tokens_are_exact() {
     let mut random = Random(82);
-    for (vocab, n) in [(1, 3), (2, 12), (7, 30), (190, 60), (3001, 60)] {
+    for (vocab, n) in [(1, 3), (2, 12), (7, 30), (190, 60), (3001, 30)] {
         let rows: Vec<(Vec<f32>, Row)> = (0..n)
             .map(|_| {
                 let coarse = [1.0, 4.0, 8.0][random.below(3)];

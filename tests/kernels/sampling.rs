@@ -138,7 +138,7 @@ fn nucleus_over_a_large_vocabulary() {
     let params = SampleParams { top_p: 0.6, ..params() };
     let allowed = allowed(&logits, &params);
     assert!((1000..4000).contains(&allowed.len()));
-    let counts = histogram(&logits, &params, 20_000);
+    let counts = histogram(&logits, &params, 10_000);
     let outside = (0..5000u32).filter(|i| counts[*i as usize] > 0 && !allowed.contains(i)).count();
     // Rounding may shift the place where the mass reaches 0.6 by one token.
     assert!(outside <= 1, "{outside}");

@@ -1,5 +1,5 @@
 //! Inputs, backends and comparisons that the kernel tests share.
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use kernels::backend::prelude::*;
 use kernels::backend::{Activation, Buffer, DType, ExpertActivation, HostMatrix};
@@ -113,8 +113,11 @@ pub(crate) fn fp8_value(byte: u8) -> f64 {
 
 /// The byte of FP8 nearest to a finite number, found by search; of two, the even one.
 pub(crate) fn nearest_fp8(x: f64) -> u8 {
+    static VALUES: LazyLock<[f64; 0x7f]> =
+        LazyLock::new(|| std::array::from_fn(|byte| fp8_value(byte as u8)));
+    let values = &*VALUES;
     // Far beyond the largest, differences of distances would be lost.
-    let away = |byte: u8| (fp8_value(byte) - x.abs().min(1e6)).abs();
+    let away = |byte: u8| (values[byte as usize] - x.abs().min(1e6)).abs();
     let nearer = |a: u8, b: u8| {
         if away(a) < away(b) || away(a) == away(b) && a.is_multiple_of(2) { a } else { b }
     };

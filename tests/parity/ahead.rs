@@ -341,7 +341,8 @@ fn an_epoch_may_end_with_any_step_begun() {
     let (plans, _) = mixed(&[2, 5]);
     let mut engine = engine(true);
     let (expected, _) = run(&mut engine, &plans, false);
-    for ended in 1..plans.plans.len() {
+    // Behind them prompts begin, go on and end, and sequences end, leave and come back.
+    for ended in [1, 2, 3, 6, 9, 10, 11, 13, 15, 17] {
         engine.start(SEQS * BLOCKS, SEQS * BLOCKS).unwrap();
         let mut source = Waiting::new(&plans, false);
         let before = engine.begun_ahead();
@@ -377,7 +378,7 @@ fn a_plan_that_does_not_fit_ends_the_epoch_also_ahead() {
 fn ranks_begin_mixed_steps_alike_whenever_they_learn_of_them() {
     let one = [true, false];
     let other = [false, true];
-    ranks_begin_alike(&[2, 5], &[[true, true], one, other]);
+    ranks_begin_alike(&[2, 5], &[[true, true], one]);
     ranks_begin_alike(&[], &[one]);
     ranks_begin_alike(&[1, 2, 3, 4, 5, 6], &[other]);
 }
