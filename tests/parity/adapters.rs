@@ -191,7 +191,9 @@ fn requests_of_all_adapters_in_one_batch_get_the_same_bits_as_alone() {
         let mut bare = Rig::on(on, &model, degree);
         let request = |i: usize| (&all[i % 4], (i % 3) as u32);
         let mut alone = Vec::new();
-        for i in 0..9 {
+        // An emulated one takes a while for each alone.
+        let count = if matches!(on, On::FakeInvariant) { 5 } else { 9 };
+        for i in 0..count {
             let (prompt, adapter) = request(i);
             let mut seq = sequence(&mut rig, prompt, adapter);
             rig.run(&mut seq, 6, u32::MAX);
@@ -205,7 +207,7 @@ fn requests_of_all_adapters_in_one_batch_get_the_same_bits_as_alone() {
             alone.push(seq);
         }
         assert_ne!(alone[0].output(), alone[4].output(), "an adapter changes something");
-        let mut batch: Vec<Seq> = (0..9)
+        let mut batch: Vec<Seq> = (0..count)
             .map(|i| {
                 let (prompt, adapter) = request(i);
                 sequence(&mut rig, prompt, adapter)

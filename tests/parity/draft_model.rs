@@ -8,7 +8,7 @@ use testkit::adapters::AdapterSpec;
 use testkit::models::{demo, goldens, variant};
 
 use crate::adapters::Scratch;
-use crate::drafts::{OUTPUT, requests, same};
+use crate::drafts::{self, OUTPUT, requests, same};
 use crate::rig::{On, Rig, Seq};
 
 /// Maximum number of drafts requested.
@@ -24,15 +24,7 @@ impl Texts {
     fn of(on: On, model: &Path, degree: u32, lora: &Lora) -> Self {
         let mut rig = Rig::adapted(on, model, (degree, degree), lora);
         let prompts: Vec<Vec<u32>> = goldens(model).into_iter().map(|it| it.prompt_ids).collect();
-        let texts = requests().into_iter().enumerate().map(|(at, sampling)| {
-            let prompt = &prompts[at % prompts.len()];
-            let mut seq = rig.sequence(prompt, prompt.len(), sampling);
-            seq.adapter = adapter(at, lora);
-            rig.run(&mut seq, OUTPUT, u32::MAX);
-            rig.forget(&[&seq]);
-            seq
-        });
-        let texts = texts.collect();
+        let texts = drafts::texts(&mut rig, on, &prompts, |at| adapter(at, lora));
         Self { prompts, texts }
     }
 

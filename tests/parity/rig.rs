@@ -658,6 +658,18 @@ impl Rig {
         }
     }
 
+    /// Generates outputs of so many tokens of all these sequences, in one batch.
+    pub(crate) fn run_together(&mut self, seqs: &mut [Seq], output: usize) {
+        loop {
+            let going = seqs.iter_mut().filter(|seq| seq.output().len() < output);
+            let mut going: Vec<&mut Seq> = going.collect();
+            if going.is_empty() {
+                return;
+            }
+            self.step(&mut going, 16);
+        }
+    }
+
     /// Ends these sequences, and starts over as with an empty cache.
     pub(crate) fn forget(&mut self, seqs: &[&Seq]) {
         self.step += 1;
