@@ -8,17 +8,27 @@ use std::arch::x86_64::{
 use super::super::pack::PairRow;
 use super::{Acc, ActPair};
 
-/// The weights of 8 outputs for the even and for the odd input, as f32.
+/// The weights of 8 outputs, each for two inputs.
 #[target_feature(enable = "avx2,fma")]
 #[inline]
-fn widen(words: &[u32; 8]) -> (__m256, __m256) {
+fn load_words(words: &[u32; 8]) -> __m256i {
     // SAFETY: the array has 32 bytes.
-    let words: __m256i = unsafe { _mm256_loadu_si256(words.as_ptr().cast()) };
+    unsafe { _mm256_loadu_si256(words.as_ptr().cast()) }
+}
+
+/// Of these, those for the even input, as f32.
+#[target_feature(enable = "avx2,fma")]
+#[inline]
+fn even_of(words: __m256i) -> __m256 {
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words))
+}
+
+/// Of these, those for the odd input, as f32.
+#[target_feature(enable = "avx2,fma")]
+#[inline]
+fn odd_of(words: __m256i) -> __m256 {
     let high = _mm256_set1_epi32(0xFFFF_0000_u32.cast_signed());
-    (
-        _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words)),
-        _mm256_castsi256_ps(_mm256_and_si256(words, high)),
-    )
+    _mm256_castsi256_ps(_mm256_and_si256(words, high))
 }
 
 #[target_feature(enable = "avx2,fma")]
@@ -71,12 +81,17 @@ fn columns<const M: usize, const Q: usize>(
     }
     for ([even, odd], weight) in acts.iter().zip(weights) {
         for q in 0..Q {
-            for (half, words) in weight[first + q].as_chunks().0.iter().enumerate() {
-                let (w_even, w_odd) = widen(words);
+            let ([low, high], _) = weight[first + q].as_chunks() else { continue };
+            let words = [load_words(low), load_words(high)];
+            // One input after the other, and each activation for both halves at once: so 6 rows
+            // find room in 16 registers.
+            let (w_even, w_odd) = (words.map(|it| even_of(it)), words.map(|it| odd_of(it)));
+            for (x, w) in [(even, w_even), (odd, w_odd)] {
                 for m in 0..M {
-                    let sum = &mut sums[m][q][half];
-                    *sum = _mm256_fmadd_ps(_mm256_set1_ps(f32::from_bits(even[m])), w_even, *sum);
-                    *sum = _mm256_fmadd_ps(_mm256_set1_ps(f32::from_bits(odd[m])), w_odd, *sum);
+                    let x = _mm256_set1_ps(f32::from_bits(x[m]));
+                    for half in 0..2 {
+                        sums[m][q][half] = _mm256_fmadd_ps(x, w[half], sums[m][q][half]);
+                    }
                 }
             }
         }
