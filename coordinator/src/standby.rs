@@ -103,8 +103,8 @@ pub fn is_reason(message: &str) -> bool {
     message.starts_with(STANDS_BY)
 }
 
-/// The URL of a leader's HTTP from its record: an address, or a full URL if it is not plain HTTP,
-/// or a Unix socket.
+/// The URL of a server, such as a leader from its record: an address, or a full URL if it is not
+/// plain HTTP, or a Unix socket.
 #[must_use]
 pub fn url(http: &str) -> String {
     let is_whole = http.contains("://") || http.starts_with(UNIX_SCHEME);

@@ -435,29 +435,30 @@ async fn figures_of_killed_ranks() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "the long run: minutes, for docs/benchmarks.md"]
 async fn figures_of_hung_ranks() {
-    head();
-    let (mut all, mut pauses) = (Seen::default(), Vec::new());
-    for _ in 0..runs() {
-        let (seen, pause) = hung_rank().await.unwrap();
-        all.good += seen.good;
-        all.failures.extend(seen.failures);
-        pauses.push(pause);
-    }
-    report("rank hangs, 2 replicas", &all, pauses, LONG.hung);
+    each("rank hangs, 2 replicas", LONG.hung, hung_rank).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "the long run: minutes, for docs/benchmarks.md"]
 async fn figures_of_ranks_that_hang_for_good() {
+    each("rank hangs for good, 1 replica, 1 spare", LONG.replaced, rank_hung_for_good).await;
+}
+
+/// The figures of a case whose runs have a cluster each.
+async fn each(
+    case: &str,
+    bound: Duration,
+    run: impl AsyncFn() -> Result<(Seen, Duration), String>,
+) {
     head();
     let (mut all, mut pauses) = (Seen::default(), Vec::new());
     for _ in 0..runs() {
-        let (seen, pause) = rank_hung_for_good().await.unwrap();
+        let (seen, pause) = run().await.unwrap();
         all.good += seen.good;
         all.failures.extend(seen.failures);
         pauses.push(pause);
     }
-    report("rank hangs for good, 1 replica, 1 spare", &all, pauses, LONG.replaced);
+    report(case, &all, pauses, bound);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::Args;
 use coordinator::http::listener::UNIX_SCHEME;
 use coordinator::http::tls::{read_authorities, read_certificates, read_pair};
+use coordinator::standby;
 use rustls::crypto::ring;
 use ureq::Agent;
 use ureq::tls::{Certificate, ClientCert, PrivateKey, RootCerts, TlsConfig};
@@ -37,10 +38,7 @@ impl TrustArgs {
 
 /// Returns the URL of a server, which may be given without a scheme.
 pub(crate) fn base_url(server: &str) -> String {
-    let server = server.trim_end_matches('/');
-    let is_whole = server.contains("://") || server.starts_with(UNIX_SCHEME);
-    let scheme = if is_whole { "" } else { "http://" };
-    format!("{scheme}{server}")
+    standby::url(server.trim_end_matches('/'))
 }
 
 /// Makes the client for the server at `url`, which keeps up to `connections` for its next requests.

@@ -28,6 +28,21 @@ const UNSENT_MAX: u32 = 128 << 10;
 /// Maximum number of connections, over all threads.
 const CONNECTIONS_MAX: usize = 20_000;
 
+/// Has a server listen, with TLS or without. A macro, since a function would have to name traits
+/// that actix-web keeps to itself.
+macro_rules! listening {
+    ($server:ident, $listener:ident, $tls:ident) => {
+        match ($listener, $tls) {
+            (HttpListener::Tcp(listener), Some(tls)) => {
+                $server.listen_rustls_0_23(listener, tls.config())?
+            }
+            (HttpListener::Tcp(listener), None) => $server.listen(listener)?,
+            (HttpListener::Unix(listener), None) => $server.listen_uds(listener)?,
+            (HttpListener::Unix(_), Some(_)) => return Err(no_tls()),
+        }
+    };
+}
+
 /// Starts the server, which runs until its handle stops it.
 ///
 /// # Errors
@@ -64,15 +79,7 @@ pub fn start(
         .h1_allow_half_closed(false)
         .shutdown_timeout(5)
         .disable_signals();
-    Ok(match (listener, tls) {
-        (HttpListener::Tcp(listener), Some(tls)) => {
-            server.listen_rustls_0_23(listener, tls.config())?
-        }
-        (HttpListener::Tcp(listener), None) => server.listen(listener)?,
-        (HttpListener::Unix(listener), None) => server.listen_uds(listener)?,
-        (HttpListener::Unix(_), Some(_)) => return Err(no_tls()),
-    }
-    .run())
+    Ok(listening!(server, listener, tls).run())
 }
 
 /// actix-web does not serve it, and proxies on the same host do not ask for it.
@@ -122,15 +129,7 @@ pub fn small_server(
         .keep_alive(kept)
         .shutdown_timeout(1)
         .disable_signals();
-    Ok(match (listener, tls) {
-        (HttpListener::Tcp(listener), Some(tls)) => {
-            server.listen_rustls_0_23(listener, tls.config())?
-        }
-        (HttpListener::Tcp(listener), None) => server.listen(listener)?,
-        (HttpListener::Unix(listener), None) => server.listen_uds(listener)?,
-        (HttpListener::Unix(_), Some(_)) => return Err(no_tls()),
-    }
-    .run())
+    Ok(listening!(server, listener, tls).run())
 }
 
 /// Lets scripts of these web origins use the API; without any, browsers block all of them.

@@ -169,10 +169,13 @@ impl TextModel {
         if around.is_some() {
             tokenizer.with_post_processor(around);
         }
-        let tokenizer_info = match options.describes_tokenizer {
-            true => Some(description::of(&told, template_of(folder, chat_template, &told)?)),
-            false => None,
-        };
+        let configured = told.get("chat_template");
+        let sources = TemplateSources::find(folder, chat_template, configured, &told_file)?;
+        let tokenizer_info = options.describes_tokenizer.then(|| {
+            let source = sources.default.as_ref().map(|(_, source)| source.clone());
+            description::of(&told, source)
+        });
+        let template = make_template(&told, sources)?;
         let told = told.get("eos_token").map(|it| it.get("content").unwrap_or(it));
         let told = told.and_then(Value::as_str).and_then(|text| tokenizer.token_to_id(text));
         let mut end_tokens: Vec<u32> = end_ids
@@ -185,8 +188,7 @@ impl TextModel {
         end_tokens.dedup();
         let bytes_per_token = serde_json::from_slice(&bytes).ok();
         let bytes_per_token = bytes_per_token.as_ref().and_then(bound::bytes_per_token);
-        let template = load_template(folder, chat_template)?
-            .map(|template| template.with_variables(options.variables.clone()));
+        let template = template.map(|template| template.with_variables(options.variables.clone()));
         if let Some(Err(error)) = template.as_ref().map(ChatTemplate::probe)
             && classifier.is_none()
         {
@@ -366,23 +368,11 @@ impl TextModel {
     }
 }
 
-/// The source of the chat template of conversations without tools.
-fn template_of(
-    folder: &Path,
-    chosen: Option<&Path>,
+/// The chat template of a folder whose `tokenizer_config.json` has `config`, null if there is none.
+fn make_template(
     config: &Value,
-) -> Result<Option<String>, TextModelError> {
-    let config_file = folder.join("tokenizer_config.json");
-    let sources = TemplateSources::find(folder, chosen, config.get("chat_template"), &config_file)?;
-    Ok(sources.default.map(|(_, source)| source))
-}
-
-fn load_template(
-    folder: &Path,
-    chosen: Option<&Path>,
+    sources: TemplateSources,
 ) -> Result<Option<ChatTemplate>, TextModelError> {
-    let config_file = folder.join("tokenizer_config.json");
-    let config = optional_json(&config_file)?;
     let token = |key: &str| match config.get(key) {
         Some(Value::String(token)) => token.clone(),
         Some(Value::Object(token)) => {
@@ -390,7 +380,6 @@ fn load_template(
         }
         _ => String::new(),
     };
-    let sources = TemplateSources::find(folder, chosen, config.get("chat_template"), &config_file)?;
     let template = sources.default.map(|(file, source)| {
         let named = |message| TextModelError::new(&file, message);
         let template = ChatTemplate::new(&source, token("bos_token"), token("eos_token"));

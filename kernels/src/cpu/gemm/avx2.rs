@@ -81,6 +81,7 @@ fn columns<const M: usize, const Q: usize>(
     }
     for ([even, odd], weight) in acts.iter().zip(weights) {
         for q in 0..Q {
+            // Always two: a quarter has 16 words.
             let ([low, high], _) = weight[first + q].as_chunks() else { continue };
             let words = [load_words(low), load_words(high)];
             // One input after the other, and each activation for both halves at once: so 6 rows
