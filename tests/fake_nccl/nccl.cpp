@@ -20,7 +20,8 @@
 // - FAKE_NCCL_STUCK=rank:n: the same, not even after an abort
 // - FAKE_NCCL_LATE=rank:n: this collective begins 300 ms late
 // - FAKE_NCCL_ASYNC_ERROR=rank:n: this collective never finishes, with ncclRemoteError
-// - FAKE_NCCL_CALL_FAIL=rank:n: this collective's call returns ncclUnhandledCudaError after 400 ms
+// - FAKE_NCCL_CALL_FAIL=rank:n: this collective's call returns ncclUnhandledCudaError 400 ms after all
+//   other ranks have made theirs
 // - FAKE_NCCL_CAPTURE_FAIL=rank: calls of this rank that are to be captured return
 //   ncclUnhandledCudaError
 // - FAKE_NCCL_BLOCK=rank:n: the call of this collective does not return before an abort
@@ -75,6 +76,7 @@ struct Seat {
     std::atomic<uint32_t> joined;
     std::atomic<uint64_t> shown;    // Collectives for which this rank has published its data.
     std::atomic<uint64_t> finished; // Collectives for which this rank has read all data.
+    std::atomic<uint64_t> called;   // Collectives whose calls this rank has made, or is within.
     uint64_t what[2];               // Kinds of the last two published collectives.
 };
 struct Table {
@@ -95,6 +97,7 @@ struct Comm {
     std::chrono::steady_clock::time_point called, due;  // Times of the call and its completion.
     std::atomic<int> inside{0};     // Number of running calls that are not blocked.
     uint64_t begun = 0;      // Number of collectives whose turn has come.
+    uint64_t calls = 0;      // Number of collectives that were called.
     std::shared_ptr<int> recorded = std::make_shared<int>(0);  // Held by every captured collective.
 
     Seat& seat(int of) const { return reinterpret_cast<Table*>(mapped)->seats[of]; }
@@ -118,6 +121,15 @@ struct Comm {
         lock.l_start = of;
         lock.l_len = 1;
         return fcntl(file, kind, &lock) == 0 && lock.l_type == what;
+    }
+    void called_another() { seat(rank).called.store(++calls); }
+    // Waits until all other ranks have made that many calls, or this one is aborted.
+    void await_others(uint64_t calls_of_each) const {
+        for (int of = 0; of < ranks; of++) {
+            while (of != rank && seat(of).called.load() < calls_of_each && !aborted.load()) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            }
+        }
     }
     bool others_are_gone() const {
         for (int of = 0; of < ranks; of++) {
@@ -310,7 +322,9 @@ int collective(void* handle, void* stream, Collective what) {
     }
     const int number = next("call", comm->rank);
     if (told("FAKE_NCCL_CALL_FAIL", comm->rank, number)) {
-        // By then, the other ranks are in theirs.
+        comm->inside--;
+        comm->await_others(comm->calls + 1);
+        comm->inside++;
         std::this_thread::sleep_for(std::chrono::milliseconds(400));
         return fail(UNHANDLED_CUDA_ERROR, "as it was told");
     }
@@ -324,6 +338,7 @@ int collective(void* handle, void* stream, Collective what) {
     }
     if (told("FAKE_NCCL_BLOCK", comm->rank, number)) {
         log_line("blocked rank %d", comm->rank);
+        comm->called_another();
         comm->inside--;
         while (!comm->aborted.load()) {
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -351,6 +366,7 @@ int collective(void* handle, void* stream, Collective what) {
         });
     };
     comm->looks = 1;
+    comm->called_another();
     log_line("%s %zu %s rank %d", what.sums ? "all_reduce" : "all_gather", what.bytes,
              recorded ? "recorded" : "called", comm->rank);
     return IN_PROGRESS;
