@@ -675,11 +675,7 @@ extern "C" __global__ void __launch_bounds__(128)
         ml = reinterpret_cast<const float2*>(partial_ml)[first + threadIdx.x];
     }
     const float own = ml.x;
-    float most = own;
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, distance));
-    }
+    float most = warp_largest(own);
     if (threadIdx.x % 32 == 0) {
         maxima[threadIdx.x / 32] = most;
     }

@@ -5,6 +5,13 @@
 #pragma once
 #include "kernels.h"
 
+namespace tutti {
+
+constexpr uint32_t ALL_LANES = 0xffffffffu;
+typedef unsigned long long u64;
+
+}  // namespace tutti
+
 #if defined(TUTTI_EMULATE)
 #include "emulate/device.h"
 #else
@@ -283,12 +290,43 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
+// Every lane gets the same bits: at each level both partners add the same two numbers.
+template <class T>
+__device__ __forceinline__ T warp_sum(T x) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        x += __shfl_xor_sync(ALL_LANES, x, distance);
+    }
+    return x;
+}
+
+__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
+
+template <class T>
+__device__ __forceinline__ T warp_largest(T x) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        x = larger(x, __shfl_xor_sync(ALL_LANES, x, distance));
+    }
+    return x;
+}
+
+// Inclusive prefix sum over the lanes.
+__device__ __forceinline__ u64 warp_running_sum(u64 x) {
+    const uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const u64 other = __shfl_up_sync(ALL_LANES, x, distance);
+        x += lane >= static_cast<uint32_t>(distance) ? other : 0;
+    }
+    return x;
+}
+
 }  // namespace tutti
 #endif
 
 namespace tutti {
-
-constexpr uint32_t ALL_LANES = 0xffffffffu;
 
 __device__ __forceinline__ float from_bf16(tutti_bf16 x) {
     return __uint_as_float(static_cast<uint32_t>(x) << 16);
@@ -400,15 +438,6 @@ __device__ __forceinline__ bool is_live(const uint32_t* live, uint32_t index) {
 // Number of items to compute. Can be read before `wait_for_predecessors`.
 __device__ __forceinline__ uint32_t live_items(const uint32_t* live) {
     return live == nullptr ? 0xffffffffu : load_input(live);
-}
-
-// Every lane gets the same bits: at each level both partners add the same two numbers.
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        x += __shfl_xor_sync(ALL_LANES, x, distance);
-    }
-    return x;
 }
 
 // The sum over a block of WARPS warps, for every thread. `scratch`: WARPS floats of shared memory,

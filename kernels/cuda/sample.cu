@@ -27,16 +27,6 @@ constexpr uint32_t THREADS = SELECT_THREADS;
 // Distance from the largest logit at which the most likely tokens are searched: e^-28.
 constexpr float LIKELY = 28.0f;
 
-__device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
-
-__device__ __forceinline__ u64 warp_largest(u64 x) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        x = larger(x, __shfl_xor_sync(ALL_LANES, x, distance));
-    }
-    return x;
-}
-
 // The mask of a row; null if it allows all tokens.
 __device__ __forceinline__ const uint32_t* mask_of(const TuttiSampleParams& p,
                                                    const uint32_t* masks) {
@@ -193,10 +183,7 @@ __device__ __forceinline__ void score(const Tokens& row, const RowSummary& summa
         sum += static_cast<double>(expf(x - max));
         better += x > own || (x == own && id < token) ? 1 : 0;
     });
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        sum += __shfl_xor_sync(ALL_LANES, sum, distance);
-    }
+    sum = warp_sum(sum);
     const uint32_t lane = threadIdx.x % 32;
     if (lane == 0) {
         s.warp_sum[threadIdx.x / 32] = sum;
@@ -204,11 +191,7 @@ __device__ __forceinline__ void score(const Tokens& row, const RowSummary& summa
     u64 all_better;
     // The barriers within also make the sums visible.
     block_sum_before(better, s, &all_better);
-    sum = s.warp_sum[lane];
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        sum += __shfl_xor_sync(ALL_LANES, sum, distance);
-    }
+    sum = warp_sum(s.warp_sum[lane]);
     const double log_total = static_cast<double>(max) + log(sum);
     if (threadIdx.x == 0) {
         out->logprob = static_cast<float>(static_cast<double>(own) - log_total);

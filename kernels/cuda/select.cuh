@@ -22,7 +22,6 @@ constexpr uint32_t SELECT_THREADS = 1024;
 constexpr uint32_t SELECT_BINS = 2 * SELECT_THREADS;
 constexpr uint32_t LIST_MAX = 2 * SELECT_THREADS;
 
-typedef unsigned long long u64;
 
 // Maps floats to keys in their total order: -infinity, .., -0, +0, .., +infinity.
 __device__ __forceinline__ uint32_t float_key(float x) {
@@ -201,17 +200,6 @@ struct SelectScratch {
     uint32_t warp_lowest[32];
     uint32_t warp_bad[32];
 };
-
-// Inclusive prefix sum over the lanes.
-__device__ __forceinline__ u64 warp_running_sum(u64 x) {
-    const uint32_t lane = threadIdx.x % 32;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const u64 other = __shfl_up_sync(ALL_LANES, x, distance);
-        x += lane >= static_cast<uint32_t>(distance) ? other : 0;
-    }
-    return x;
-}
 
 // Exclusive prefix sum over the threads; sets `total` to the sum of all.
 __device__ __forceinline__ u64 block_sum_before(u64 x, SelectScratch& s, u64* total) {

@@ -234,6 +234,7 @@ pub(crate) fn load(
                 Ok(reply) => failures.push(format!("{}: {}", reply.status, reply.body)),
                 Err(error) => failures.push(error.to_string()),
             }
+            tokio::time::sleep(Duration::from_millis(100)).await;
         }
         (count, failures)
     })

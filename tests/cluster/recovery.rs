@@ -19,12 +19,17 @@ const TOKENS: u32 = 96;
 /// Time limit for everything to recover.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// Pause of a client between two requests where no figures are wanted: tests share their cores.
+const REST: Duration = Duration::from_millis(250);
+
 /// Pause between two failures.
 const CALM: Duration = Duration::from_secs(4);
 
 /// Limits on what clients may notice.
 struct Bounds {
     runs: usize,
+    /// Pause of a client between two requests.
+    rest: Duration,
     killed: Duration,
     frozen: Duration,
     hung: Duration,
@@ -34,6 +39,7 @@ struct Bounds {
 
 const SHORT: Bounds = Bounds {
     runs: 2,
+    rest: REST,
     killed: Duration::from_secs(12),
     frozen: Duration::from_secs(15),
     hung: Duration::from_secs(20),
@@ -41,6 +47,7 @@ const SHORT: Bounds = Bounds {
 };
 const LONG: Bounds = Bounds {
     runs: 20,
+    rest: Duration::ZERO,
     killed: Duration::from_secs(3),
     frozen: Duration::from_secs(6),
     hung: Duration::from_secs(7),
@@ -98,7 +105,7 @@ async fn ranks(bounds: &Bounds, runs: usize, replicas: u32, freezes: bool) {
     let mut fleet = Fleet::start(&["--replicas", &max], 4, 0).await.unwrap();
     let client = fleet.client().unwrap();
     whole(&client, 4.0, f64::from(replicas)).await;
-    let load = Load::start(std::slice::from_ref(&client), 4, TOKENS).await.unwrap();
+    let load = Load::start(std::slice::from_ref(&client), 4, TOKENS, bounds.rest).await.unwrap();
     let mut moments = Vec::new();
     for run in 0..runs {
         let victim = a_rank(&client, run).await;
@@ -136,7 +143,7 @@ async fn hung_rank() -> Result<(Seen, Duration), String> {
     let fleet = Fleet::start(&["--tensor-parallel", "1", "--replicas", "2"], 2, 0).await.unwrap();
     let client = fleet.client().unwrap();
     whole(&client, 2.0, 2.0).await;
-    let load = Load::start(std::slice::from_ref(&client), 4, TOKENS).await.unwrap();
+    let load = Load::start(std::slice::from_ref(&client), 4, TOKENS, Duration::ZERO).await.unwrap();
     // Until it is known how long steps take, also those of sizes that are seldom.
     let steps = |s: &Scrape| s.sum("tutti_engine_steps_total", &[]) > 8000.0;
     assert!(steps(&client.scrape_until(PATIENCE, steps).await.unwrap()));
@@ -164,7 +171,7 @@ async fn rank_hung_for_good() -> Result<(Seen, Duration), String> {
     let fleet = Fleet::start(&["--tensor-parallel", "1", "--replicas", "1"], 2, 0).await.unwrap();
     let client = fleet.client().unwrap();
     whole(&client, 2.0, 1.0).await;
-    let load = Load::start(std::slice::from_ref(&client), 4, TOKENS).await.unwrap();
+    let load = Load::start(std::slice::from_ref(&client), 4, TOKENS, Duration::ZERO).await.unwrap();
     let steps = |s: &Scrape| s.sum("tutti_engine_steps_total", &[]) > 6000.0;
     assert!(steps(&client.scrape_until(PATIENCE, steps).await.unwrap()));
     let victim = a_rank(&client, 0).await;
@@ -209,7 +216,7 @@ async fn cut_links(bounds: &Bounds, runs: usize) {
     }
     let client = coordinator.client().unwrap();
     whole(&client, 4.0, 2.0).await;
-    let load = Load::start(std::slice::from_ref(&client), 4, TOKENS).await.unwrap();
+    let load = Load::start(std::slice::from_ref(&client), 4, TOKENS, bounds.rest).await.unwrap();
     let mut moments = Vec::new();
     for run in 0..runs {
         let broken = Instant::now();
@@ -265,7 +272,7 @@ impl Meeting {
 }
 
 /// Kills or freezes members of etcd in turn, under load.
-async fn etcd_members(lasts: Duration, members: usize) {
+async fn etcd_members(lasts: Duration, members: usize, rest: Duration) {
     let Some(mut meeting) = Meeting::new(members).await else { return };
     let mut coordinator = meeting.coordinator().await;
     let _workers = meeting.workers();
@@ -274,7 +281,7 @@ async fn etcd_members(lasts: Duration, members: usize) {
     whole(&client, 4.0, 2.0).await;
     let frontend = meeting.frontend().await;
     let servers = [client.clone(), frontend.client().unwrap()];
-    let load = Load::start(&servers, 2, TOKENS).await.unwrap();
+    let load = Load::start(&servers, 2, TOKENS, rest).await.unwrap();
     let first = Instant::now();
     let leads = |s: &Scrape| {
         let sum = |name| s.sum(name, &[]);
@@ -318,14 +325,14 @@ async fn etcd_members(lasts: Duration, members: usize) {
 
 /// Kills the leading coordinator under a load of streams through a front end; measures the time
 /// until the next one serves, and the pauses of those streams.
-async fn coordinators(runs: usize, bound: Duration) {
+async fn coordinators(bounds: &Bounds, runs: usize, bound: Duration) {
     let Some(meeting) = Meeting::new(1).await else { return };
     let mut leader = meeting.coordinator().await;
     let _workers = meeting.workers();
     leader.wait_ready().await.unwrap();
     let follower = meeting.frontend().await;
     let frontend = follower.client().unwrap();
-    let load = Load::start(std::slice::from_ref(&frontend), 4, TOKENS).await.unwrap();
+    let load = Load::start(std::slice::from_ref(&frontend), 4, TOKENS, bounds.rest).await.unwrap();
     let (mut took, mut moments) = (Vec::new(), Vec::new());
     for _ in 0..runs {
         whole(&leader.client().unwrap(), 4.0, 2.0).await;
@@ -410,12 +417,12 @@ async fn a_host_that_is_cut_off_costs_a_pause() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn streams_of_a_front_end_outlive_leaders() {
     head();
-    coordinators(SHORT.runs, Duration::from_secs(20)).await;
+    coordinators(&SHORT, SHORT.runs, Duration::from_secs(20)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn members_of_etcd_may_die() {
-    etcd_members(Duration::from_secs(3), 3).await;
+    etcd_members(Duration::from_secs(3), 3, SHORT.rest).await;
 }
 
 /// Number of runs per case in the long run.
@@ -486,13 +493,13 @@ async fn figures_of_cut_links() {
 #[ignore = "the long run: minutes, for docs/benchmarks.md"]
 async fn figures_of_etcd() {
     head();
-    etcd_members(Duration::from_secs(60), 1).await;
-    etcd_members(Duration::from_secs(10), 3).await;
+    etcd_members(Duration::from_secs(60), 1, LONG.rest).await;
+    etcd_members(Duration::from_secs(10), 3, LONG.rest).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "the long run: minutes, for docs/benchmarks.md"]
 async fn figures_of_killed_coordinators() {
     head();
-    coordinators(runs(), Duration::from_secs(10)).await;
+    coordinators(&LONG, runs(), Duration::from_secs(10)).await;
 }

@@ -66,7 +66,7 @@ async fn the_clusters_secret_is_replaced_under_load_and_no_request_notices() {
     let up = |workers: f64| move |s: &Scrape| s.sum("tutti_replica_up", &[]) == workers;
     assert!(up(2.0)(&client.scrape_until(PATIENCE, up(2.0)).await.unwrap()));
     let servers = [client.clone(), frontend.client().unwrap()];
-    let load = Load::start(&servers, 2, 64).await.unwrap();
+    let load = Load::start(&servers, 2, 64, Duration::from_millis(250)).await.unwrap();
     let (old_file, new_file) = (file("old", &old), file("new", &new));
     let (old_file, new_file) = (old_file.to_str().unwrap(), new_file.to_str().unwrap());
     let status =

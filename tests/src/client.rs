@@ -6,6 +6,7 @@ use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use serde_json::Value;
 
 use crate::scrape::Scrape;
+use crate::wait::poll;
 
 /// A client of one server.
 #[derive(Clone, Debug)]
@@ -144,7 +145,7 @@ impl Client {
             if wanted(&scrape) || began.elapsed() > deadline {
                 return Ok(scrape);
             }
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            tokio::time::sleep(poll(began.elapsed(), Duration::from_millis(20))).await;
         }
     }
 }

@@ -102,11 +102,16 @@ async fn stream(
 
 impl Load {
     /// Requests every text once, undisturbed, then starts `count` clients per server, whose
-    /// requests generate `tokens` tokens each.
+    /// requests generate `tokens` tokens each. A client rests between two requests.
     ///
     /// # Errors
     /// When an undisturbed request fails.
-    pub async fn start(servers: &[Client], count: u32, tokens: u32) -> Result<Self, String> {
+    pub async fn start(
+        servers: &[Client],
+        count: u32,
+        tokens: u32,
+        rest: Duration,
+    ) -> Result<Self, String> {
         let mut texts = BTreeMap::new();
         for (index, server) in (0..REQUESTS).zip(servers.iter().cycle()) {
             let text = stream(server, &request(index, tokens), |_| {}).await?;
@@ -124,12 +129,19 @@ impl Load {
                         let index = next.fetch_add(1, Ordering::Relaxed) % REQUESTS;
                         let note = |pause| lock(&seen).pauses.push(pause);
                         let text = stream(&server, &request(index, tokens), note).await;
-                        let mut seen = lock(&seen);
-                        match text {
-                            Ok(text) if Some(&text) == texts.get(&index) => seen.good += 1,
-                            Ok(text) => seen.failures.push(format!("request {index}: {text:?}")),
-                            Err(error) => seen.failures.push(format!("request {index}: {error}")),
+                        {
+                            let mut seen = lock(&seen);
+                            let is = match text {
+                                Ok(text) if Some(&text) == texts.get(&index) => None,
+                                Ok(text) => Some(format!("{text:?}")),
+                                Err(error) => Some(error),
+                            };
+                            match is {
+                                None => seen.good += 1,
+                                Some(is) => seen.failures.push(format!("request {index}: {is}")),
+                            }
                         }
+                        tokio::time::sleep(rest).await;
                     }
                 })
             })

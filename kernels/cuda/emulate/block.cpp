@@ -37,8 +37,6 @@ constexpr uint32_t NOBODY = UINT32_MAX;
 // NaN as f32 and as bf16, and an invalid index.
 constexpr unsigned char POISON = 0xff;
 
-enum class State : uint8_t { runnable, at_barrier, at_meeting, done };
-
 struct Copy {
     void* to;
     const void* from;
@@ -47,7 +45,7 @@ struct Copy {
     int group;
 };
 
-// What a fiber has beside its state and its stack: see `Block::State`.
+// What a fiber has beside its stack and whether it can run: see `Block::State`.
 struct Fiber {
     bool waited = false;
 #if !defined(__x86_64__)
@@ -87,8 +85,14 @@ void perform(const Copy& copy) {
 // giving it back to the kernel and getting it again took more time than many blocks.
 struct Block::State {
     std::vector<Fiber> fibers;
-    // What every switch looks at, close together: the caches are full of stacks.
-    std::vector<emulate::State> states;
+    // The threads that can run, one bit each, in their order: what every switch looks at, close
+    // together, for the caches are full of stacks. And where in that order each thread is.
+    std::vector<uint32_t> runnable;
+    std::vector<uint32_t> positions;
+    uint32_t& word_of(uint32_t thread) { return runnable[positions[thread] / 32]; }
+    uint32_t bit_of(uint32_t thread) const { return 1u << positions[thread] % 32; }
+    void stop(uint32_t thread) { word_of(thread) &= ~bit_of(thread); }
+    bool can_run(uint32_t thread) { return (word_of(thread) & bit_of(thread)) != 0; }
 #if defined(__x86_64__)
     std::vector<void*> stack_pointers;
 #endif
@@ -117,10 +121,14 @@ struct Block::State {
     size_t next = 0;
     bool again = false;
     bool progress = false;
-    uint32_t pick();
     // The current thread's.
     Fiber& own() { return fibers[current]; }
     std::map<const void*, SharedBlock> shared_arrays;
+    // Those that were found last: every thread of a block asks for them.
+    struct {
+        const void* key = nullptr;
+        SharedBlock* array = nullptr;
+    } found[16];
     // By size.
     std::map<size_t, SharedBlock> dynamic_arrays;
     SharedBlock* dynamic = nullptr;
@@ -159,12 +167,49 @@ tutti_emulate_switch:
 thread_local ucontext_t scheduler_context;
 #endif
 
+// The next thread to run: round and round a part of the order until none of it can run, then on to
+// the next part. `NOBODY` when a round over all parts has found none.
+uint32_t pick(Block::State& s) {
+    for (;;) {
+        while (s.next < s.first + s.part) {
+            // A part is of whole words.
+            const uint32_t rest = s.runnable[s.next / 32] >> s.next % 32;
+            if (rest == 0) {
+                s.next = (s.next / 32 + 1) * 32;
+                continue;
+            }
+            const auto after = [&](uint32_t bits) {
+                return s.next + static_cast<uint32_t>(__builtin_ctz(bits));
+            };
+            const size_t found = after(rest);
+#if defined(__x86_64__)
+            // Each stack is on a page of its own, which takes a while to reach.
+            const size_t then = (rest & (rest - 1)) != 0 ? after(rest & (rest - 1)) : s.first;
+            __builtin_prefetch(s.stack_pointers[(*s.order)[then]]);
+#endif
+            s.next = found + 1;
+            s.again = s.progress = true;
+            return (*s.order)[found];
+        }
+        if (!std::exchange(s.again, false)) {
+            s.first += s.part;
+            if (s.first == s.order->size()) {
+                s.first = 0;
+                if (!std::exchange(s.progress, false)) {
+                    return NOBODY;
+                }
+            }
+        }
+        s.next = s.first;
+    }
+}
+
 // Lets the next thread run: without a detour if the order is known, since most time of an emulation
 // is spent here. The scheduler itself runs when no thread can.
 void yield() {
     Block::State& block = *running;
     const uint32_t from = block.current;
-    const uint32_t to = block.order != nullptr ? block.pick() : NOBODY;
+    const uint32_t to = block.order != nullptr ? pick(block) : NOBODY;
     if (to == from) {
         return;
     }
@@ -184,7 +229,7 @@ void yield() {
 void fiber_main() {
     (*running->entry)();
     running->have_waited += running->own().waited ? 1 : 0;
-    running->states[running->current] = State::done;
+    running->stop(running->current);
     running->finished++;
     if (running->finished == running->fibers.size() && running->have_waited != 0 &&
         running->have_waited != running->finished) {
@@ -201,7 +246,6 @@ void fiber_main() {
 void start(Block::State& block, uint32_t index) {
     Fiber& fiber = block.fibers[index];
     unsigned char* const stack = block.stacks[index];
-    block.states[index] = State::runnable;
     fiber.waited = false;
     fiber.copies.clear();
     fiber.group = 0;
@@ -263,7 +307,7 @@ void Block::begin(const Settings& settings, dim3 index, const std::function<void
     State& s = *state;
     if (s.fibers.size() != settings.threads) {
         s.fibers.resize(settings.threads);
-        s.states.resize(settings.threads);
+        s.positions.resize(settings.threads);
 #if defined(__x86_64__)
         s.stack_pointers.resize(settings.threads);
 #endif
@@ -282,6 +326,8 @@ void Block::begin(const Settings& settings, dim3 index, const std::function<void
     for (uint32_t i = 0; i < settings.threads; i++) {
         start(s, i);
     }
+    s.runnable.assign(settings.threads / 32, ~0u);
+    std::iota(s.positions.begin(), s.positions.end(), 0u);
     for (Warp& warp : s.warps) {
         warp = Warp{};
     }
@@ -313,40 +359,12 @@ bool Block::run_one(uint32_t first) {
     const auto count = static_cast<uint32_t>(state->fibers.size());
     for (uint32_t i = 0; i < count; i++) {
         const uint32_t index = (first + i) % count;
-        if (state->states[index] == emulate::State::runnable) {
+        if (state->can_run(index)) {
             resume(index);
             return true;
         }
     }
     return false;
-}
-
-// The next thread to run: round and round a part of the order until none of it can run, then on to
-// the next part. `NOBODY` when a round over all parts has found none.
-uint32_t Block::State::pick() {
-    for (;;) {
-        while (next < first + part) {
-            const uint32_t index = (*order)[next++];
-            if (states[index] == emulate::State::runnable) {
-                again = progress = true;
-#if defined(__x86_64__)
-                // Each stack is on a page of its own, which takes a while to reach.
-                __builtin_prefetch(stack_pointers[(*order)[next < first + part ? next : first]]);
-#endif
-                return index;
-            }
-        }
-        if (!std::exchange(again, false)) {
-            first += part;
-            if (first == order->size()) {
-                first = 0;
-                if (!std::exchange(progress, false)) {
-                    return NOBODY;
-                }
-            }
-        }
-        next = first;
-    }
 }
 
 // `order` lists threads, one whole warp after the other. `in_turn`: all warps proceed in step;
@@ -355,10 +373,13 @@ void Block::run(const std::vector<uint32_t>& order, bool in_turn) {
     enter();
     State& s = *state;
     s.order = &order;
+    for (uint32_t i = 0; i < order.size(); i++) {
+        s.positions[order[i]] = i;
+    }
     s.part = in_turn ? order.size() : 32;
     s.first = s.next = 0;
     s.again = s.progress = false;
-    if (const uint32_t index = s.pick(); index != NOBODY) {
+    if (const uint32_t index = pick(s); index != NOBODY) {
         resume(index);
     }
     if (!is_done()) {
@@ -374,12 +395,17 @@ void fail(const char* what) {
 }
 
 void* shared_array(const void* key, size_t bytes) {
+    auto& last = running->found[reinterpret_cast<uintptr_t>(key) % 16];
+    if (last.key == key) {
+        return poisoned(*last.array);
+    }
     auto& arrays = running->shared_arrays;
     auto found = arrays.find(key);
     if (found == arrays.end()) {
         found = arrays.emplace(key, SharedBlock{guarded(bytes, false), bytes, 0}).first;
         watch(found->second.memory, bytes, true);
     }
+    last = {key, &found->second};
     return poisoned(found->second);
 }
 
@@ -396,13 +422,13 @@ bool barrier_and(bool vote) {
         block.barriers++;
         // Safe until all have read it: the next write needs all threads at a barrier again.
         block.verdict = std::exchange(block.votes, true);
-        std::fill(block.states.begin(), block.states.end(), State::runnable);
+        std::fill(block.runnable.begin(), block.runnable.end(), ~0u);
         if (peer_memory != nullptr) {
             peer_memory->met();
         }
         // Yield: the last thread to arrive must not always be the first to continue.
     } else {
-        block.states[block.current] = State::at_barrier;
+        block.stop(block.current);
     }
     yield();
     return block.verdict;
@@ -428,7 +454,7 @@ void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void*
     warp.arrived |= 1u << lane;
     warp.operands[lane] = operands;
     if (warp.arrived != mask) {
-        running->states[index] = State::at_meeting;
+        running->stop(index);
         yield();
         return;
     }
@@ -438,9 +464,13 @@ void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void*
     }
     warp.arrived = 0;
     compute(lanes);
-    for (uint32_t i = 0; i < 32; i++) {
-        if (lanes[i] != nullptr) {
-            running->states[first + i] = State::runnable;
+    if (mask == ~0u) {
+        running->word_of(index) = ~0u;
+    } else {
+        for (uint32_t i = 0; i < 32; i++) {
+            if (lanes[i] != nullptr) {
+                running->word_of(first + i) |= running->bit_of(first + i);
+            }
         }
     }
     yield();
