@@ -404,8 +404,8 @@ fn on_the_reference() {
     all_alike((1, ANSWER), KvCacheDtype::Auto, ReferenceBackend::new);
 }
 
-/// With graphs and steps begun ahead; each row's bits are those that it has alone. What differs only
-/// in the scheduler's plans is left to the other devices: this one is slow.
+/// With graphs and steps begun ahead; each row's bits are those that it has alone. What differs
+/// only in the scheduler's plans is left to the other devices: this one is slow.
 #[test]
 fn on_an_emulated_gpu_by_one_rank_and_by_two() {
     let options = CudaOptions { graphs: true, batch_invariant: true, ..CudaOptions::default() };
