@@ -41,7 +41,7 @@ async fn refuses(base: &str) {
     let client = Client::new(base).unwrap();
     let began = Instant::now();
     while client.get("/ready").await.unwrap().status != 503 {
-        assert!(began.elapsed() < Duration::from_secs(2), "/ready stays 200");
+        assert!(began.elapsed() < Duration::from_secs(5), "/ready stays 200");
     }
     assert_eq!(client.get("/live").await.unwrap().status, 200);
     for path in ["/v1/completions", "/v1/chat/completions"] {
@@ -134,7 +134,7 @@ async fn front_ends_finish_too_and_so_do_their_requests_when_the_coordinator_end
     assert_eq!(refused.status, 503, "{}", refused.body);
     let told = Instant::now();
     while clients[1].get("/ready").await.unwrap().status != 503 {
-        assert!(told.elapsed() < Duration::from_secs(2), "the front end is told");
+        assert!(told.elapsed() < Duration::from_secs(5), "the front end is told");
     }
     assert!(rest(stream).await.ends_with("data: [DONE]\n\n"));
     ended_well(&mut fleet.coordinator);
@@ -167,7 +167,7 @@ async fn a_worker_that_is_told_to_end_leaves_without_a_failure() {
         let told = Instant::now();
         ended_well(process);
         let took = told.elapsed();
-        assert!(took < Duration::from_secs(2), "it is let go at once: {took:?}");
+        assert!(took < Duration::from_secs(5), "it is let go at once: {took:?}");
         let reply = running.await.unwrap().unwrap();
         assert_eq!(reply.status, 200, "{}", reply.body);
         assert_eq!(text(&reply.body), text(&undisturbed), "rank {index} left");

@@ -1,12 +1,18 @@
 //! Inner loops for AVX2 and FMA: as for AVX-512, but in halves, and over a quarter of the panel at
 //! a time, since 16 registers hold 6 x 16 sums.
 use std::arch::x86_64::{
-    __m256, __m256i, _mm256_and_si256, _mm256_castsi256_ps, _mm256_fmadd_ps, _mm256_loadu_ps,
-    _mm256_loadu_si256, _mm256_set1_epi32, _mm256_set1_ps, _mm256_slli_epi32, _mm256_storeu_ps,
+    __m256, __m256i, _MM_HINT_T0, _mm_prefetch, _mm256_and_si256, _mm256_castsi256_ps,
+    _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_set1_epi32, _mm256_set1_ps,
+    _mm256_slli_epi32, _mm256_storeu_ps,
 };
 
 use super::super::pack::PairRow;
 use super::{Acc, ActPair};
+
+/// Pairs of inputs that all parts of a panel are computed for before the next pairs: their weights
+/// (8 KiB) stay in the L1 cache, and the next ones are fetched meanwhile. A part alone takes one
+/// cache line of four, which processors do not foresee.
+const NEAR: usize = 32;
 
 /// The weights of 8 outputs, each for two inputs.
 #[target_feature(enable = "avx2,fma")]
@@ -50,26 +56,50 @@ fn store(values: &mut [f32; 8], vector: __m256) {
 pub(super) fn tile<const M: usize>(acts: &[ActPair<M>], weights: &[PairRow], acc: &mut [Acc; M]) {
     if M == 1 {
         // The whole panel in one pass over memory: 8 vectors of sums.
-        columns::<M, 4>(acts, weights, acc, 0);
-    } else if M <= 3 {
+        return columns::<M, 4, false>(acts, weights, acc, 0, weights.as_ptr());
+    }
+    if weights.len() <= 2 * NEAR {
+        // Mostly converted just now, and in the L1 cache all the same.
+        return parts::<M, false>(acts, weights, acc, weights.as_ptr());
+    }
+    let last = (weights.len() - 1) / NEAR;
+    for (index, (acts, near)) in acts.chunks(NEAR).zip(weights.chunks(NEAR)).enumerate() {
+        // Behind the last ones, these again, which are there already.
+        let ahead = near.as_ptr().wrapping_add(if index < last { NEAR } else { 0 });
+        parts::<M, true>(acts, near, acc, ahead);
+    }
+}
+
+/// Computes the panel part by part: see [`columns`].
+#[target_feature(enable = "avx2,fma")]
+#[inline]
+fn parts<const M: usize, const FETCH: bool>(
+    acts: &[ActPair<M>],
+    weights: &[PairRow],
+    acc: &mut [Acc; M],
+    ahead: *const PairRow,
+) {
+    if M == 2 {
         for half in 0..2 {
-            columns::<M, 2>(acts, weights, acc, half * 2);
+            columns::<M, 2, FETCH>(acts, weights, acc, half * 2, ahead);
         }
     } else {
         for quarter in 0..4 {
-            columns::<M, 1>(acts, weights, acc, quarter);
+            columns::<M, 1, FETCH>(acts, weights, acc, quarter, ahead);
         }
     }
 }
 
-/// Computes `Q` quarters of the panel, from quarter `first` on.
+/// Computes `Q` quarters of the panel, from quarter `first` on. If so told, it meanwhile fetches as
+/// large a part of the weights at `ahead`, in the order in which they are in memory.
 #[target_feature(enable = "avx2,fma")]
 #[inline]
-fn columns<const M: usize, const Q: usize>(
+fn columns<const M: usize, const Q: usize, const FETCH: bool>(
     acts: &[ActPair<M>],
     weights: &[PairRow],
     acc: &mut [Acc; M],
     first: usize,
+    ahead: *const PairRow,
 ) {
     let mut sums = [[[load(&[0.0; 8]); 2]; Q]; M];
     for (sums, acc) in sums.iter_mut().zip(acc.iter()) {
@@ -79,10 +109,14 @@ fn columns<const M: usize, const Q: usize>(
             }
         }
     }
-    for ([even, odd], weight) in acts.iter().zip(weights) {
+    let ahead = ahead.cast::<[u32; 16]>().wrapping_add(first * NEAR);
+    for (pair, ([even, odd], weight)) in acts.iter().zip(weights).enumerate() {
         for q in 0..Q {
             // Always two: a quarter has 16 words.
             let ([low, high], _) = weight[first + q].as_chunks() else { continue };
+            if FETCH {
+                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(pair * Q + q).cast());
+            }
             let words = [load_words(low), load_words(high)];
             // One input after the other, and each activation for both halves at once: so 6 rows
             // find room in 16 registers.
