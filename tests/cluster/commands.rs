@@ -107,8 +107,12 @@ async fn whoever_leads_is_found_through_etcd() {
     LocalCluster::signal(first.pid(), "KILL").unwrap();
     let status = leads(second.base());
     assert_eq!(status["max_replicas"], json!(1), "{status}");
-    let (ok, said) = run(&["logs", "worker-0"]);
-    assert!(ok && said.contains("joined"), "{said}");
+    // The worker may still be on its way to the new leader.
+    until("the log of a worker of the new leader", async || {
+        let (ok, said) = run(&["logs", "worker-0"]);
+        (ok && said.contains("joined")).then_some(())
+    })
+    .await;
     let (ok, said) = run(&["status", "--server", second.base()]);
     assert!(!ok && said.contains("--server") && said.contains("--etcd"), "{said}");
 }

@@ -185,7 +185,7 @@ async fn a_standby_takes_over_and_workers_keep_their_weights() {
     ends_badly(of_leader).await;
     until("the standby serves", async || serves(&standby).await.then_some(())).await;
     let took = died.elapsed();
-    assert!(took < Duration::from_secs(10), "{took:?}");
+    assert!(took < Duration::from_secs(25), "{took:?}");
     until("the front end follows", async || serves(&frontend).await.then_some(())).await;
     assert_eq!(story(&frontend).await, before);
     ends_well(of_frontend).await;

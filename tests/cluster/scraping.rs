@@ -84,7 +84,8 @@ async fn statistics_are_logged_as_asked() {
     ])
     .await;
     let client = cluster.client().unwrap();
-    client.post("/v1/completions", &greedy(STORY, 30)).await.unwrap();
+    // Of one token: the first one and the end are in the same interval, however slow the machine.
+    client.post("/v1/completions", &greedy(STORY, 1)).await.unwrap();
     let wanted = "Finished: 1 reqs, Replicas: 1.";
     let began = Instant::now();
     let objects = loop {
@@ -110,7 +111,8 @@ async fn statistics_are_logged_as_asked() {
     assert!(idle(&client.scrape_until(PATIENCE, idle).await.unwrap()));
     let log = cluster.log();
     let line = log.lines().find(|line| line.contains(wanted)).unwrap();
-    assert!(line.contains("Running: 0 reqs, Avg time to first token: 0."), "{line}");
+    let first = line.split("Running: 0 reqs, Avg time to first token: ").nth(1).unwrap();
+    assert!(first.starts_with(|it: char| it.is_ascii_digit()), "{line}");
     let lines = log.lines().filter(|line| line.contains("Running: ")).count();
     assert!(lines <= 3, "quiet when idle:\n{log}");
 }
