@@ -312,12 +312,13 @@ __device__ __forceinline__ T warp_largest(T x) {
     return x;
 }
 
-// Inclusive prefix sum over the lanes.
-__device__ __forceinline__ u64 warp_running_sum(u64 x) {
+// Inclusive prefix sum of integers over the lanes.
+template <class T>
+__device__ __forceinline__ T warp_running_sum(T x) {
     const uint32_t lane = threadIdx.x % 32;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-        const u64 other = __shfl_up_sync(ALL_LANES, x, distance);
+        const T other = __shfl_up_sync(ALL_LANES, x, distance);
         x += lane >= static_cast<uint32_t>(distance) ? other : 0;
     }
     return x;

@@ -47,13 +47,7 @@ __device__ __forceinline__ Pick first_of_warp(Pick best) {
 
 // Sum over the lanes before this one.
 __device__ __forceinline__ uint32_t sum_before(uint32_t mine) {
-    uint32_t sum = mine;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const uint32_t other = __shfl_up_sync(ALL_LANES, sum, distance);
-        sum += threadIdx.x % 32 >= static_cast<uint32_t>(distance) ? other : 0;
-    }
-    return sum - mine;
+    return warp_running_sum(mine) - mine;
 }
 
 constexpr uint32_t GROUP_WARPS = 32;

@@ -385,7 +385,7 @@ __global__ void tutti_prefill_attention_fp8_128(TUTTI_FP8_ATTENTION_ARGUMENTS,
 __global__ void tutti_prefill_attention_fp8_256(TUTTI_FP8_ATTENTION_ARGUMENTS,
                                                 TUTTI_PREFILL_ARGUMENTS);
 
-/* ---- attention_decode.cu --------------------------------------------------------------------
+/* ---- attention_decode.cu, attention_reduce.cu -----------------------------------------------
  * The same for sequences with one row. Their tokens are split into parts, each with a partial
  * result; a second kernel combines these. The split depends only on the sequence's length, the
  * window, `max_splits` and `least_split`. `max_splits` is a constant of the model (64 is good, 128

@@ -19,16 +19,13 @@ const TOKENS: u32 = 96;
 /// Time limit for everything to recover.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Pause of a client between two requests where no figures are wanted: tests share their cores.
-const REST: Duration = Duration::from_millis(250);
-
 /// Pause between two failures.
 const CALM: Duration = Duration::from_secs(4);
 
 /// Limits on what clients may notice.
 struct Bounds {
     runs: usize,
-    /// Pause of a client between two requests.
+    /// Pause of a client between two requests: tests share their cores, figures do not.
     rest: Duration,
     killed: Duration,
     frozen: Duration,
@@ -39,7 +36,7 @@ struct Bounds {
 
 const SHORT: Bounds = Bounds {
     runs: 2,
-    rest: REST,
+    rest: Duration::from_millis(250),
     killed: Duration::from_secs(12),
     frozen: Duration::from_secs(15),
     hung: Duration::from_secs(20),
@@ -272,7 +269,7 @@ impl Meeting {
 }
 
 /// Kills or freezes members of etcd in turn, under load.
-async fn etcd_members(lasts: Duration, members: usize, rest: Duration) {
+async fn etcd_members(bounds: &Bounds, lasts: Duration, members: usize) {
     let Some(mut meeting) = Meeting::new(members).await else { return };
     let mut coordinator = meeting.coordinator().await;
     let _workers = meeting.workers();
@@ -281,7 +278,7 @@ async fn etcd_members(lasts: Duration, members: usize, rest: Duration) {
     whole(&client, 4.0, 2.0).await;
     let frontend = meeting.frontend().await;
     let servers = [client.clone(), frontend.client().unwrap()];
-    let load = Load::start(&servers, 2, TOKENS, rest).await.unwrap();
+    let load = Load::start(&servers, 2, TOKENS, bounds.rest).await.unwrap();
     let first = Instant::now();
     let leads = |s: &Scrape| {
         let sum = |name| s.sum(name, &[]);
@@ -422,7 +419,7 @@ async fn streams_of_a_front_end_outlive_leaders() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn members_of_etcd_may_die() {
-    etcd_members(Duration::from_secs(3), 3, SHORT.rest).await;
+    etcd_members(&SHORT, Duration::from_secs(3), 3).await;
 }
 
 /// Number of runs per case in the long run.
@@ -493,8 +490,8 @@ async fn figures_of_cut_links() {
 #[ignore = "the long run: minutes, for docs/benchmarks.md"]
 async fn figures_of_etcd() {
     head();
-    etcd_members(Duration::from_secs(60), 1, LONG.rest).await;
-    etcd_members(Duration::from_secs(10), 3, LONG.rest).await;
+    etcd_members(&LONG, Duration::from_secs(60), 1).await;
+    etcd_members(&LONG, Duration::from_secs(10), 3).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

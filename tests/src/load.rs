@@ -129,17 +129,14 @@ impl Load {
                         let index = next.fetch_add(1, Ordering::Relaxed) % REQUESTS;
                         let note = |pause| lock(&seen).pauses.push(pause);
                         let text = stream(&server, &request(index, tokens), note).await;
-                        {
-                            let mut seen = lock(&seen);
-                            let is = match text {
-                                Ok(text) if Some(&text) == texts.get(&index) => None,
-                                Ok(text) => Some(format!("{text:?}")),
-                                Err(error) => Some(error),
-                            };
-                            match is {
-                                None => seen.good += 1,
-                                Some(is) => seen.failures.push(format!("request {index}: {is}")),
-                            }
+                        let wrong = match text {
+                            Ok(text) if Some(&text) == texts.get(&index) => None,
+                            Ok(text) => Some(format!("{text:?}")),
+                            Err(error) => Some(error),
+                        };
+                        match wrong {
+                            None => lock(&seen).good += 1,
+                            Some(it) => lock(&seen).failures.push(format!("request {index}: {it}")),
                         }
                         tokio::time::sleep(rest).await;
                     }

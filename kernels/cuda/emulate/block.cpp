@@ -128,7 +128,7 @@ struct Block::State {
     struct {
         const void* key = nullptr;
         SharedBlock* array = nullptr;
-    } found[16];
+    } recent[16];
     // By size.
     std::map<size_t, SharedBlock> dynamic_arrays;
     SharedBlock* dynamic = nullptr;
@@ -395,7 +395,7 @@ void fail(const char* what) {
 }
 
 void* shared_array(const void* key, size_t bytes) {
-    auto& last = running->found[reinterpret_cast<uintptr_t>(key) % 16];
+    auto& last = running->recent[reinterpret_cast<uintptr_t>(key) % 16];
     if (last.key == key) {
         return poisoned(*last.array);
     }

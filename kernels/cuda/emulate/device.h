@@ -376,7 +376,8 @@ template <class T>
 inline T warp_largest(T x) {
     return emulate::of_lanes("largest", x, emulate::Butterfly<emulate::Largest>());
 }
-inline unsigned long long warp_running_sum(unsigned long long x) {
+template <class T>
+inline T warp_running_sum(T x) {
     return emulate::of_lanes("running sum", x, emulate::RunningSum());
 }
 inline unsigned long long larger(unsigned long long a, unsigned long long b) {
