@@ -100,9 +100,35 @@ impl ActorMessage for Sum {
     type Reply = u64;
 }
 
+/// What a test is told of an adder, wherever it runs.
+#[derive(Debug, Default)]
+struct Seen {
+    /// How often it was made.
+    made: AtomicU32,
+    /// Number of its handlers that began to sleep.
+    sleeps: AtomicU32,
+}
+
+impl Seen {
+    fn made(&self) -> u32 {
+        self.made.load(Ordering::Relaxed)
+    }
+
+    /// Waits until as many handlers sleep or have slept.
+    async fn sleeps(&self, handlers: u32) {
+        let began = Instant::now();
+        while self.sleeps.load(Ordering::Relaxed) < handlers {
+            assert!(began.elapsed() < PATIENCE, "the message does not arrive");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+}
+
 /// Sums the numbers it receives.
+#[derive(Default)]
 struct Adder {
     total: u64,
+    seen: Arc<Seen>,
 }
 
 impl NamedActor for Adder {
@@ -111,7 +137,10 @@ impl NamedActor for Adder {
     async fn handle(&mut self, message: Sum) -> Result<u64, String> {
         match message {
             Sum::Add(n) => self.total += n,
-            Sum::Sleep(ms) => tokio::time::sleep(Duration::from_millis(ms)).await,
+            Sum::Sleep(ms) => {
+                self.seen.sleeps.fetch_add(1, Ordering::Relaxed);
+                tokio::time::sleep(Duration::from_millis(ms)).await;
+            }
             Sum::Fail(reason) => return Err(reason),
             Sum::Panic => panic!("on purpose"),
         }
@@ -119,16 +148,16 @@ impl NamedActor for Adder {
     }
 }
 
-fn adder(actors: &ActorRuntime, spec: ActorSpec) -> Arc<AtomicU32> {
-    let made = Arc::new(AtomicU32::new(0));
-    let count = made.clone();
+fn adder(actors: &ActorRuntime, spec: ActorSpec) -> Arc<Seen> {
+    let seen = Arc::new(Seen::default());
+    let its = seen.clone();
     actors
         .spawn(spec, move || {
-            count.fetch_add(1, Ordering::Relaxed);
-            Adder { total: 0 }
+            its.made.fetch_add(1, Ordering::Relaxed);
+            Adder { total: 0, seen: its.clone() }
         })
         .unwrap();
-    made
+    seen
 }
 
 /// A program's entry in etcd, by which it follows the leader.
@@ -197,7 +226,7 @@ async fn messages_reach_an_actor_of_another_process_and_every_ask_ends() {
     let fleet = Fleet::start(&["--tensor-parallel", "1"], 1, 0).await.unwrap();
     let (a, b) = two_programs(&fleet).await;
     let spec = ActorSpec { mailbox: 4, ..ActorSpec::new("sum", "adder") };
-    let made = adder(&a.actors, spec);
+    let seen = adder(&a.actors, spec);
     assert_eq!(total(&a.actors, "sum").await, 0, "in its own process");
     assert_eq!(total(&b.actors, "sum").await, 0, "in another");
     let addr = b.actors.addr::<Sum>("sum");
@@ -218,8 +247,8 @@ async fn messages_reach_an_actor_of_another_process_and_every_ask_ends() {
     let error = other.ask(&Wrong("not a sum".to_owned()), REPLY).await.unwrap_err();
     assert!(matches!(error, AskError::Malformed(_)), "{error}");
     let began = Instant::now();
-    let late = addr.ask(&Sum::Sleep(3000), Duration::from_millis(100)).await.unwrap_err();
-    assert!(matches!(late, AskError::Deadline(100)), "{late}");
+    let late = addr.ask(&Sum::Sleep(3000), Duration::from_millis(500)).await.unwrap_err();
+    assert!(matches!(late, AskError::Deadline(500)), "{late}");
     assert!(began.elapsed() < Duration::from_millis(2500), "{:?}", began.elapsed());
     // It is still sleeping: its mailbox fills up, and each further sender gets an error at once.
     let mut full = 0;
@@ -231,7 +260,7 @@ async fn messages_reach_an_actor_of_another_process_and_every_ask_ends() {
         }
     }
     assert_eq!(full, 16, "4 fit");
-    assert_eq!(made.load(Ordering::Relaxed), 1, "none of this is a failure");
+    assert_eq!(seen.made(), 1, "none of this is a failure");
     // All of these are counted.
     let client = fleet.client().unwrap();
     let refused =
@@ -251,7 +280,7 @@ async fn messages_reach_an_actor_of_another_process_and_every_ask_ends() {
     // A process that is drained first finishes what its actors have.
     total(&b.actors, "sum").await;
     let slow = tokio::spawn(async move { addr.ask(&Sum::Sleep(1000), REPLY).await });
-    tokio::time::sleep(Duration::from_millis(200)).await;
+    seen.sleeps(2).await;
     let (ok, said) = operate(fleet.coordinator.base(), &["drain", "program-a"]);
     assert!(ok, "{said}");
     let reply = slow.await.unwrap();
@@ -274,7 +303,7 @@ async fn an_actor_that_fails_is_made_anew_until_it_fails_too_often() {
         backoff_min: Duration::from_millis(10),
         ..RestartPolicy::default()
     };
-    let made = adder(&a.actors, ActorSpec { restarts, ..ActorSpec::new("fragile", "adder") });
+    let seen = adder(&a.actors, ActorSpec { restarts, ..ActorSpec::new("fragile", "adder") });
     total(&b.actors, "fragile").await;
     let client = fleet.client().unwrap();
     let watch = b.actors.watch("fragile");
@@ -295,7 +324,7 @@ async fn an_actor_that_fails_is_made_anew_until_it_fails_too_often() {
     // The third failure in a row is one too many: watchers are told, and the actor is dead.
     let reason = tokio::time::timeout(PATIENCE, watch).await.unwrap().unwrap();
     assert!(reason.contains("on purpose") && reason.contains("3 times in a row"), "{reason}");
-    assert_eq!(made.load(Ordering::Relaxed), 3);
+    assert_eq!(seen.made(), 3);
     let error = addr.ask(&Sum::Add(1), REPLY).await.unwrap_err();
     assert_eq!(error, AskError::NoSuchActor("fragile".to_owned()));
     let dead = |s: &Value| actor(s, "fragile")["state"] == "dead";
@@ -319,24 +348,24 @@ async fn an_actor_that_fails_is_made_anew_until_it_fails_too_often() {
 async fn a_process_that_ends_takes_its_actors_along_and_nobody_waits_for_them() {
     let fleet = Fleet::start(&["--tensor-parallel", "1"], 1, 0).await.unwrap();
     let (mut a, b) = two_programs(&fleet).await;
-    adder(&a.actors, ActorSpec::new("mortal", "adder"));
+    let mortal = adder(&a.actors, ActorSpec::new("mortal", "adder"));
     total(&b.actors, "mortal").await;
     // The name is taken in every process.
-    let none = || Adder { total: 0 };
-    assert!(a.actors.spawn(ActorSpec::new("mortal", "adder"), none).is_err());
+    assert!(a.actors.spawn(ActorSpec::new("mortal", "adder"), Adder::default).is_err());
     let watches = [b.actors.watch("mortal"), b.actors.watch("worker/program-a")];
     let waiting = {
         let addr = b.actors.addr::<Sum>("mortal");
         tokio::spawn(async move { addr.ask(&Sum::Sleep(60_000), 3 * PATIENCE).await })
     };
     // Of what its handlers do, it finishes what takes less than it has time for.
-    adder(&a.actors, ActorSpec::new("brief", "adder"));
+    let brief_seen = adder(&a.actors, ActorSpec::new("brief", "adder"));
     total(&b.actors, "brief").await;
     let brief = {
         let addr = b.actors.addr::<Sum>("brief");
         tokio::spawn(async move { addr.ask(&Sum::Sleep(1000), REPLY).await })
     };
-    tokio::time::sleep(Duration::from_millis(200)).await;
+    mortal.sleeps(1).await;
+    brief_seen.sleeps(1).await;
     let began = Instant::now();
     a.stop();
     assert!(brief.await.unwrap().is_ok());

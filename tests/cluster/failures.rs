@@ -5,6 +5,7 @@ use serde_json::json;
 use testkit::local_cluster::{LocalCluster, children_of};
 use testkit::models::demo;
 
+use crate::actors::PATIENCE;
 use crate::{STORY, greedy, text, up};
 
 /// Names of Tutti's current shared memory objects.
@@ -136,13 +137,19 @@ async fn workers_do_not_outlive_a_killed_coordinator() {
 
 #[test]
 fn no_shared_memory_is_left_behind_once_ranks_are_connected() {
-    // Other tests of this binary may be forming a replica: an object may exist for a moment, but
+    // Other tests may be forming a replica: an object may exist until its ranks are connected, but
     // none may stay.
-    let seen = shared_memory_objects();
-    std::thread::sleep(Duration::from_secs(2));
-    let still: Vec<_> =
-        shared_memory_objects().into_iter().filter(|name| seen.contains(name)).collect();
-    assert!(still.is_empty(), "{still:?}");
+    let mut still = shared_memory_objects();
+    let began = Instant::now();
+    loop {
+        std::thread::sleep(Duration::from_millis(100));
+        let now = shared_memory_objects();
+        still.retain(|name| now.contains(name));
+        if still.is_empty() {
+            return;
+        }
+        assert!(began.elapsed() < PATIENCE, "{still:?}");
+    }
 }
 
 fn broken_model(change: impl Fn(&std::path::Path)) -> tempfile::TempDir {

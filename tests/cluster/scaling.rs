@@ -170,7 +170,7 @@ async fn a_queue_is_shared_with_a_replica_that_comes_later() {
             })
         })
         .collect();
-    let all = |s: &Scrape| s.sum("tutti_requests_in_flight", &[]) == 60.0;
+    let all = |s: &Scrape| s.sum("tutti_requests_accepted_total", &[]) == 60.0;
     let scrape = client.scrape_until(PATIENCE, all).await.unwrap();
     assert!(all(&scrape), "{}", cluster.log());
     let (ok, said) = operate(cluster.base(), &["scale", "--workers", "2"]);

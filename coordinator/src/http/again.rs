@@ -71,6 +71,7 @@ mod tests {
     use super::*;
 
     const PAUSE: Duration = Duration::from_millis(100);
+    const PARTS: usize = 200;
 
     fn full(error: &&str) -> Option<Duration> {
         (*error == "full").then_some(PAUSE)
@@ -85,19 +86,22 @@ mod tests {
             tokio::task::yield_now().await;
             if has_room.load(Ordering::Relaxed) { Ok(()) } else { Err("full") }
         };
-        let began = Instant::now();
-        let asks = join_all((0..50).map(|_| again.ask(attempt, full)));
+        let asks = join_all((0..PARTS).map(|_| again.ask(attempt, full)));
         let room = async {
-            tokio::time::sleep(5 * PAUSE).await;
-            let so_far = asked.load(Ordering::Relaxed);
+            let began = Instant::now();
+            let has_asked_again = || asked.load(Ordering::Relaxed) >= PARTS + 4;
+            while !has_asked_again() && began.elapsed() < 200 * PAUSE {
+                tokio::time::sleep(PAUSE / 10).await;
+            }
             has_room.store(true, Ordering::Relaxed);
-            so_far
+            (asked.load(Ordering::Relaxed) - PARTS, Instant::now())
         };
-        let (answers, so_far) = tokio::join!(asks, room);
+        let (answers, (repeated, since)) = tokio::join!(asks, room);
         assert!(answers.iter().all(Result::is_ok));
-        assert!((51..=55).contains(&so_far), "each once, then one of them: {so_far}");
-        assert_eq!(asked.load(Ordering::Relaxed), so_far + 50);
-        assert!(began.elapsed() < 20 * PAUSE, "they do not take turns: {:?}", began.elapsed());
+        assert!((4..10).contains(&repeated), "each once, then one of them: {repeated}");
+        assert_eq!(asked.load(Ordering::Relaxed), PARTS + repeated + PARTS);
+        // In turns, it would take twice as long.
+        assert!(since.elapsed() < 100 * PAUSE, "they do not take turns: {:?}", since.elapsed());
     }
 
     #[tokio::test]

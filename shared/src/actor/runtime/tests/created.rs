@@ -1,6 +1,6 @@
 //! Actors created by class, over real loopback links.
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use super::super::*;
 use super::{PATIENCE, hub, pair, spoke, until};
@@ -9,6 +9,48 @@ use crate::clock::SystemClock;
 use crate::protocol::NodeResources;
 use crate::protocol::actors::creation::{Needs, PlacementError, Where};
 
+/// Where a handler stays until its test lets it go on, so that none of them has to be quick.
+struct Gate {
+    is_reached: AtomicBool,
+    is_open: AtomicBool,
+}
+
+/// Messages name them by their indices; each is of one test.
+static GATES: [Gate; 4] = [const { Gate::closed() }; 4];
+
+impl Gate {
+    const fn closed() -> Self {
+        Self { is_reached: AtomicBool::new(false), is_open: AtomicBool::new(false) }
+    }
+
+    /// Waits until a handler is there.
+    async fn reached(&self) {
+        until("a handler is at its gate", || self.is_reached.load(Ordering::Relaxed)).await;
+    }
+
+    fn open(&self) {
+        self.is_open.store(true, Ordering::Relaxed);
+    }
+
+    /// Blocks this thread, for longer than tests wait for anything that it may hold up.
+    fn block(&self) -> Result<(), String> {
+        self.is_reached.store(true, Ordering::Relaxed);
+        let began = Instant::now();
+        while !self.is_open.load(Ordering::Relaxed) {
+            if began.elapsed() > 2 * PATIENCE {
+                return Err("nobody opens its gate".to_owned());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+
+    async fn wait(&self) {
+        self.is_reached.store(true, Ordering::Relaxed);
+        until("its gate is open", || self.is_open.load(Ordering::Relaxed)).await;
+    }
+}
+
 #[derive(serde::Serialize, serde::Deserialize)]
 enum Do {
     Add(u64),
@@ -16,9 +58,11 @@ enum Do {
     /// Fails for a reason that fits no frame.
     FailAtLength,
     Panic,
-    /// Blocks its thread, as a computation does.
-    Block(u64),
-    /// Waits, as a handler that asks others does.
+    /// Blocks its thread at this gate, as a computation does.
+    Block(usize),
+    /// Waits at this gate, as a handler that asks others does.
+    WaitAt(usize),
+    /// Waits for good.
     Wait,
     WhereAreYou,
 }
@@ -41,7 +85,8 @@ impl NamedActor for Counter {
             Do::Fail => return Err("out of luck".to_owned()),
             Do::FailAtLength => return Err("x".repeat(2 << 20)),
             Do::Panic => panic!("on purpose"),
-            Do::Block(ms) => std::thread::sleep(Duration::from_millis(ms)),
+            Do::Block(gate) => GATES[gate].block()?,
+            Do::WaitAt(gate) => GATES[gate].wait().await,
             Do::Wait => tokio::time::sleep(Duration::from_secs(3600)).await,
             Do::WhereAreYou => {}
         }
@@ -224,30 +269,30 @@ async fn a_handler_that_hangs_is_given_up_and_holds_up_nobody() {
     let (hub, a, b) = (hub(), spoke("a", 2), spoke("b", 3));
     hosts(&a, 4);
     let (mut a_link, _b_link) = (pair(&hub, &a, "a").await, pair(&hub, &b, "b").await);
-    let limit = Duration::from_millis(100);
+    let limit = Duration::from_millis(500);
     let hangs =
         CreateOptions { max_restarts: Some(5), message_limit: Some(limit), ..one_cpu("hangs") };
     let hangs = b.create::<Counter>(&Some(0), hangs).await.unwrap();
     let other = b.create::<Counter>(&Some(0), one_cpu("other")).await.unwrap();
     let threads = || a.state().controller.as_ref().unwrap().threads().load(Ordering::Relaxed);
-    for message in [Do::Wait, Do::Block(1500)] {
+    for message in [Do::Wait, Do::Block(0)] {
         assert_eq!(hangs.ask_again(&Do::Add(1), PATIENCE, 0).await.unwrap().0, 1);
-        let asked = hangs.ask(&message, PATIENCE);
-        let asked = tokio::time::timeout(Duration::from_millis(1200), asked).await;
-        let error = asked.expect("long before the handler returns").unwrap_err();
-        assert_eq!(error, AskError::Failed("a message took over 100 ms".to_owned()));
-        let reply = other.ask(&Do::Add(1), Duration::from_millis(500)).await;
+        // Neither handler has returned by then.
+        let error = hangs.ask(&message, PATIENCE).await.unwrap_err();
+        assert_eq!(error, AskError::Failed("a message took over 500 ms".to_owned()));
+        let reply = other.ask(&Do::Add(1), PATIENCE).await;
         assert!(reply.is_ok(), "{reply:?}");
     }
     assert_eq!(hangs.ask_again(&Do::Add(1), PATIENCE, 0).await.unwrap().0, 1);
-    assert_eq!(threads(), 3, "one is left behind in its handler");
+    until("only the one that blocks is left behind in its handler", || threads() == 3).await;
+    GATES[0].open();
     until("its handler returns", || threads() == 2).await;
     a_link.is_whole();
     // So is one that is spawned, if its handler waits.
     let spec = ActorSpec { message_limit: Some(limit), ..ActorSpec::new("own", "counter") };
     a.spawn(spec, || Counter { total: 0, node: String::new() }).unwrap();
     let error = a.addr::<Do>("own").ask(&Do::Wait, PATIENCE).await.unwrap_err();
-    assert_eq!(error, AskError::Failed("a message took over 100 ms".to_owned()));
+    assert_eq!(error, AskError::Failed("a message took over 500 ms".to_owned()));
 }
 
 /// Time passes five times as fast: a hub that has taken over waits for 15 s.
@@ -300,11 +345,14 @@ async fn a_drained_node_s_actor_finishes_and_moves() {
     hosts(&b, 1);
     let busy = {
         let addr = addr.clone();
-        tokio::spawn(async move { addr.ask(&Do::Block(300), PATIENCE).await })
+        tokio::spawn(async move { addr.ask(&Do::Block(1), PATIENCE).await })
     };
-    tokio::time::sleep(Duration::from_millis(100)).await;
+    GATES[1].reached().await;
     let of_a = hub.state().peers.iter().find(|(_, peer)| peer.node == "a").map(|(id, _)| *id);
     hub.drains(of_a.unwrap(), true);
+    let drains = || a.state().hosted.values().all(|it| it.life == ActorLife::Draining);
+    until("its process knows", drains).await;
+    GATES[1].open();
     assert_eq!(busy.await.unwrap(), Ok((0, "a".to_owned())), "what it had is finished");
     let moved = addr.ask_again(&Do::WhereAreYou, PATIENCE, 0).await;
     assert_eq!(moved, Ok((0, "b".to_owned())));
@@ -332,21 +380,25 @@ async fn a_process_that_leaves_finishes_what_it_has_and_its_actors_move() {
     until("it is known", || hub.list().iter().any(|known| known.report.name == "own")).await;
     let spawned = b.addr::<Do>("own");
     let busy = [created.clone(), spawned.clone()].map(|addr| {
-        let blocks = Do::Block(if addr.name() == "own" { 100 } else { 600 });
-        tokio::spawn(async move { addr.ask(&blocks, PATIENCE).await })
+        // A spawned one shares its thread with this test.
+        let stays = if addr.name() == "own" { Do::WaitAt(2) } else { Do::Block(3) };
+        tokio::spawn(async move { addr.ask(&stays, PATIENCE).await })
     });
-    tokio::time::sleep(Duration::from_millis(200)).await;
+    GATES[2].reached().await;
+    GATES[3].reached().await;
     assert!(!a.finish(Duration::from_millis(100)).await, "it is still at work");
     let more =
         a.spawn(ActorSpec::new("more", "counter"), || Counter { total: 0, node: "a".to_owned() });
     assert_eq!(more.err(), Some(RegistryError::Leaving), "nobody would end it");
-    let late = b.create::<Counter>(&Some(0), CreateOptions { within: SOON, ..one_cpu("late") });
     let reported = |name: &str, life| {
         hub.list().iter().any(|it| it.report.name == name && it.report.life == life)
     };
-    assert!(reported("counter", ActorLife::Draining), "{:?}", hub.list());
-    assert!(late.await.is_ok(), "there is room on b until the other one moves");
+    until("the hub knows that it finishes", || reported("counter", ActorLife::Draining)).await;
+    let late = b.create::<Counter>(&Some(0), one_cpu("late")).await;
+    assert!(late.is_ok(), "there is room on b until the other one moves");
     b.kill("late", false, PATIENCE).await.unwrap();
+    GATES[2].open();
+    GATES[3].open();
     assert!(a.finish(PATIENCE).await);
     for (asked, total) in busy.into_iter().zip([0, 7]) {
         // The link is still there, and so is the reply.
@@ -356,6 +408,7 @@ async fn a_process_that_leaves_finishes_what_it_has_and_its_actors_move() {
     assert_eq!(moved, Ok((0, "b".to_owned())));
     // It answers on b as soon as it runs there, which may be before the hub hears that it does.
     until("the hub knows that it runs on b", || reported("counter", ActorLife::Alive)).await;
+    until("the hub knows that the other ended", || reported("own", ActorLife::Dead)).await;
     let known = hub.list();
     let life = |name: &str| {
         let report = &known.iter().find(|it| it.report.name == name).unwrap().report;
@@ -363,8 +416,7 @@ async fn a_process_that_leaves_finishes_what_it_has_and_its_actors_move() {
     };
     assert_eq!(life("counter"), (ActorLife::Alive, 0), "that is no restart");
     assert_eq!(life("only-a"), (ActorLife::Restarting, 0), "its node may be back");
-    assert_eq!(life("own").0, ActorLife::Dead);
-    assert!(matches!(spawned.ask(&Do::Add(1), SOON).await, Err(AskError::NoSuchActor(_))));
+    assert!(matches!(spawned.ask(&Do::Add(1), PATIENCE).await, Err(AskError::NoSuchActor(_))));
     let log = b.addr::<Do>("log:a").ask(&Do::Add(1), PATIENCE).await;
     assert_eq!(log.unwrap().0, 2, "the cluster's own goes on to the end");
     assert!(a.state().hosted.is_empty());
