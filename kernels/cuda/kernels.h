@@ -165,26 +165,6 @@ __global__ void tutti_embed(const uint32_t* ids, const tutti_bf16* table, float*
                             uint32_t table_stride, uint32_t first_id, uint32_t table_rows,
                             float scale, const uint32_t* live);
 
-/* residual += delta (if not null); out = residual / rms(residual) * weight.
- * residual f32 [rows, width], in and out; delta f32 [rows, width] or null; weight f32 [width];
- * out bf16 [rows, out_stride]; residual and delta contiguous. grid (rows), block 512. */
-__global__ void tutti_add_rmsnorm(float* residual, const float* delta, const float* weight,
-                                  tutti_bf16* out, uint32_t width, uint32_t out_stride, float eps,
-                                  const uint32_t* live);
-
-/* residual += delta / rms(delta) * delta_weight; out = residual / rms(residual) * weight. As above;
- * delta_weight f32 [width]. grid (rows), block 512. */
-__global__ void tutti_add_normed_rmsnorm(float* residual, const float* delta,
-                                         const float* delta_weight, const float* weight,
-                                         tutti_bf16* out, uint32_t width, uint32_t out_stride,
-                                         float eps, const uint32_t* live);
-
-/* residual += delta / rms(delta) * weight (if delta is not null); out = residual. As above; weight
- * f32 [width], or null without delta. grid (rows), block 512. */
-__global__ void tutti_add_normed(float* residual, const float* delta, const float* weight,
-                                 tutti_bf16* out, uint32_t width, uint32_t out_stride, float eps,
-                                 const uint32_t* live);
-
 /* out = a(gate) * up, where input row = gate ++ up, each `inner` wide, plus `bias` (f32
  * [2 * inner], or null), and a is SiLU, or the tanh approximation of GELU if `gelu` is not 0.
  * input f32 [rows, 2 * inner] contiguous; out bf16 [rows, out_stride].
@@ -241,6 +221,15 @@ __global__ void tutti_add(float* sum, const float* other, uint32_t width, const 
 __global__ void tutti_tree_sum(const float* parts, float* out, uint32_t ranks, uint64_t part_stride,
                                uint32_t width, const uint32_t* live);
 
+/* out = in, rounded to the nearest, ties to even; in f32, out bf16, both [rows, width] contiguous.
+ * grid (rows, ceil(width / 1024)), block 256; `live` counts rows. */
+__global__ void tutti_narrow_rows(const float* in, tutti_bf16* out, uint32_t width,
+                                  const uint32_t* live);
+
+/* The reverse: in bf16, out f32. */
+__global__ void tutti_widen_rows(const tutti_bf16* in, float* out, uint32_t width,
+                                 const uint32_t* live);
+
 /* out[i] = in[rows[i]]; unchanged if rows[i] is TUTTI_NO_ROW. in, out bf16 [.., width], rows
  * `in_stride` and `out_stride` apart; rows u32 [n].
  * grid (n, ceil(width / 1024)), block 256; `live` counts n. */
@@ -268,6 +257,33 @@ __global__ void tutti_read(const uint32_t* from, uint32_t* out, uint32_t n);
  * at once. For tests: one that reads `to` before it has waited finds what was there before.
  * grid any, block 256. */
 __global__ void tutti_late(const uint32_t* from, uint32_t* to, uint64_t words, uint64_t delay);
+
+/* ---- rmsnorm.cu ---------------------------------------------------------------------------- */
+
+/* residual += delta (if not null); out = residual / rms(residual) * weight.
+ * residual f32 [rows, width], in and out; delta f32 [rows, width] or null; weight f32 [width];
+ * out bf16 [rows, out_stride]; residual and delta contiguous. grid (rows), block 512. */
+__global__ void tutti_add_rmsnorm(float* residual, const float* delta, const float* weight,
+                                  tutti_bf16* out, uint32_t width, uint32_t out_stride, float eps,
+                                  const uint32_t* live);
+
+/* The same with a delta in bf16. */
+__global__ void tutti_add_rmsnorm_bf16(float* residual, const tutti_bf16* delta,
+                                       const float* weight, tutti_bf16* out, uint32_t width,
+                                       uint32_t out_stride, float eps, const uint32_t* live);
+
+/* residual += delta / rms(delta) * delta_weight; out = residual / rms(residual) * weight. As above;
+ * delta_weight f32 [width]. grid (rows), block 512. */
+__global__ void tutti_add_normed_rmsnorm(float* residual, const float* delta,
+                                         const float* delta_weight, const float* weight,
+                                         tutti_bf16* out, uint32_t width, uint32_t out_stride,
+                                         float eps, const uint32_t* live);
+
+/* residual += delta / rms(delta) * weight (if delta is not null); out = residual. As above; weight
+ * f32 [width], or null without delta. grid (rows), block 512. */
+__global__ void tutti_add_normed(float* residual, const float* delta, const float* weight,
+                                 tutti_bf16* out, uint32_t width, uint32_t out_stride, float eps,
+                                 const uint32_t* live);
 
 /* ---- norms.cu ------------------------------------------------------------------------------- */
 

@@ -31,6 +31,14 @@ struct Four {
     float v[4];
 };
 
+__device__ __forceinline__ uint2 load4_bf16(const tutti_bf16* at) {
+    return *reinterpret_cast<const uint2*>(at);
+}
+
+__device__ __forceinline__ Four widened(uint2 v) {
+    return {{low_bf16(v.x), high_bf16(v.x), low_bf16(v.y), high_bf16(v.y)}};
+}
+
 __device__ __forceinline__ Four load_up_to_4(const float* row, uint32_t first, uint32_t width) {
     Four r = {};
     if (width % 4 == 0) {
@@ -41,6 +49,19 @@ __device__ __forceinline__ Four load_up_to_4(const float* row, uint32_t first, u
         for (uint32_t i = 0; i < 4; i++) {
             r.v[i] = first + i < width ? row[first + i] : 0.0f;
         }
+    }
+    return r;
+}
+
+__device__ __forceinline__ Four load_up_to_4(const tutti_bf16* row, uint32_t first,
+                                             uint32_t width) {
+    if (width % 4 == 0) {
+        return widened(load4_bf16(row + first));
+    }
+    Four r = {};
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+        r.v[i] = first + i < width ? from_bf16(row[first + i]) : 0.0f;
     }
     return r;
 }

@@ -14,8 +14,14 @@ use crate::cuda_ptx;
 
 /// The objects of all sources except the exchange itself.
 fn others() -> Vec<PathBuf> {
-    let units = ["emulate/block.cpp", "emulate/guarded.cpp", "emulate/ranks.cpp", "elementwise.cu"]
-        .map(|name| folder().join(name));
+    let units = [
+        "emulate/block.cpp",
+        "emulate/guarded.cpp",
+        "emulate/ranks.cpp",
+        "elementwise.cu",
+        "rmsnorm.cu",
+    ]
+    .map(|name| folder().join(name));
     objects_named("cuda-ranks-objects", &units, SANITIZED)
 }
 

@@ -105,6 +105,58 @@ fn add_rmsnorm_is_its_definition() {
     }
 }
 
+/// An addend in bf16 gives what the same numbers give in f32, bit for bit.
+#[test]
+fn add_rmsnorm_takes_addends_in_bf16() {
+    let mut random = Random(21);
+    for width in [4, 100, 63, 1, 2048, 8196, 9999] {
+        let (rows, stride) = (3, width + 4);
+        let (x, weight) = (random.vec(rows * width), random.vec(width));
+        let delta = rounded_all(&random.vec(rows * width));
+        let run = |name: &str, delta: Arg| {
+            let args = [
+                f32s(&x),
+                delta,
+                f32s(&weight),
+                poison_bf16(rows * stride),
+                Arg::U32(width as u32),
+                Arg::U32(stride as u32),
+                Arg::F32(1e-5),
+                u32s(&[2]),
+            ];
+            let results = launch(name, [rows, 1, 1], 512).run(&args);
+            (bits(&read_f32(&results[0])), bits(&read_bf16(&results[3])))
+        };
+        let wide = run("tutti_add_rmsnorm", f32s(&delta));
+        assert_eq!(run("tutti_add_rmsnorm_bf16", bf16s(&delta)), wide, "{width}");
+        assert_ne!(wide.0, bits(&x), "something is added");
+    }
+}
+
+#[test]
+fn rows_are_narrowed_and_widened() {
+    let mut random = Random(22);
+    for width in [4, 63, 1, 1028, 2500] {
+        let rows = 3;
+        let mut values = random.vec(rows * width);
+        // A tie between two neighbours, which goes to the even one, and what bf16 cannot hold.
+        values[0] = f32::from_bits(0x3f80_8000);
+        values[rows * width / 3] = f32::from_bits(0x3f81_8000);
+        values[rows * width / 2] = f32::MAX;
+        let live = [2];
+        let args = [f32s(&values), poison_bf16(rows * width), Arg::U32(width as u32), u32s(&live)];
+        let tiles = [rows, tiles(width), 1];
+        let narrow = read_bf16(&launch("tutti_narrow_rows", tiles, 256).run(&args)[1]);
+        let (live_part, rest) = narrow.split_at(2 * width);
+        assert_eq!(bits(live_part), bits(&rounded_all(&values[..2 * width])), "{width}");
+        assert!(rest.iter().all(|x| x.is_nan()), "not live");
+        let args = [bf16s(&narrow), poison_f32(rows * width), Arg::U32(width as u32), u32s(&live)];
+        let wide = read_f32(&launch("tutti_widen_rows", tiles, 256).run(&args)[1]);
+        assert_eq!(bits(&wide[..2 * width]), bits(live_part), "{width}");
+        assert!(wide[2 * width..].iter().all(|x| x.is_nan()), "not live");
+    }
+}
+
 #[test]
 fn add_normed_rmsnorm_is_its_definition() {
     let mut random = Random(13);

@@ -11,8 +11,18 @@ pub trait ExchangeOps: RowOps {
     /// [`KernelError::Collective`].
     fn all_reduce(&mut self, data: &mut Self::Buffer) -> Result<(), KernelError>;
 
-    /// [`Self::all_reduce`] of `delta`, then [`RowOps::add_rmsnorm`] with it, bit for bit. The
-    /// contents of `delta` are undefined afterwards.
+    /// [`Self::all_reduce`] of what is added to the residual stream. Devices may round each rank's
+    /// part to bf16 first, where sums would otherwise wait for links: a model's own weights and
+    /// activations are no more precise.
+    ///
+    /// # Errors
+    /// [`KernelError::Collective`].
+    fn all_reduce_delta(&mut self, delta: &mut Self::Buffer) -> Result<(), KernelError> {
+        self.all_reduce(delta)
+    }
+
+    /// [`Self::all_reduce_delta`], then [`RowOps::add_rmsnorm`] with it, bit for bit. The contents
+    /// of `delta` are undefined afterwards.
     ///
     /// # Errors
     /// As those two operations.
@@ -24,7 +34,7 @@ pub trait ExchangeOps: RowOps {
         eps: f32,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
-        self.all_reduce(delta)?;
+        self.all_reduce_delta(delta)?;
         self.add_rmsnorm(residual, Some(delta), weight, eps, out)
     }
 

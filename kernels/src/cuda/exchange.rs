@@ -6,6 +6,7 @@ use super::backend::{CudaBackend, ExchangeScratch, ScratchKind};
 use super::group::FusedNorm;
 use super::launch;
 use super::memory::DevicePtr;
+use super::products::SKINNY_MAX;
 use super::sample_lists::{Candidates, TOP_MAX, candidate_bytes};
 use super::step::LaunchRows;
 use super::tensors::{CudaBuffer, CudaVector, Element};
@@ -22,32 +23,11 @@ const GATHERED_MOST: usize = 64 << 10;
 
 impl ExchangeOps for CudaBackend {
     fn all_reduce(&mut self, data: &mut CudaBuffer) -> Result<(), KernelError> {
-        let op = "all_reduce";
-        data.of(Element::F32, op, "data")?;
-        let grouped = self.is_grouped();
-        let (rows, width) = (data.rows(), data.width());
-        if self.alone || !(grouped || self.world_size() > 1) {
-            // Reserves now what smaller steps will need as well, so that it is included in
-            // measurements.
-            let bytes = rows * width * 4;
-            let most = if self.options.batch_invariant { bytes } else { GATHERED_MOST.min(bytes) };
-            let bytes = self.world_size() as usize * most;
-            return if self.alone {
-                self.reserve(ExchangeScratch::Gathered, bytes)
-            } else {
-                Ok(())
-            };
-        }
-        self.count(rows * width * 4);
-        if grouped {
-            return self.reduce_on_devices(data);
-        }
-        let start = Instant::now();
-        let mut values = self.download(data)?;
-        self.collective.all_reduce_sum(&mut values)?;
-        self.upload(data, &values)?;
-        self.collective_time += start.elapsed();
-        Ok(())
+        self.reduce(data, Precision::F32)
+    }
+
+    fn all_reduce_delta(&mut self, delta: &mut CudaBuffer) -> Result<(), KernelError> {
+        self.reduce(delta, Precision::Bf16WhereQuicker)
     }
 
     fn all_reduce_add_rmsnorm(
@@ -59,7 +39,7 @@ impl ExchangeOps for CudaBackend {
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         if self.alone || !self.is_grouped() {
-            self.all_reduce(delta)?;
+            self.all_reduce_delta(delta)?;
             return self.add_rmsnorm(residual, Some(delta), weight, eps, out);
         }
         let op = "all_reduce_add_rmsnorm";
@@ -76,7 +56,7 @@ impl ExchangeOps for CudaBackend {
             live: DevicePtr::default(),
         };
         out.set_rows(rows)?;
-        self.count(rows * width * 4);
+        self.count_sum((rows, width), Precision::Bf16WhereQuicker);
         if self.step.record_or_skip(op, [io.data.0, io.residual.0, io.weight.0]) || rows == 0 {
             return Ok(());
         }
@@ -88,10 +68,16 @@ impl ExchangeOps for CudaBackend {
         if fused.unwrap_or(Ok(false))? {
             return Ok(());
         }
-        self.sum_rows(io.data, (rows, width), live)?;
-        let from = (io.residual, Some(io.data));
-        let call = launch::add_rmsnorm(from, io.weight, io.out, width, eps, rows, live);
-        // SAFETY: shapes were checked.
+        let call = if self.in_bf16((rows, width), Precision::Bf16WhereQuicker) {
+            let sums = self.sum_rows_in_bf16(io.data, (rows, width), live)?;
+            let from = (io.residual, sums);
+            launch::add_rmsnorm_bf16(from, io.weight, io.out, width, eps, rows, live)
+        } else {
+            self.sum_rows(io.data, (rows, width), live)?;
+            let from = (io.residual, Some(io.data));
+            launch::add_rmsnorm(from, io.weight, io.out, width, eps, rows, live)
+        };
+        // SAFETY: shapes were checked; sums in bf16 are as many, in the scratch.
         unsafe { self.device.launch(call) }
     }
 
@@ -165,8 +151,47 @@ impl ExchangeOps for CudaBackend {
     }
 }
 
+/// In which precision ranks exchange what they sum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Precision {
+    /// As it is.
+    F32,
+    /// Rounded to bf16 where that is quicker.
+    Bf16WhereQuicker,
+}
+
 impl CudaBackend {
-    fn reduce_on_devices(&mut self, data: &CudaBuffer) -> Result<(), KernelError> {
+    fn reduce(&mut self, data: &mut CudaBuffer, how: Precision) -> Result<(), KernelError> {
+        data.of(Element::F32, "all_reduce", "data")?;
+        let grouped = self.is_grouped();
+        let (rows, width) = (data.rows(), data.width());
+        if self.alone {
+            // Reserves now what smaller steps will need as well, so that it is included in
+            // measurements.
+            let bytes = rows * width * 4;
+            let invariant = self.options.batch_invariant;
+            let gathered = if invariant { bytes } else { GATHERED_MOST.min(bytes) };
+            let gathered = self.world_size() as usize * gathered;
+            let narrow = how == Precision::Bf16WhereQuicker && !invariant;
+            let most = gathered.max(if narrow { bytes / 2 } else { 0 });
+            return self.reserve(ExchangeScratch::Gathered, most);
+        }
+        if !grouped && self.world_size() == 1 {
+            return Ok(());
+        }
+        self.count_sum((rows, width), how);
+        if grouped {
+            return self.reduce_on_devices(data, how);
+        }
+        let start = Instant::now();
+        let mut values = self.download(data)?;
+        self.collective.all_reduce_sum(&mut values)?;
+        self.upload(data, &values)?;
+        self.collective_time += start.elapsed();
+        Ok(())
+    }
+
+    fn reduce_on_devices(&mut self, data: &CudaBuffer, how: Precision) -> Result<(), KernelError> {
         let op = "all_reduce";
         let at = data.of(Element::F32, op, "data")?;
         let (rows, width) = (data.rows(), data.width());
@@ -174,7 +199,43 @@ impl CudaBackend {
             return Ok(());
         }
         let LaunchRows { rows: count, live } = self.step.launched(op, rows, data.rows_max())?;
-        self.sum_rows(at.ptr, (count, width), live)
+        if !self.in_bf16((count, width), how) {
+            return self.sum_rows(at.ptr, (count, width), live);
+        }
+        let sums = self.sum_rows_in_bf16(at.ptr, (count, width), live)?;
+        let call = launch::widen_rows(sums, at.ptr, (count, width), live);
+        // SAFETY: the sums are as many as the data.
+        unsafe { self.device.launch(call) }
+    }
+
+    /// Whether sums of these rows are exchanged in bf16: not where the same bits are promised
+    /// whatever the batch, nor in steps that are so small that products do not depend on it. Alike
+    /// on all ranks: they have agreed on the group and its thresholds.
+    fn in_bf16(&self, (rows, width): (usize, usize), how: Precision) -> bool {
+        let bytes = rows * width * 4;
+        let may = how == Precision::Bf16WhereQuicker && !self.options.batch_invariant;
+        let group = &self.device.context.group;
+        may && rows > SKINNY_MAX
+            && bytes > GATHERED_MOST
+            && group.call(|group| group.sums_in_bf16(bytes)).unwrap_or(false)
+    }
+
+    /// Sums rows of f32 over the ranks in bf16; returns where the sums are: bf16 [rows, width], in
+    /// scratch memory that the next exchange uses again.
+    fn sum_rows_in_bf16(
+        &mut self,
+        at: DevicePtr,
+        (rows, width): (usize, usize),
+        live: DevicePtr,
+    ) -> Result<DevicePtr, KernelError> {
+        let sums = self.scratch(ScratchKind::Gathered, rows * width * 2)?;
+        let device = &self.device;
+        let call = launch::narrow_rows(at, sums, (rows, width), live);
+        // SAFETY: the scratch holds as many bf16 as there are f32.
+        unsafe { device.launch(call) }?;
+        let group = &device.context.group;
+        let reduced = group.call(|group| group.all_reduce_sum_bf16(device, sums, rows * width));
+        reduced.unwrap_or(Ok(())).map(|()| sums)
     }
 
     /// If the group does not guarantee the order of sums, each rank gathers the data of all ranks
@@ -207,10 +268,21 @@ impl CudaBackend {
         unsafe { device.launch(call) }
     }
 
+    fn count_sum(&mut self, (rows, width): (usize, usize), how: Precision) {
+        let bytes = rows * width * 4;
+        let halved = self.in_bf16((rows, width), how);
+        self.count_as(bytes, if halved { bytes / 2 } else { bytes });
+    }
+
     /// Counts bytes that this rank sends, by transport. Steps of a graph count their actual rows.
     pub(super) fn count(&mut self, bytes: usize) {
+        self.count_as(bytes, bytes);
+    }
+
+    /// The transport is that of a message of `size` bytes.
+    fn count_as(&mut self, size: usize, bytes: usize) {
         let group = &self.device.context.group;
-        self.exchanged.add(group.call(|group| group.algorithm(bytes)).unwrap_or("host"), bytes);
+        self.exchanged.add(group.call(|group| group.algorithm(size)).unwrap_or("host"), bytes);
     }
 
     /// `local` and `full` have the same rows, and `full` is as wide as the `local` of all ranks.

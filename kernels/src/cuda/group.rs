@@ -33,6 +33,26 @@ pub(super) trait DeviceGroup: fmt::Debug {
         count: usize,
     ) -> Result<(), KernelError>;
 
+    /// As [`DeviceGroup::all_reduce_sum`], of `count` bf16. Only called if
+    /// [`DeviceGroup::sums_in_bf16`].
+    fn all_reduce_sum_bf16(
+        &mut self,
+        device: &Device,
+        data: DevicePtr,
+        count: usize,
+    ) -> Result<(), KernelError> {
+        let _ = (device, data, count);
+        let message = "sums in bf16 are not supported here".to_owned();
+        Err(KernelError::Shape { op: "all_reduce", message })
+    }
+
+    /// Whether sums of f32 that take this many bytes are quicker in bf16, because they wait for the
+    /// links between GPUs.
+    fn sums_in_bf16(&self, bytes: usize) -> bool {
+        let _ = bytes;
+        false
+    }
+
     /// `all[r * bytes ..]` = rank r's `local`, on every rank; `bytes` is a multiple of 4. Queued.
     fn all_gather(
         &mut self,

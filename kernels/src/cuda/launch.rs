@@ -37,11 +37,11 @@ pub use norms::{add_layernorm, qk_scale, qk_squares};
 use products::{SKINNY, by_rows};
 pub use products::{Weight, skinny, skinny_gate_up, widen_fp8, widen_int4, widen_int8};
 pub(super) use ranks::peer_sum_add_rmsnorm;
-pub use ranks::{PEER_BLOCKS, PEER_SLOT, peer_gather, peer_sum, tree_sum};
+pub use ranks::{PEER_BLOCKS, PEER_SLOT, narrow_rows, peer_gather, peer_sum, tree_sum, widen_rows};
 pub use rows::{
     READ_BLOCK, READ_RESULT, activate, activate_mul, add, add_bias, add_normed, add_normed_rmsnorm,
-    add_rmsnorm, blocks_in, blocks_out, cap, copy_columns, embed, gather_rows, interleave_ranks,
-    late, read, scale_add_bias,
+    add_rmsnorm, add_rmsnorm_bf16, blocks_in, blocks_out, cap, copy_columns, embed, gather_rows,
+    interleave_ranks, late, read, scale_add_bias,
 };
 pub use sample::{SampleIo, argmax, argmax_merge, best_keys, draw_best, logprobs, sample};
 

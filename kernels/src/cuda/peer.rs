@@ -129,6 +129,28 @@ impl DeviceGroup for PeerGroup {
         }
     }
 
+    fn all_reduce_sum_bf16(
+        &mut self,
+        device: &Device,
+        data: DevicePtr,
+        count: usize,
+    ) -> Result<(), KernelError> {
+        match &mut self.large {
+            Some(large) => large.all_reduce_sum_bf16(device, data, count),
+            None => {
+                let message = "no other group for large sums".to_owned();
+                Err(KernelError::Shape { op: "all_reduce", message })
+            }
+        }
+    }
+
+    fn sums_in_bf16(&self, bytes: usize) -> bool {
+        match (self.algorithm_for(bytes), &self.large) {
+            (AllReduceAlgorithm::Large, Some(large)) => large.sums_in_bf16(bytes),
+            _ => false,
+        }
+    }
+
     fn all_gather(
         &mut self,
         device: &Device,

@@ -23,6 +23,7 @@ macro_rules! entries {
 entries! {
     EMBED: "tutti_embed",
     ADD_RMSNORM: "tutti_add_rmsnorm",
+    ADD_RMSNORM_BF16: "tutti_add_rmsnorm_bf16",
     ADD_NORMED_RMSNORM: "tutti_add_normed_rmsnorm",
     ADD_NORMED: "tutti_add_normed",
     ACTIVATE_MUL: "tutti_activate_mul_f32",
@@ -37,6 +38,8 @@ entries! {
     WIDEN_FP8: "tutti_widen_fp8",
     WIDEN_INT4: "tutti_widen_int4",
     ADD: "tutti_add",
+    NARROW_ROWS: "tutti_narrow_rows",
+    WIDEN_ROWS: "tutti_widen_rows",
     GATHER_ROWS: "tutti_gather_rows",
     COPY_COLUMNS: "tutti_copy_columns",
     READ: "tutti_read",

@@ -1,8 +1,8 @@
 //! PURE: calls of the kernels that exchange data between ranks.
 use super::super::group::FusedNorm;
 use super::{
-    Args, Call, DevicePtr, Entry, PEER_GATHER, PEER_SUM, PEER_SUM_ADD_RMSNORM, PEER_SUM_TWO_SHOT,
-    TREE_SUM, call, wide, word, words,
+    Args, Call, DevicePtr, Entry, NARROW_ROWS, PEER_GATHER, PEER_SUM, PEER_SUM_ADD_RMSNORM,
+    PEER_SUM_TWO_SHOT, TREE_SUM, WIDEN_ROWS, call, wide, word, words,
 };
 
 /// Largest grid of an exchange between GPUs: all of its blocks run at once, next to those of
@@ -48,4 +48,26 @@ pub fn tree_sum(
 ) -> Call {
     let args = word(Args::new().ptr(parts).ptr(out), ranks).u64((rows * width) as u64);
     wide(TREE_SUM, width, rows, word(args, width).ptr(live))
+}
+
+/// `tutti_narrow_rows`
+#[must_use]
+pub fn narrow_rows(
+    from: DevicePtr,
+    to: DevicePtr,
+    (rows, width): (usize, usize),
+    live: DevicePtr,
+) -> Call {
+    wide(NARROW_ROWS, width, rows, word(Args::new().ptr(from).ptr(to), width).ptr(live))
+}
+
+/// `tutti_widen_rows`
+#[must_use]
+pub fn widen_rows(
+    from: DevicePtr,
+    to: DevicePtr,
+    (rows, width): (usize, usize),
+    live: DevicePtr,
+) -> Call {
+    wide(WIDEN_ROWS, width, rows, word(Args::new().ptr(from).ptr(to), width).ptr(live))
 }

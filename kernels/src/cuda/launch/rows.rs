@@ -41,6 +41,22 @@ pub fn add_rmsnorm(
     call(ADD_RMSNORM, (rows, 1, 1), 512, args)
 }
 
+/// `tutti_add_rmsnorm_bf16`
+#[must_use]
+pub fn add_rmsnorm_bf16(
+    (residual, delta): (DevicePtr, DevicePtr),
+    weight: DevicePtr,
+    out: Rows,
+    width: usize,
+    eps: f32,
+    rows: usize,
+    live: DevicePtr,
+) -> Call {
+    let args = Args::new().ptr(residual).ptr(delta).ptr(weight).ptr(out.ptr);
+    let args = words(args, [width, out.stride]).f32(eps).ptr(live);
+    call(ADD_RMSNORM_BF16, (rows, 1, 1), 512, args)
+}
+
 /// `tutti_add_normed_rmsnorm`, with (addend, its weight).
 #[must_use]
 pub fn add_normed_rmsnorm(

@@ -154,6 +154,7 @@ fn all(sizes: Sizes) -> Vec<Call> {
     let mut calls = vec![
         embed(ptr, (ptr, vocab), rows, width, 0, 1.0, number, ptr),
         add_rmsnorm((ptr, None), ptr, rows, width, 1e-5, number, ptr),
+        add_rmsnorm_bf16((ptr, ptr), ptr, rows, width, 1e-5, number, ptr),
         add_normed_rmsnorm(ptr, (ptr, ptr), ptr, rows, width, 1e-6, number, ptr),
         add_normed(ptr, Some((ptr, ptr)), rows, width, 1e-6, number, ptr),
         cap(ptr, 30.0, width, number, ptr),
@@ -182,6 +183,8 @@ fn all(sizes: Sizes) -> Vec<Call> {
         peer_sum_add_rmsnorm(ptr, &fused),
         argmax(rows, Some((ptr, ptr)), ptr, (vocab, 5), seqs, Some(ptr)),
         tree_sum(ptr, ptr, (8, number, width), ptr),
+        narrow_rows(ptr, ptr, (number, width), ptr),
+        widen_rows(ptr, ptr, (number, width), ptr),
         blocks_out(ptr, ptr, ptr, (number, 64, width, number * width)),
         blocks_in(ptr, ptr, ptr, (number, 64, width, number * width)),
         argmax_merge(ptr, ptr, (8, seqs), ptr),

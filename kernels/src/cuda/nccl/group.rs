@@ -1,11 +1,11 @@
 //! Ranks that exchange data through NCCL: the backend's interface.
-use std::ffi::c_void;
+use std::ffi::{c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::communicator::{ALGORITHM, CallError, Communicator, unique_id};
-use super::library::{FLOAT32, INT8, Nccl, SUM, UNIQUE_ID_BYTES, load};
+use super::library::{BFLOAT16, FLOAT32, INT8, Nccl, SUM, UNIQUE_ID_BYTES, load};
 use crate::collective::AbortHandle;
 use crate::cuda::connect::GroupSetup;
 use crate::cuda::device::Device;
@@ -99,6 +99,7 @@ impl NcclGroup {
         for bytes in TRIED {
             self.timeout = deadline.saturating_duration_since(Instant::now());
             self.all_reduce_sum(device, data.ptr(), bytes / 4)?;
+            self.all_reduce_sum_bf16(device, data.ptr(), bytes / 2)?;
             self.all_gather(device, data.ptr(), all.ptr(), bytes / ranks / 4 * 4)?;
         }
         let event = Event::new(&device.context, false)?;
@@ -142,6 +143,25 @@ impl NcclGroup {
     }
 }
 
+impl NcclGroup {
+    /// Replaces `count` numbers of an NCCL type by their sums over the ranks.
+    fn sum(
+        &mut self,
+        device: &Device,
+        (data, count): (DevicePtr, usize),
+        number: c_int,
+    ) -> Result<(), KernelError> {
+        let stream = device.stream.raw();
+        self.timed(device, |communicator, timeout| {
+            communicator.call("all_reduce", timeout, |nccl, comm| {
+                // SAFETY: the callers have `count` such numbers there, alive until the stream is
+                // past the call; the communicator is alive, and its GPU is this thread's.
+                unsafe { (nccl.all_reduce)(at(data), at(data), count, number, SUM, comm, stream) }
+            })
+        })
+    }
+}
+
 fn at(ptr: DevicePtr) -> *mut c_void {
     ptr.0 as *mut c_void
 }
@@ -153,14 +173,20 @@ impl DeviceGroup for NcclGroup {
         data: DevicePtr,
         count: usize,
     ) -> Result<(), KernelError> {
-        let stream = device.stream.raw();
-        self.timed(device, |communicator, timeout| {
-            communicator.call("all_reduce", timeout, |nccl, comm| {
-                // SAFETY: the callers have `count` floats there, alive until the stream is past the
-                // call; the communicator is alive, and its GPU is this thread's.
-                unsafe { (nccl.all_reduce)(at(data), at(data), count, FLOAT32, SUM, comm, stream) }
-            })
-        })
+        self.sum(device, (data, count), FLOAT32)
+    }
+
+    fn all_reduce_sum_bf16(
+        &mut self,
+        device: &Device,
+        data: DevicePtr,
+        count: usize,
+    ) -> Result<(), KernelError> {
+        self.sum(device, (data, count), BFLOAT16)
+    }
+
+    fn sums_in_bf16(&self, _bytes: usize) -> bool {
+        true
     }
 
     fn all_gather(

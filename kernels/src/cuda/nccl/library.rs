@@ -118,8 +118,9 @@ type AllReduce =
 type AllGather =
     unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, CUstream) -> c_int;
 
-/// `ncclFloat32`, `ncclInt8`, `ncclSum`
+/// `ncclFloat32`, `ncclBfloat16`, `ncclInt8`, `ncclSum`
 pub(super) const FLOAT32: c_int = 7;
+pub(super) const BFLOAT16: c_int = 9;
 pub(super) const INT8: c_int = 0;
 pub(super) const SUM: c_int = 0;
 

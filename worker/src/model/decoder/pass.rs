@@ -51,7 +51,7 @@ impl<B: Backend> Pass<'_, B> {
         let Buffers { residual, normed, deltas, .. } = &mut *self.buffers;
         let [delta, ..] = &mut deltas[..] else { return Err(missing()) };
         if is_sharded && matches!(pending, Pending::Normed(_)) {
-            backend.all_reduce(delta)?;
+            backend.all_reduce_delta(delta)?;
         }
         match (pending, norm) {
             (Pending::Nothing, None) => backend.add_normed(residual, None, eps, normed),
@@ -69,7 +69,7 @@ impl<B: Backend> Pass<'_, B> {
             }
             (Pending::Delta, Some(Norm::Layer { weight, bias })) => {
                 if is_sharded {
-                    backend.all_reduce(delta)?;
+                    backend.all_reduce_delta(delta)?;
                 }
                 let norm = LayerNorm { weight, bias };
                 backend.add_layernorm(residual, Some(delta), norm, eps, normed)
