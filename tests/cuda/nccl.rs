@@ -4,9 +4,14 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tempfile::NamedTempFile;
+use testkit::fleet::free_port;
 use testkit::local_cluster::LocalCluster;
+use testkit::scrape::Scrape;
 
 use crate::{fake, nccl, options, with_fake};
+
+/// Time limit that is generous enough for a busy machine.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A cluster of two ranks, and the stand-in's own log.
 struct Pair {
@@ -22,10 +27,17 @@ impl Pair {
     }
 
     fn start(args: &[&str], environment: &[(&str, &str)]) -> Self {
+        Self::of("llama-gqa", "64", args, environment)
+    }
+
+    /// A pair that serves a model of `tests/models` in steps of as many tokens.
+    fn of(model: &str, tokens: &str, args: &[&str], environment: &[(&str, &str)]) -> Self {
         let (fake, nccl) = (options(fake()), nccl(None));
         let log = NamedTempFile::new().unwrap();
-        let mut all = vec!["up", "--listen", "127.0.0.1:0", "--model", "tests/models/llama-gqa"];
-        all.extend(["--device", "cuda", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]);
+        let model = format!("tests/models/{model}");
+        let mut all = vec!["up", "--listen", "127.0.0.1:0", "--model", &model];
+        all.extend(["--device", "cuda", "--max-num-seqs", "8"]);
+        all.extend(["--max-num-batched-tokens", tokens]);
         all.extend(["--workers", "2", "--tensor-parallel", "2", "--nccl-lib", &nccl]);
         // Faults are placed by call number, so there must be no calls before the first request.
         all.extend(["--cuda-warmup", "0"]);
@@ -65,9 +77,9 @@ impl Pair {
 }
 
 /// For the stand-in's faults: the `call`-th collective of a rank after those with which ranks try
-/// NCCL out (three sums, three gathers).
+/// NCCL out (six sums, three gathers).
 fn after_trial(rank: u32, call: u32) -> &'static str {
-    format!("{rank}:{}", call + 6).leak()
+    format!("{rank}:{}", call + 9).leak()
 }
 
 fn request(tokens: u32) -> Value {
@@ -119,6 +131,48 @@ async fn two_gpus_exchange_by_nccl_within_their_graphs() {
     assert!(nccl.matches("rank 0").count() < 100, "{nccl}");
 }
 
+/// Long prompts' sums are exchanged in bf16, and their log-probabilities stay those of f32 but for
+/// its rounding; where the same bits are promised, nothing is rounded.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn large_sums_are_exchanged_in_bf16() {
+    const ROWS: usize = 300;
+    // The second adds norms of what it sums, not the sums.
+    for (model, hidden, layers) in [("llama-gqa", 64, 2), ("gemma2", 96, 3)] {
+        let prompt: Vec<usize> = (0..ROWS).map(|i| 3 + i * 37 % 380).collect();
+        let body = json!({"prompt": prompt, "max_tokens": 1, "temperature": 0, "echo": true,
+                          "logprobs": 1});
+        let run = async |args: &[&str]| {
+            let mut pair = Pair::of(model, "512", args, &[]);
+            pair.cluster.wait_ready().await.unwrap();
+            let client = pair.cluster.client().unwrap();
+            let reply = client.post("/v1/completions", &body).await.unwrap();
+            assert_eq!(reply.status, 200, "{}\n{}", reply.body, pair.cluster.log());
+            let found = reply.body["choices"][0]["logprobs"]["token_logprobs"].clone();
+            let found: Vec<f64> =
+                found.as_array().unwrap().iter().filter_map(Value::as_f64).collect();
+            assert_eq!(found.len(), ROWS, "all but the first, and the new one");
+            let bytes = |s: &Scrape| {
+                let of = [("algorithm", "nccl"), ("rank", "1")];
+                s.sum("tutti_rank_collective_bytes_total", &of)
+            };
+            let scrape = client.scrape_until(PATIENCE, |s| bytes(s) > 0.0).await.unwrap();
+            (found, bytes(&scrape) as usize, pair.nccl_log())
+        };
+        let (expected, exact_bytes, log) = run(&["--batch-invariant"]).await;
+        let halved = format!("all_reduce_bf16 {} ", ROWS * hidden * 2);
+        assert!(!log.contains(&halved), "{log}");
+        let (found, bytes, log) = run(&[]).await;
+        assert!(log.contains(&halved), "{log}");
+        // Embeddings are summed as they are, and each layer adds two sums.
+        assert_eq!(exact_bytes - bytes, 2 * layers * ROWS * hidden * 2);
+        assert_ne!(found, expected, "something is rounded");
+        let apart =
+            || found.iter().zip(&expected).map(|(found, expected)| (found - expected).abs());
+        let (most, mean) = (apart().fold(0.0, f64::max), apart().sum::<f64>() / ROWS as f64);
+        assert!(most < 0.2 && mean < 0.05, "{model}: {most} at most, {mean} on average");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_killed_rank_is_replaced_and_the_other_keeps_its_weights() {
     // What was generated is computed again as one prompt, which gives the same bits only so.
@@ -166,6 +220,41 @@ async fn a_frozen_rank_is_replaced() {
     assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
     let pids = pair.cluster.worker_pids();
     assert!(pids.contains(&survivor) && !pids.contains(&frozen), "{pids:?}");
+}
+
+/// A rank that goes on alone loads another shard while NCCL still releases what it shared with the
+/// others: that stays valid as long, and it waits for the memory.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_nccl_releases_late_outlives_the_weights() {
+    let (fake, nccl, at) = (options(fake()), nccl(None), format!("127.0.0.1:{}", free_port()));
+    let mut args = vec!["coordinator", "--listen", "127.0.0.1:0", "--cluster-listen", &at];
+    args.extend(["--model", "tests/models/llama-gqa", "--max-num-seqs", "8"]);
+    args.extend(["--tensor-parallel", "2", "--min-tensor-parallel", "1"]);
+    let mut cluster = LocalCluster::spawn(&args).unwrap();
+    let log = NamedTempFile::new().unwrap();
+    let worker = |node: &str, device: &str| {
+        let mut args = vec!["worker", "--coordinator", &at, "--node", node, "--device", device];
+        args.extend(["--nccl-lib", &nccl, "--cuda-exchange", "nccl"]);
+        args.extend(fake.iter().map(String::as_str));
+        let log = log.path().to_str().unwrap();
+        let faults = [("FAKE_NCCL_LOG", log), ("FAKE_NCCL_ABORT_SLOW", "*:1")];
+        let variables = [&[("FAKE_CUDA_DEVICES", "2")][..], &faults].concat();
+        LocalCluster::spawn_with(&[], &args, &variables).unwrap()
+    };
+    let (stays, goes) = (worker("w0", "cuda:0"), worker("w1", "cuda:1"));
+    cluster.wait_ready().await.unwrap();
+    let client = cluster.client().unwrap();
+    let complete = async || {
+        let reply = client.post("/v1/completions", &request(16)).await.unwrap();
+        assert_eq!(reply.status, 200, "{}\n{}\n{}", reply.body, cluster.log(), stays.log());
+    };
+    complete().await;
+    drop(goes);
+    complete().await;
+    let nccl_log = || std::fs::read_to_string(log.path()).unwrap();
+    assert!(nccl_log().contains("abort is slow rank"), "{}", nccl_log());
+    // It measures how much memory there is when the communicator no longer holds any.
+    assert!(nccl_log().contains("abort rank"), "{}\n{}", nccl_log(), stays.log());
 }
 
 /// The next epoch recovers from each of these: weights stay loaded, no process ends, and the text

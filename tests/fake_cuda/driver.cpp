@@ -129,6 +129,7 @@ const std::vector<Kernel>& kernels() {
 // A GPU and its primary context, which exists while it is retained.
 struct Gpu {
     int retained = 0;
+    uint64_t resets = 0;  // How often its context has come to its end.
     size_t used = 0;
 };
 Gpu gpus[64];
@@ -403,6 +404,7 @@ bool captures(void* stream) {
     LOCKED;
     return static_cast<Stream*>(stream)->captures;
 }
+uint64_t resets() { return current == nullptr ? 0 : current->resets; }
 bool is_ready() { return initialised && current != nullptr && current->retained > 0; }
 bool is_memory(const void* at, size_t bytes) {
     LOCKED;
@@ -494,7 +496,10 @@ int cuDevicePrimaryCtxRelease_v2(int device) {
     if (gpus[device].retained == 0) {
         return INVALID_CONTEXT;
     }
-    gpus[device].retained--;
+    if (--gpus[device].retained == 0) {
+        gpus[device].resets++;
+        log_line("context of %d is gone", device);
+    }
     return SUCCESS;
 }
 int cuCtxSetCurrent(Gpu* context) {

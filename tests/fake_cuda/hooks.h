@@ -1,6 +1,7 @@
 // The interface of the driver's stand-in for stand-ins of other NVIDIA libraries.
 #pragma once
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 
 namespace fake_cuda {
@@ -16,6 +17,8 @@ bool enqueue(void* stream, Later later);
 bool captures(void* stream);
 // Whether the calling thread has a context.
 bool is_ready();
+// How often the context of the calling thread has come to its end, with all that was made in it.
+uint64_t resets();
 // Whether the device can access these bytes.
 bool is_memory(const void* at, size_t bytes);
 

@@ -7,11 +7,11 @@
 // stream, or in its graph, only when NCCL reports nothing in progress. An abort waits until all
 // graphs with captured collectives are destroyed, and then until every other rank has come as far in
 // its own abort or is gone: all ranks are on one host. It ends the process where the real one may
-// fail: when a communicator is used during or after its abort, and on an abort while a call is in
-// progress or on a thread without a context (where the real one would create a context on the first
-// GPU).
+// fail: when a communicator is used during or after its abort, when its context is given back before
+// an abort has ended, and on an abort while a call is in progress or on a thread without a context
+// (where the real one would create a context on the first GPU).
 //
-// Environment; `rank:n` is the n-th such call, from 1, of this rank in its process:
+// Environment; `rank:n` is the n-th such call, from 1, of this rank (or any: `*`) in its process:
 // - FAKE_NCCL_VERSION: default 22809
 // - FAKE_NCCL_INIT_HANG=rank:n: this rank never connects
 // - FAKE_NCCL_INIT_FAIL=rank:n: connecting ends with ncclSystemError
@@ -27,6 +27,7 @@
 // - FAKE_NCCL_BLOCK=rank:n: the call of this collective does not return before an abort
 // - FAKE_NCCL_SLOW=rank:n: the call of this collective is in progress for 1200 ms
 // - FAKE_NCCL_ABORT_HANG=rank:n: this abort does not return
+// - FAKE_NCCL_ABORT_SLOW=rank:n: this abort takes 4 s
 // - NCCL_COMM_BLOCKING=1: as with the real one, calls wait for the other ranks
 // - FAKE_NCCL_LOG: a file to which calls are appended
 #include <fcntl.h>
@@ -98,6 +99,7 @@ struct Comm {
     std::atomic<int> inside{0};     // Number of running calls that are not blocked.
     uint64_t begun = 0;      // Number of collectives whose turn has come.
     uint64_t calls = 0;      // Number of collectives that were called.
+    uint64_t resets = fake_cuda::resets();  // Of its context, when it was made.
     std::shared_ptr<int> recorded = std::make_shared<int>(0);  // Held by every captured collective.
 
     Seat& seat(int of) const { return reinterpret_cast<Table*>(mapped)->seats[of]; }
@@ -175,7 +177,8 @@ void log_line(const char* format, ...) {
 bool told(const char* name, int rank, int number) {
     const char* text = getenv(name);
     const char* colon = text == nullptr ? nullptr : strchr(text, ':');
-    return colon != nullptr && atoi(text) == rank && atoi(colon + 1) == number;
+    const bool is_this = colon != nullptr && (*text == '*' || atoi(text) == rank);
+    return is_this && atoi(colon + 1) == number;
 }
 
 int next(const char* what, int rank) {
@@ -214,6 +217,23 @@ int fail(int status, const char* words) {
     return status;
 }
 
+float from_bf16(uint16_t half) {
+    const uint32_t bits = static_cast<uint32_t>(half) << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// To the nearest, ties to even; what is no number stays none.
+uint16_t to_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if (value != value) {
+        return 0x7fff;
+    }
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 // Adds up all ranks' values in sequence, from a rank that depends on the place on, as rings do.
 float sum(const float* values, int count, size_t place) {
     float all = 0.0f;
@@ -224,27 +244,53 @@ float sum(const float* values, int count, size_t place) {
     return all;
 }
 
+// The same in bf16: rounded on each hop.
+uint16_t sum_bf16(const float* values, int count, size_t place) {
+    float all = 0.0f;
+    for (int i = 0; i < count; i++) {
+        const float value = values[(place / 64 + static_cast<size_t>(i)) % static_cast<size_t>(count)];
+        all = i == 0 ? value : from_bf16(to_bf16(all + value));
+    }
+    return to_bf16(all);
+}
+
+enum What : uint64_t { GATHERS, SUMS, SUMS_BF16 };
+
 struct Collective {
-    bool sums;
+    What does;
     const void* from;
     void* to;
     size_t bytes;  // Per rank.
     bool recorded;
 
     // The properties that must be equal on all ranks, including whether it is captured.
-    uint64_t kind() const { return bytes * 4 + (sums ? 1 : 0) + (recorded ? 2 : 0); }
+    uint64_t kind() const { return bytes * 8 + does * 2 + (recorded ? 1 : 0); }
+    const char* name() const {
+        return does == GATHERS ? "all_gather" : does == SUMS ? "all_reduce" : "all_reduce_bf16";
+    }
 };
 
 void finish(const Comm& comm, const Collective& what, uint64_t number) {
-    if (!what.sums) {
+    if (what.does == GATHERS) {
         for (int of = 0; of < comm.ranks; of++) {
             memcpy(static_cast<unsigned char*>(what.to) + static_cast<size_t>(of) * what.bytes,
                    comm.part(of, number), what.bytes);
         }
         return;
     }
-    auto* to = static_cast<float*>(what.to);
     float values[RANKS_MAX];
+    if (what.does == SUMS_BF16) {
+        auto* to = static_cast<uint16_t*>(what.to);
+        for (size_t i = 0; i < what.bytes / 2; i++) {
+            for (int of = 0; of < comm.ranks; of++) {
+                const auto* part = reinterpret_cast<const uint16_t*>(comm.part(of, number));
+                values[of] = from_bf16(part[i]);
+            }
+            to[i] = sum_bf16(values, comm.ranks, i);
+        }
+        return;
+    }
+    auto* to = static_cast<float*>(what.to);
     for (size_t i = 0; i < what.bytes / 4; i++) {
         for (int of = 0; of < comm.ranks; of++) {
             values[of] = reinterpret_cast<const float*>(comm.part(of, number))[i];
@@ -315,7 +361,8 @@ int collective(void* handle, void* stream, Collective what) {
     if (!comm->connected()) {
         return fail(INVALID_USAGE, "not connected yet");
     }
-    const size_t gathered = what.sums ? what.bytes : what.bytes * static_cast<size_t>(comm->ranks);
+    const size_t parts = what.does == GATHERS ? static_cast<size_t>(comm->ranks) : 1;
+    const size_t gathered = what.bytes * parts;
     if (what.bytes > ROOM || !fake_cuda::is_memory(what.from, what.bytes) ||
         !fake_cuda::is_memory(what.to, gathered)) {
         return fail(INVALID_ARGUMENT, "memory that is not the device's, or too much of it");
@@ -367,8 +414,8 @@ int collective(void* handle, void* stream, Collective what) {
     };
     comm->looks = 1;
     comm->called_another();
-    log_line("%s %zu %s rank %d", what.sums ? "all_reduce" : "all_gather", what.bytes,
-             recorded ? "recorded" : "called", comm->rank);
+    log_line("%s %zu %s rank %d", what.name(), what.bytes, recorded ? "recorded" : "called",
+             comm->rank);
     return IN_PROGRESS;
 }
 
@@ -480,7 +527,12 @@ int ncclCommAbort(void* handle) {
         die("an abort while a call is in progress");
     }
     comm->pending = nullptr;
-    if (told("FAKE_NCCL_ABORT_HANG", comm->rank, next("abort", comm->rank))) {
+    const int abort = next("abort", comm->rank);
+    if (told("FAKE_NCCL_ABORT_SLOW", comm->rank, abort)) {
+        log_line("abort is slow rank %d", comm->rank);
+        std::this_thread::sleep_for(std::chrono::seconds(4));
+    }
+    if (told("FAKE_NCCL_ABORT_HANG", comm->rank, abort)) {
         log_line("abort hangs rank %d", comm->rank);
         for (;;) {
             std::this_thread::sleep_for(std::chrono::seconds(1));
@@ -496,6 +548,9 @@ int ncclCommAbort(void* handle) {
     while (comm->connected() && !comm->others_are_gone()) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
+    if (!fake_cuda::is_ready() || fake_cuda::resets() != comm->resets) {
+        die("the context is gone before the communicator in it");
+    }
     log_line("abort rank %d", comm->rank);
     std::lock_guard<std::mutex> guard(comms_lock);
     comms.erase(handle);
@@ -505,17 +560,19 @@ int ncclCommAbort(void* handle) {
 const char* ncclGetLastError(void*) { return last_error.c_str(); }
 
 int ncclAllReduce(const void* from, void* to, size_t count, int type, int op, void* comm, void* stream) {
-    if (type != 7 || op != 0) {
-        return fail(INVALID_ARGUMENT, "only sums of floats");
+    const bool halves = type == 9;
+    if (!(type == 7 || halves) || op != 0) {
+        return fail(INVALID_ARGUMENT, "only sums of floats, or of bfloat16");
     }
-    return collective(comm, stream, Collective{true, from, to, count * 4, false});
+    const size_t bytes = count * (halves ? 2 : 4);
+    return collective(comm, stream, Collective{halves ? SUMS_BF16 : SUMS, from, to, bytes, false});
 }
 
 int ncclAllGather(const void* from, void* to, size_t count, int type, void* comm, void* stream) {
     if (type != 0) {
         return fail(INVALID_ARGUMENT, "only bytes");
     }
-    return collective(comm, stream, Collective{false, from, to, count, false});
+    return collective(comm, stream, Collective{GATHERS, from, to, count, false});
 }
 
 }  // extern "C"

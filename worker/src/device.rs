@@ -103,6 +103,11 @@ pub trait Device: Debug {
         Ok(())
     }
 
+    /// In place of [`Device::join`], for a rank without others.
+    fn stay_alone(backend: &mut Self::Backend) {
+        let _ = backend;
+    }
+
     /// How long steps may take from now on before the device is considered hung; `None` while it
     /// loads and prepares, where the coordinator sets no such limit.
     fn set_patience(backend: &mut Self::Backend, patience: Option<Duration>) {

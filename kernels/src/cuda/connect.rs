@@ -78,6 +78,14 @@ pub(super) fn gather_bytes(
 }
 
 impl CudaBackend {
+    /// Waits for what an earlier group still holds on the GPU, before anything is measured or
+    /// allocated: the other ranks have left it by now, too.
+    pub fn await_left(&self) {
+        if let Some(reason) = nccl::await_left() {
+            self.device.context.leave_behind(reason);
+        }
+    }
+
     /// Joins the other ranks' devices, as far as all of them can. Every rank calls this after its
     /// collective was set and before it computes anything.
     ///
@@ -85,10 +93,7 @@ impl CudaBackend {
     /// [`KernelError::Collective`]; [`KernelError::Device`].
     pub fn join(&mut self, mut setup: GroupSetup<'_>) -> Result<JoinedGroup, KernelError> {
         let began = Instant::now();
-        // Before anything is measured or allocated: the other ranks have left by now, too.
-        if let Some(reason) = nccl::await_left() {
-            self.device.context.leave_behind(reason);
-        }
+        self.await_left();
         let (own, mut missing) = self.capability();
         let all = gather_bytes(self.collective.as_mut(), &own.to_bytes())?;
         let read = |bytes: &Vec<u8>| Capability::from_bytes(bytes);

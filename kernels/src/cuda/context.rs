@@ -203,20 +203,56 @@ impl Driver {
     }
 }
 
+/// One claim to a GPU's primary context. While there is one in this process, what was made in the
+/// context stays valid; any thread may drop it.
+#[derive(Debug)]
+pub(super) struct RetainedContext {
+    device: sys::CUdevice,
+    raw: ContextHandle,
+    /// What all contexts on this GPU share: if its work never ends, anything that waits for it
+    /// would not return either.
+    held: Arc<HeldGpu>,
+}
+
+impl RetainedContext {
+    fn new(device: sys::CUdevice) -> Result<Self, KernelError> {
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the driver is initialised; released when `Self` is dropped.
+        let status = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
+        check(status, "make a context on the GPU")?;
+        Ok(Self { device, raw: ContextHandle(context), held: HeldGpu::retained(device) })
+    }
+
+    /// The context.
+    pub(super) fn current(&self) -> ContextHandle {
+        self.raw
+    }
+}
+
+impl Drop for RetainedContext {
+    fn drop(&mut self) {
+        if !self.held.is_usable() {
+            return;
+        }
+        // SAFETY: retained in `new`, and everything made in it held this value alive.
+        let status = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+        // A GPU that has failed keeps its context, and nobody knows what it still does.
+        if check(status, "give the GPU's context back").is_ok() {
+            self.held.released();
+        }
+    }
+}
+
 /// The primary context of a GPU, current on the thread that created it. Everything created from it
 /// is used only on that thread.
 #[derive(Debug)]
 pub struct Context {
-    device: sys::CUdevice,
     info: DeviceInfo,
     driver: Driver,
     /// Group of ranks that exchange data on their devices; everything that waits for the device
     /// polls it, too.
     pub(super) group: GroupSlot,
-    /// What all contexts on this GPU share: if its work never ends, anything that waits for it
-    /// would not return either.
-    held: Arc<HeldGpu>,
-    raw: ContextHandle,
+    retained: RetainedContext,
     /// The longest wait so far for work that needs no other rank.
     longest_work: Cell<Duration>,
     /// Why something of a group that was left is still there.
@@ -254,23 +290,18 @@ impl Context {
                 info.name
             )));
         }
-        let device = driver.handle(ordinal)?;
-        let mut context = std::ptr::null_mut();
-        // SAFETY: the driver is initialised; released when `Self` is dropped.
-        let status = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
-        check(status, "make a context on the GPU")?;
+        let retained = RetainedContext::new(driver.handle(ordinal)?)?;
+        let ContextHandle(raw) = retained.raw;
         let made = Rc::new(Self {
-            device,
             info,
             driver,
             group: GroupSlot::default(),
-            held: HeldGpu::retained(device),
-            raw: ContextHandle(context),
+            retained,
             longest_work: Cell::new(Duration::ZERO),
             left_behind: RefCell::default(),
         });
         // SAFETY: the context was just retained.
-        check(unsafe { sys::cuCtxSetCurrent(context) }, "use the GPU's context")?;
+        check(unsafe { sys::cuCtxSetCurrent(raw) }, "use the GPU's context")?;
         Ok(made)
     }
 
@@ -286,22 +317,20 @@ impl Context {
         self.driver
     }
 
-    /// The context, for another thread.
-    pub(super) fn current(&self) -> ContextHandle {
-        self.raw
+    /// The context once more, for another thread, which may use it longer than this one does.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    pub(super) fn retain(&self) -> Result<RetainedContext, KernelError> {
+        RetainedContext::new(self.retained.device)
     }
 
     /// Records that the GPU's work does not end, for this reason. From now on nothing of any
     /// context on it is returned to the driver, which would wait for that work first: the process
     /// has to end.
     pub(super) fn hangs(&self, reason: String) -> KernelError {
-        self.held.hangs();
+        self.retained.held.hangs();
         KernelError::Device(reason)
-    }
-
-    /// What this process knows of the GPU, for a thread that may use it longer than this context.
-    pub(super) fn held(&self) -> Arc<HeldGpu> {
-        self.held.clone()
     }
 
     /// Notes why something of a group that was left is still there.
@@ -333,7 +362,7 @@ impl Context {
 
     /// Whether resources may be returned to the driver.
     pub(super) fn is_usable(&self) -> bool {
-        self.held.is_usable()
+        self.retained.held.is_usable()
     }
 
     /// Free and total memory in bytes.
@@ -346,20 +375,6 @@ impl Context {
         let status = unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) };
         check(status, "ask for the GPU's free memory")?;
         Ok((free as u64, total as u64))
-    }
-}
-
-impl Drop for Context {
-    fn drop(&mut self) {
-        if !self.is_usable() {
-            return;
-        }
-        // SAFETY: retained in `new`, and everything made in it held this value alive.
-        let status = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
-        // A GPU that has failed keeps its context, and nobody knows what it still does.
-        if check(status, "give the GPU's context back").is_ok() {
-            self.held.released();
-        }
     }
 }
 

@@ -25,16 +25,11 @@ impl HeldGpu {
     pub(super) fn retained(device: DeviceNumber) -> Arc<Self> {
         let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
         let gpu = gpus.entry(device).or_default().clone();
-        gpu.hold();
+        gpu.contexts.fetch_add(1, Ordering::AcqRel);
         gpu
     }
 
-    /// Notes one more user, besides contexts: a thread of a library that cannot be ended.
-    pub(super) fn hold(&self) {
-        self.contexts.fetch_add(1, Ordering::AcqRel);
-    }
-
-    /// Notes that the driver took a context back, or that such a thread has ended.
+    /// Notes that the driver took a context back.
     pub(super) fn released(&self) {
         self.contexts.fetch_sub(1, Ordering::AcqRel);
     }

@@ -99,6 +99,12 @@ impl CudaDevice {
     }
 }
 
+fn warn_of_left(backend: &mut CudaBackend) {
+    if let Some(reason) = backend.take_left_behind() {
+        tracing::warn!(reason, "an exchange that is over is not released yet");
+    }
+}
+
 impl Device for CudaDevice {
     type Backend = CudaBackend;
 
@@ -135,19 +141,27 @@ impl Device for CudaDevice {
 
     fn join(backend: &mut CudaBackend, setup: GroupSetup<'_>) -> Result<(), KernelError> {
         let joined = backend.join(setup);
-        if let Some(reason) = backend.take_left_behind() {
-            tracing::warn!(reason, "an exchange that is over is not released yet");
-        }
+        warn_of_left(backend);
         let joined = joined?;
         let (algorithm, reason, took) = (joined.algorithm, joined.reason, joined.took);
         tracing::info!(algorithm, reason, ?took, "GPUs exchange data");
-        if let Some(missing) = joined.missing {
-            tracing::info!(missing, "GPUs could exchange data faster");
+        match joined.missing {
+            // Steps wait for the host's memory twice a layer, and are not graphs.
+            Some(missing) if algorithm == "host" => {
+                tracing::warn!(missing, "GPUs could exchange data faster");
+            }
+            Some(missing) => tracing::info!(missing, "GPUs could exchange data faster"),
+            None => {}
         }
         if let Some(unlike) = joined.unlike {
             tracing::warn!(unlike, "GPUs of one replica are of different kinds");
         }
         Ok(())
+    }
+
+    fn stay_alone(backend: &mut CudaBackend) {
+        backend.await_left();
+        warn_of_left(backend);
     }
 
     fn set_patience(backend: &mut CudaBackend, patience: Option<Duration>) {

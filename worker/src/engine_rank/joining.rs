@@ -59,6 +59,7 @@ pub(super) fn join<D: Device>(
     let Formation { form, abort, all, observer } = joining;
     let (epoch, abort) = (form.epoch, *abort);
     if form.world_size == 1 {
+        D::stay_alone(backend);
         return Ok(());
     }
     D::join(

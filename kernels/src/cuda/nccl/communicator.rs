@@ -13,9 +13,8 @@ use std::time::{Duration, Instant};
 
 use super::library::{Comm, Config, Nccl, Status, UNIQUE_ID_BYTES, UniqueId};
 use crate::collective::AbortHandle;
-use crate::cuda::context::{Context, ContextHandle};
+use crate::cuda::context::{Context, RetainedContext};
 use crate::cuda::group::GroupEnd;
-use crate::cuda::held::HeldGpu;
 use crate::error::{CollectiveError, KernelError};
 
 /// Interval between checks for errors that NCCL detects by itself.
@@ -80,9 +79,9 @@ struct Shared {
     nccl: Arc<Nccl>,
     /// The same as in `calls`, for use without its lock.
     comm: CommPtr,
-    /// The GPU's context, for the watcher, and what uses that GPU.
-    context: ContextHandle,
-    held: Arc<HeldGpu>,
+    /// The GPU's context, until the communicator is gone: one that is left behind may outlive the
+    /// context of the rank, which loads something else meanwhile, and frees its memory then.
+    context: Mutex<Option<RetainedContext>>,
     /// Held during NCCL's calls.
     calls: Mutex<Calls>,
     /// Set once the communicator is, or is about to be, aborted: no call begins any more.
@@ -169,6 +168,7 @@ impl Communicator {
         ranks: u32,
     ) -> Result<Self, KernelError> {
         let small = |n: u32| i32::try_from(n).unwrap_or(i32::MAX);
+        let retained = context.retain()?;
         let mut comm = std::ptr::null_mut();
         let mut config = Config::non_blocking();
         // SAFETY: a context is current on this thread; writes the communicator, reads the
@@ -190,8 +190,7 @@ impl Communicator {
         let shared = Arc::new(Shared {
             nccl,
             comm: CommPtr(comm),
-            context: context.current(),
-            held: context.held(),
+            context: Mutex::new(Some(retained)),
             calls: Mutex::new(Calls { comm: Some(CommPtr(comm)), under_way: false }),
             aborted: AtomicBool::new(false),
             torn: AtomicBool::new(false),
@@ -354,7 +353,6 @@ impl Communicator {
         if *stage != Stage::Gone {
             *stage = Stage::LeftBehind;
             *left += 1;
-            self.shared.held.hold();
         }
         Ok(GroupEnd::LeftBehind)
     }
@@ -453,7 +451,9 @@ impl Shared {
     /// Main loop of the watcher.
     fn watch(&self) {
         // Otherwise NCCL would create a context on the first GPU.
-        self.context.set();
+        if let Some(context) = &*lock(&self.context) {
+            context.current().set();
+        }
         while !self.is_aborted() {
             // A thread that is in a call learns of errors from the call.
             let status = match self.calls.try_lock() {
@@ -505,11 +505,11 @@ impl Shared {
             // progress holds the lock, and `torn` is set.
             let _ = unsafe { (self.nccl.comm_abort)(comm) };
         }
+        drop(lock(&self.context).take());
         let was = std::mem::replace(&mut *lock(&self.stage), Stage::Gone);
         if was == Stage::LeftBehind {
             *lock(&LEFT) -= 1;
             LESS.notify_all();
-            self.held.released();
         }
         self.changed.notify_all();
     }
