@@ -186,7 +186,7 @@ fn kernels_that_do_not_suit_the_gpu_are_named() {
     assert!(line.contains("newer than the driver"), "{line}");
     let line = fails(&[("FAKE_CUDA_FAIL", "cuModuleGetFunction:2=500")]);
     assert!(line.contains("tutti_add_rmsnorm") && line.contains("not among"), "{line}");
-    let line = fails(&[("FAKE_CUDA_FAIL", "cuFuncLoad:3=2")]);
+    let line = fails(&[("FAKE_CUDA_FAIL", "cuFuncLoad:4=2")]);
     assert!(
         line.contains("cannot allocate") && line.contains("tutti_add_normed_rmsnorm"),
         "{line}"

@@ -163,10 +163,19 @@ thread_local Stream* capturing = nullptr;
 // Captured in the mode in which no thread may make calls that could wait.
 Stream* capturing_for_all = nullptr;
 bool initialised = false;
-// The kernels that are loaded on the GPU. Loading at first launch may wait for running work.
-std::set<const Kernel*> loaded;
-// Limits of dynamic shared memory that were raised.
-std::map<const Kernel*, unsigned> dynamic_shared;
+// A module, and its kernels as functions: what one module has loaded or been allowed says nothing of
+// another's.
+struct Module;
+struct Function {
+    const Kernel* kernel;
+    const Module* module;
+    bool loaded = false;  // On the GPU. Loading at first launch may wait for running work.
+    unsigned dynamic_shared = 0;  // The limit, if it was raised.
+};
+struct Module {
+    std::map<const Kernel*, Function> functions;
+    bool unloaded = false;
+};
 int broken = SUCCESS;
 struct Allocation {
     size_t bytes, mapped;
@@ -498,7 +507,7 @@ int cuDevicePrimaryCtxRelease_v2(int device) {
     }
     if (--gpus[device].retained == 0) {
         gpus[device].resets++;
-        log_line("context of %d is gone", device);
+        log_line("the context of %d is gone", device);
     }
     return SUCCESS;
 }
@@ -920,36 +929,49 @@ int cuModuleLoadData(void** module, const void* image) {
     if (memcmp(image, "fake fatbin", 11) != 0) {
         return INVALID_IMAGE;
     }
-    static int the_module;
-    *module = &the_module;
+    *module = new Module;  // Never freed: whoever still has a function of it is to be told.
     return SUCCESS;
 }
-int cuModuleUnload(void*) {
+int cuModuleUnload(Module* module) {
     ENTER("cuModuleUnload");
     NEEDS_CONTEXT;
     NO_CAPTURE;
+    if (module->unloaded) {
+        return INVALID_HANDLE;
+    }
+    module->unloaded = true;
     return SUCCESS;
 }
-int cuModuleGetFunction(const Kernel** function, void*, const char* name) {
+int cuModuleGetFunction(Function** function, Module* module, const char* name) {
     ENTER("cuModuleGetFunction");
     NEEDS_CONTEXT;
+    if (module->unloaded) {
+        return INVALID_HANDLE;
+    }
     for (const Kernel& kernel : kernels()) {
         if (strcmp(kernel.name, name) == 0) {
-            *function = &kernel;
+            *function = &module->functions.try_emplace(&kernel, Function{&kernel, module}).first->second;
             return SUCCESS;
         }
     }
     return NOT_FOUND;
 }
-int cuFuncLoad(const Kernel* kernel) {
+int cuFuncLoad(Function* function) {
     ENTER("cuFuncLoad");
     NEEDS_CONTEXT;
     NO_CAPTURE;
-    loaded.insert(kernel);
+    if (function->module->unloaded) {
+        return INVALID_HANDLE;
+    }
+    function->loaded = true;
     return SUCCESS;
 }
-int cuFuncSetAttribute(const Kernel* kernel, int attribute, int value) {
+int cuFuncSetAttribute(Function* function, int attribute, int value) {
     ENTER("cuFuncSetAttribute");
+    const Kernel* kernel = function->kernel;
+    if (function->module->unloaded) {
+        return INVALID_HANDLE;
+    }
     if (attribute == 9) {
         // Share of the L1 cache, in per cent; -1 leaves it to the driver.
         log_line("carveout %s %d", kernel->name, value);
@@ -959,10 +981,10 @@ int cuFuncSetAttribute(const Kernel* kernel, int attribute, int value) {
         static_cast<unsigned>(value) + kernel->shared > shared_memory()) {
         return INVALID_VALUE;
     }
-    dynamic_shared[kernel] = static_cast<unsigned>(value);
+    function->dynamic_shared = static_cast<unsigned>(value);
     return SUCCESS;
 }
-int cuLaunchKernel(const Kernel* kernel, unsigned x, unsigned y, unsigned z, unsigned threads,
+int cuLaunchKernel(const Function* function, unsigned x, unsigned y, unsigned z, unsigned threads,
                    unsigned threads_y, unsigned threads_z, unsigned shared, Stream* stream,
                    void** params, void** extra) {
     ENTER("cuLaunchKernel");
@@ -970,7 +992,11 @@ int cuLaunchKernel(const Kernel* kernel, unsigned x, unsigned y, unsigned z, uns
     if (stream->captures) {
         ENTER("captured_cuLaunchKernel");
     }
-    if (loaded.count(kernel) == 0) {
+    const Kernel* kernel = function->kernel;
+    if (function->module->unloaded) {
+        return INVALID_HANDLE;
+    }
+    if (!function->loaded) {
         NO_CAPTURE;
         return LAUNCH_FAILED;
     }
@@ -981,7 +1007,7 @@ int cuLaunchKernel(const Kernel* kernel, unsigned x, unsigned y, unsigned z, uns
     }
     // Static shared memory counts towards the usual 48 KiB.
     const unsigned usual = 48u * 1024 - kernel->shared;
-    const unsigned allowed = dynamic_shared.count(kernel) == 0 ? usual : dynamic_shared[kernel];
+    const unsigned allowed = function->dynamic_shared == 0 ? usual : function->dynamic_shared;
     if (threads > kernel->threads || shared > allowed) {
         return INVALID_VALUE;
     }
@@ -1026,7 +1052,7 @@ struct LaunchConfig {
 // What a kernel that does not wait would be the next of.
 struct Held {
     LaunchConfig config;
-    const Kernel* kernel;
+    const Function* function;
     uint64_t words[4];
 };
 static std::vector<Held> held;
@@ -1040,7 +1066,7 @@ static int launch_held() {
         }
         const LaunchConfig& config = one.config;
         const int status =
-            cuLaunchKernel(one.kernel, config.grid[0], config.grid[1], config.grid[2], config.block[0],
+            cuLaunchKernel(one.function, config.grid[0], config.grid[1], config.grid[2], config.block[0],
                            config.block[1], config.block[2], config.shared, config.stream, params,
                            nullptr);
         if (status != SUCCESS) {
@@ -1050,7 +1076,8 @@ static int launch_held() {
     return SUCCESS;
 }
 
-int cuLaunchKernelEx(const LaunchConfig* config, const Kernel* kernel, void** params, void** extra) {
+int cuLaunchKernelEx(const LaunchConfig* config, const Function* function, void** params,
+                     void** extra) {
     for (unsigned i = 0; i < config->count; i++) {
         // Programmatic stream serialization, which the emulation does not need.
         if (config->attributes[i].id != 6 || config->attributes[i].value != 1 ||
@@ -1061,8 +1088,8 @@ int cuLaunchKernelEx(const LaunchConfig* config, const Kernel* kernel, void** pa
             return CAPTURE_UNSUPPORTED;
         }
     }
-    if (setting("FAKE_CUDA_HASTY", 0) != 0 && strcmp(kernel->name, "tutti_late") == 0) {
-        Held one{*config, kernel, {}};
+    if (setting("FAKE_CUDA_HASTY", 0) != 0 && strcmp(function->kernel->name, "tutti_late") == 0) {
+        Held one{*config, function, {}};
         for (int i = 0; i < 4; i++) {
             memcpy(&one.words[i], params[i], sizeof one.words[i]);
         }
@@ -1074,7 +1101,7 @@ int cuLaunchKernelEx(const LaunchConfig* config, const Kernel* kernel, void** pa
     if (before != SUCCESS) {
         return before;
     }
-    const int status = cuLaunchKernel(kernel, config->grid[0], config->grid[1], config->grid[2],
+    const int status = cuLaunchKernel(function, config->grid[0], config->grid[1], config->grid[2],
                                       config->block[0], config->block[1], config->block[2],
                                       config->shared, config->stream, params, extra);
     return status == SUCCESS && !waits ? launch_held() : status;
@@ -1098,7 +1125,11 @@ int cublasLtCreate(void** handle) {
     return SUCCESS;
 }
 int cublasLtDestroy(void*) { return SUCCESS; }
-int cublasLtMatmulDescCreate(int** description, int, int) {
+int cublasLtMatmulDescCreate(int** description, int compute, int scale) {
+    // Sums and scales in f32.
+    if (compute != 68 || scale != 0) {
+        return NOT_SUPPORTED;
+    }
     *description = new int(0);
     return SUCCESS;
 }
@@ -1147,6 +1178,10 @@ int cublasLtMatmulAlgoGetHeuristic(void*, int*, Layout* a, Layout* b, Layout*, L
     ENTER("cublasLtMatmulAlgoGetHeuristic");
     log_line("plan %zu %zu %zu", static_cast<size_t>(b->columns), static_cast<size_t>(a->columns),
              static_cast<size_t>(a->rows));
+    // It may load code to find out.
+    if (capturing != nullptr || capturing_for_all != nullptr) {
+        return 14;
+    }
     // Like a library without kernels for results whose rows are not aligned.
     if (d->stride % 4 != 0) {
         *count = 0;

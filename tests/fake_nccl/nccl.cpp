@@ -393,6 +393,18 @@ int collective(void* handle, void* stream, Collective what) {
         comm->inside++;
         return fail(INTERNAL_ERROR, "it was aborted");
     }
+    // One rank has only to copy, which is done at once; a sum in place is there already.
+    if (comm->ranks == 1) {
+        if (what.from != what.to) {
+            fake_cuda::enqueue(stream, [what]() -> fake_cuda::Run {
+                memmove(what.to, what.from, what.bytes);
+                return [] { return true; };
+            });
+        }
+        comm->called_another();
+        log_line("%s %zu copied rank 0", what.name(), what.bytes);
+        return SUCCESS;
+    }
     what.recorded = fake_cuda::captures(stream);
     std::shared_ptr<int> recorded = what.recorded ? comm->recorded : nullptr;
     comm->called = comm->due = std::chrono::steady_clock::now();

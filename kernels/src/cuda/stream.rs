@@ -221,7 +221,8 @@ impl Drop for Stream {
         if !self.context.is_usable() {
             return;
         }
-        // SAFETY: created in `new`; work in flight is finished first.
+        // SAFETY: created in `new`; work in flight goes on, and what it uses is freed by calls that
+        // wait for it.
         let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
     }
 }
