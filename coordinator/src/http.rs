@@ -99,6 +99,7 @@ mod scores;
 pub mod server;
 pub mod sse;
 pub mod state;
+pub(crate) mod structural_tag;
 pub mod structured;
 pub mod terms;
 pub mod thinking;

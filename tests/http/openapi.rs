@@ -224,6 +224,7 @@ const MEANING: &[&str] = &[
     "prompt",
     "query",
     "response_format",
+    "structural_tag",
     "structured_outputs",
     "text",
     "output_config",

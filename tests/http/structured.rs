@@ -27,6 +27,34 @@ fn named(schema: &Value) -> Value {
         "json_schema": {"name": "one", "strict": true, "description": "d", "schema": schema}}})
 }
 
+/// Every way to give a structural tag makes the same grammar, also within what the model reasons.
+#[tokio::test]
+async fn structural_tags_reach_the_engine_as_grammars() {
+    let rig = Rig::saying("x");
+    let tag = json!({"type": "structural_tag", "triggers": ["<f"], "structures": [
+        {"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}]});
+    let ways = [
+        json!({"response_format": tag}),
+        json!({"structural_tag": tag}),
+        json!({"structural_tag": tag.to_string()}),
+        json!({"structured_outputs": {"structural_tag": tag}}),
+        json!({"structured_outputs": {"structural_tag": tag.to_string()}}),
+    ];
+    for path in PATHS {
+        let mut specs = Vec::new();
+        for more in &ways {
+            let reply = rig.client.post(path, &body(path, more)).await.unwrap();
+            assert_eq!(reply.status, 200, "{more}: {}", reply.body);
+            let mut seen = rig.seen.lock().unwrap();
+            specs.push(seen.requests.pop().unwrap().guide_spec.unwrap());
+        }
+        specs.dedup();
+        assert_eq!(specs.len(), 1, "{specs:?}");
+        let GuideSpec::Made(grammar) = &*specs[0] else { panic!("{specs:?}") };
+        assert!(grammar.starts_with("start: ") && grammar.contains("\"<f\""), "{grammar}");
+    }
+}
+
 #[tokio::test]
 async fn every_way_to_say_it_reaches_the_engine() {
     let rig = Rig::saying("x");
@@ -138,7 +166,8 @@ async fn what_cannot_be_is_refused_with_the_field_and_the_reason() {
     let cases = [
         (format(json!("json")), "response_format", "must be an object with the `type`"),
         (format(json!({"type": "xml"})), "response_format", "\"json_object\""),
-        (format(json!({"type": "structural_tag"})), "response_format", "\"json_object\""),
+        (format(json!({"type": "json_thing"})), "response_format", "\"json_object\""),
+        (format(json!({"type": "structural_tag"})), "response_format", "`format` or `structures`"),
         (format(json!({"type": "json_schema"})), "response_format", "needs `json_schema`"),
         (json_schema(json!({"schema": {}})), "response_format", "json_schema.name"),
         (json_schema(json!({"schema": {}, "name": ""})), "response_format", "json_schema.name"),
@@ -175,7 +204,14 @@ async fn what_cannot_be_is_refused_with_the_field_and_the_reason() {
         (structured(json!({"json_object": false})), "structured_outputs", "not 0"),
         (structured(json!({"regex": "a", "choice": ["a"]})), "structured_outputs", "not 2"),
         (structured(json!({"regex": 1})), "structured_outputs", "`structured_outputs.regex` must"),
-        (structured(json!({"structural_tag": "a"})), "structured_outputs", "is not supported"),
+        (structured(json!({"structural_tag": "a"})), "structured_outputs", "a structural tag"),
+        (structured(json!({"structural_tag": {}})), "structured_outputs", "either `format` or"),
+        (json!({"structural_tag": 1}), "structural_tag", "a structural tag"),
+        (
+            json!({"response_format": {"type": "structural_tag", "format": {"type": "any"}}}),
+            "response_format",
+            "has a `format` with the `type` \"any\"",
+        ),
         (
             structured(json!({"json": {}, "disable_additional_properties": 1})),
             "structured_outputs",

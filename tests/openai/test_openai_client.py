@@ -502,6 +502,11 @@ def check_structured(client, model):
         ({"structured_outputs": {"choice": ["red", "green"]}}, lambda it: it in ("red", "green")),
         ({"guided_regex": "[ab]{3}[0-9]"}, lambda it: len(it) == 4 and it[3].isdigit()),
         ({"structured_outputs": {"json_object": True}, "stop": ["}"]}, lambda it: it[0] == "{"),
+        ({"response_format": {"type": "structural_tag", "format": {
+            "type": "triggered_tags", "triggers": ["<"], "at_least_one": True,
+            "stop_after_first": True, "tags": [{"begin": "<n>", "end": "</n>", "content": {
+                "type": "json_schema", "json_schema": {"type": "integer", "maximum": 9}}}]}}},
+         lambda it: it.startswith("<n>") and it.endswith("</n>") and int(it[3:-4]) <= 9),
     ]:
         text = client.chat.completions.create(
             model=model, messages=ask, max_tokens=100, extra_body=extra

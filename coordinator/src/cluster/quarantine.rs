@@ -55,7 +55,7 @@ impl Record {
 impl Quarantine {
     /// A device failed. Returns how long it rests, if a rest begins now.
     pub(super) fn failed(&mut self, now: Duration, device: &str) -> Option<Duration> {
-        self.devices.retain(|_, it| it.until.is_some() || it.ago(now) < FORGOTTEN);
+        self.advance(now);
         if self.devices.len() >= DEVICES_MAX && !self.devices.contains_key(device) {
             let oldest = self.devices.iter().max_by_key(|(_, it)| it.ago(now));
             let oldest = oldest.map(|(name, _)| name.clone());
@@ -81,11 +81,13 @@ impl Quarantine {
         self.devices.get(device).is_some_and(|it| it.until.is_some())
     }
 
-    /// Time passes: devices that have rested long enough are tried again.
+    /// Time passes: devices that have rested long enough are tried again, and those that have not
+    /// failed for long are forgotten.
     pub(super) fn advance(&mut self, now: Duration) {
-        for record in self.devices.values_mut() {
+        self.devices.retain(|_, record| {
             record.until = record.until.filter(|until| now < *until);
-        }
+            record.until.is_some() || record.ago(now) < FORGOTTEN
+        });
     }
 
     /// Returns when rests end.
@@ -207,6 +209,11 @@ mod tests {
         }
         assert_eq!(rests, [10, 20, 40, 80, 160, 320, 360, 360]);
         assert_eq!(thrice(&mut quarantine, now + FORGOTTEN + minutes(10)), Some(minutes(10)));
+        now += FORGOTTEN + minutes(10);
+        quarantine.advance(now + FORGOTTEN - Duration::from_millis(1));
+        assert!(quarantine.has("a"));
+        quarantine.advance(now + FORGOTTEN);
+        assert!(quarantine.is_empty(), "nobody has to fail for that");
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //!   numbers at the edges of what grammars hold
 //! - `tokenizers`: tokens of different tokenizers
 //! - `thinking`: bounds on reasoning; `bad_words`: words that must not come
+//! - `tags`: parts with a form within text that has none
 //! - `hostile`: specifications that would cost too much
 //! - `replies`: tool calls, markers and reasoning around the text; `harmony`: the same in that
 //!   format
@@ -25,6 +26,7 @@ mod hostile;
 mod numbers;
 mod replies;
 mod schemas;
+mod tags;
 mod thinking;
 mod tokenizers;
 

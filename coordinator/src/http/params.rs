@@ -192,7 +192,9 @@ impl Common {
             pooling: None,
         };
         let usage = stream_usage(fields, stream, limits.reports_usage)?;
-        let asked = structured::read(fields, text.vocab_size, &end_tokens)?;
+        let asked = structured::read(fields, text.vocab_size, &end_tokens, &|mark| {
+            text.special_token(mark)
+        })?;
         Ok(Self {
             n,
             max_tokens: None,

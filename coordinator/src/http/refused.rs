@@ -46,7 +46,6 @@ const COMMON: &[(&str, Neutral)] = &[
     ("logits_processors", Empty),
     ("repetition_detection", Null),
     ("return_prompt_text", False),
-    ("structural_tag", Null),
     ("use_beam_search", False),
     ("vllm_xargs", Empty),
     ("watermarking", False),

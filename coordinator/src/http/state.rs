@@ -282,7 +282,7 @@ impl AppState {
     /// # Errors
     /// 400 naming the field, also if it takes too long; 503 if too many others wait.
     pub async fn make_guide(&self, common: &mut Common) -> Result<(), ApiError> {
-        let Some(Asked { field, spec }) = common.asked.take() else { return Ok(()) };
+        let Some(Asked { field, spec, .. }) = common.asked.take() else { return Ok(()) };
         let made = self.text.grammars.compile(&self.text, &spec).await;
         let made = made.map_err(|error| match error {
             GrammarError::Refused(why) => ApiError::field(field, format!("`{field}`: {why}")),

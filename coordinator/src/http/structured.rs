@@ -1,14 +1,15 @@
 //! Constraints on a request's output: OpenAI's `response_format`, vLLM's `structured_outputs`, its
 //! older `guided_*` fields and `allowed_token_ids`. Only one of them at a time.
 use serde_json::{Map, Value};
-use shared::protocol::guide::SCHEMA_BYTES_MAX;
+use shared::protocol::guide::{MADE_BYTES_MAX, SCHEMA_BYTES_MAX};
 use shared::protocol::{GuideSpec, Whitespace};
 
 use super::error::ApiError;
 use super::fields::{Fields, whole_number};
 use super::limits::PATTERN_BYTES;
+use super::structural_tag;
 use crate::guide;
-use crate::text::reply::grammar;
+use crate::text::reply::grammar::{self, Special};
 
 /// Maximum length of a schema's name, in bytes.
 pub(super) const NAME_MAX: usize = 256;
@@ -22,9 +23,12 @@ pub struct Asked {
     pub field: &'static str,
     /// Its specification.
     pub spec: GuideSpec,
+    /// The rules of a structural tag, of which the specification is made.
+    tags: Option<String>,
 }
 
-/// Reads the fields; `None` if the text is unconstrained. `end_tokens` end the request's text.
+/// Reads the fields; `None` if the text is unconstrained. `end_tokens` end the request's text;
+/// `special` looks up tokens by their text.
 ///
 /// # Errors
 /// 400 naming the field.
@@ -32,11 +36,13 @@ pub fn read(
     fields: &Fields,
     vocab_size: u32,
     end_tokens: &[u32],
+    special: Special<'_>,
 ) -> Result<Option<Asked>, ApiError> {
     let mut asked: Option<Asked> = None;
     let found = [
-        response_format(fields)?,
-        structured_outputs(fields)?,
+        response_format(fields, special)?,
+        structured_outputs(fields, special)?,
+        structural_tag(fields, special)?,
         guided(fields, "guided_json", Kind::Json)?,
         guided(fields, "guided_regex", Kind::Regex)?,
         guided(fields, "guided_choice", Kind::Choice)?,
@@ -61,7 +67,7 @@ pub fn read(
         return Err(wrong(whitespace, "can only be used with `guided_json`"));
     }
     match &asked {
-        Some(Asked { field, spec: GuideSpec::Tokens(tokens) }) => {
+        Some(Asked { field, spec: GuideSpec::Tokens(tokens), .. }) => {
             check_goes_on(fields, field, tokens, end_tokens)?;
         }
         Some(Asked { field, .. }) => check_end(fields, field)?,
@@ -71,11 +77,29 @@ pub fn read(
 }
 
 impl Asked {
+    /// A constraint that a field set.
+    #[must_use]
+    pub fn new(field: &'static str, spec: GuideSpec) -> Self {
+        Self { field, spec, tags: None }
+    }
+
+    fn tagged(
+        field: &'static str,
+        tag: &Map<String, Value>,
+        special: Special<'_>,
+    ) -> Result<Self, ApiError> {
+        let tags = structural_tag::rules(field, tag, special)?;
+        let spec = GuideSpec::Made(grammar::whole(structural_tag::ROOT, &tags));
+        Ok(Self { field, spec, tags: Some(tags) })
+    }
+
     /// Whether it concerns the whole output in any case: a client's own grammar, or a list of
     /// tokens.
     #[must_use]
     pub fn is_whole(&self) -> bool {
-        matches!(self.spec, GuideSpec::Lark(_) | GuideSpec::Made(_) | GuideSpec::Tokens(_))
+        let is_whole =
+            matches!(self.spec, GuideSpec::Lark(_) | GuideSpec::Made(_) | GuideSpec::Tokens(_));
+        is_whole && self.tags.is_none()
     }
 
     /// Whether it is a list of tokens.
@@ -89,6 +113,9 @@ impl Asked {
     /// # Errors
     /// 400 naming the field.
     pub fn rules(&self, head: &str) -> Result<Option<String>, ApiError> {
+        if let Some(tags) = &self.tags {
+            return Ok(Some(format!("{head}: {}\n{tags}", structural_tag::ROOT)));
+        }
         Ok(match &self.spec {
             GuideSpec::Json { schema, whitespace } => {
                 let schema = guide::json_schema(schema, whitespace);
@@ -141,10 +168,11 @@ pub(super) fn wrong(field: &str, message: &str) -> ApiError {
     ApiError::field(field, format!("`{field}` {message}"))
 }
 
-fn response_format(fields: &Fields) -> Result<Option<Asked>, ApiError> {
+fn response_format(fields: &Fields, special: Special<'_>) -> Result<Option<Asked>, ApiError> {
     let field = "response_format";
     let Some(value) = fields.get(field) else { return Ok(None) };
-    let expected = "an object with the `type` \"text\", \"json_object\" or \"json_schema\"";
+    let expected = "an object with the `type` \"text\", \"json_object\", \"json_schema\" or \
+                    \"structural_tag\"";
     let format = value.as_object().ok_or_else(|| Fields::wrong(field, value, expected))?;
     let schema = match format.get("type").and_then(Value::as_str) {
         Some("text") => return Ok(None),
@@ -158,9 +186,34 @@ fn response_format(fields: &Fields) -> Result<Option<Asked>, ApiError> {
             let schema = format.get("json_schema").and_then(Value::as_object);
             named_schema(schema.ok_or_else(|| wrong(field, "needs `json_schema`, an object"))?)?
         }
+        Some("structural_tag") => return Asked::tagged(field, format, special).map(Some),
         _ => return Err(Fields::wrong(field, value, expected)),
     };
-    Ok(Some(Asked { field, spec: json(schema, Whitespace::Usual) }))
+    Ok(Some(Asked::new(field, json(schema, Whitespace::Usual))))
+}
+
+/// Reads vLLM's field of that name: JSON in a string, or as it is.
+fn structural_tag(fields: &Fields, special: Special<'_>) -> Result<Option<Asked>, ApiError> {
+    let field = "structural_tag";
+    let Some(value) = fields.get(field) else { return Ok(None) };
+    tagged(field, field, value, special).map(Some)
+}
+
+/// Reads a structural tag, JSON in a string or as it is; `name` is where it was.
+fn tagged(
+    field: &'static str,
+    name: &str,
+    value: &Value,
+    special: Special<'_>,
+) -> Result<Asked, ApiError> {
+    let parsed = match value {
+        Value::String(text) if text.len() <= MADE_BYTES_MAX => serde_json::from_str(text).ok(),
+        Value::String(_) => None,
+        other => Some(other.clone()),
+    };
+    let message = format!("`{name}` must be a structural tag: an object, or one in a string");
+    let Some(Value::Object(tag)) = parsed else { return Err(ApiError::field(field, message)) };
+    Asked::tagged(field, &tag, special)
 }
 
 /// Writes a schema without what `changed` takes out of it. One that is too long, and is refused for
@@ -253,14 +306,15 @@ fn guided(fields: &Fields, field: &'static str, kind: Kind) -> Result<Option<Ask
     if let (GuideSpec::Json { whitespace, .. }, Some(pattern)) = (&mut spec, pattern) {
         *whitespace = Whitespace::Pattern(pattern.to_owned());
     }
-    Ok(Some(Asked { field, spec }))
+    Ok(Some(Asked::new(field, spec)))
 }
 
-fn structured_outputs(fields: &Fields) -> Result<Option<Asked>, ApiError> {
+fn structured_outputs(fields: &Fields, special: Special<'_>) -> Result<Option<Asked>, ApiError> {
     let field = "structured_outputs";
     let Some(value) = fields.get(field) else { return Ok(None) };
     let map = value.as_object().ok_or_else(|| Fields::wrong(field, value, "an object"))?;
     let (mut found, mut whitespace) = (Vec::new(), Whitespace::Usual);
+    let mut tags = Vec::new();
     for (key, value) in map.iter().filter(|(_, value)| !value.is_null()) {
         let name = format!("{field}.{key}");
         let flag = || {
@@ -272,6 +326,7 @@ fn structured_outputs(fields: &Fields) -> Result<Option<Asked>, ApiError> {
             "regex" => found.push(Kind::Regex.read(field, &name, value)?),
             "choice" => found.push(Kind::Choice.read(field, &name, value)?),
             "grammar" => found.push(Kind::Grammar.read(field, &name, value)?),
+            "structural_tag" => tags.push(tagged(field, &name, value, special)?),
             "json_object" if flag()? => found.push(json(ANY_OBJECT.to_owned(), Whitespace::Usual)),
             "disable_any_whitespace" if flag()? => whitespace = Whitespace::None,
             "json_object" | "disable_any_whitespace" => {}
@@ -286,19 +341,22 @@ fn structured_outputs(fields: &Fields) -> Result<Option<Asked>, ApiError> {
             _ => return Err(ApiError::field(field, format!("`{name}` is not supported"))),
         }
     }
-    if found.len() != 1 {
+    let count = found.len() + tags.len();
+    if count != 1 {
         let message = format!(
-            "must have exactly one of `json`, `json_object`, `regex`, `choice` and `grammar`, not \
-             {}",
-            found.len()
+            "must have exactly one of `json`, `json_object`, `regex`, `choice`, `grammar` and \
+             `structural_tag`, not {count}"
         );
         return Err(wrong(field, &message));
+    }
+    if let Some(tags) = tags.pop() {
+        return Ok(Some(tags));
     }
     let spec = found.pop().map(|spec| match spec {
         GuideSpec::Json { schema, .. } => GuideSpec::Json { schema, whitespace },
         other => other,
     });
-    Ok(spec.map(|spec| Asked { field, spec }))
+    Ok(spec.map(|spec| Asked::new(field, spec)))
 }
 
 /// Reads vLLM's `allowed_token_ids`: no other tokens, end tokens included.
@@ -312,5 +370,5 @@ fn allowed_token_ids(fields: &Fields, vocab_size: u32) -> Result<Option<Asked>, 
     let tokens = value.as_array().and_then(|list| list.iter().map(id).collect::<Option<_>>());
     let expected = format!("a list of token ids from 0 to {}", vocab_size.saturating_sub(1));
     let tokens = tokens.ok_or_else(|| Fields::wrong(field, value, &expected))?;
-    Ok(Some(Asked { field, spec: GuideSpec::Tokens(tokens) }))
+    Ok(Some(Asked::new(field, GuideSpec::Tokens(tokens))))
 }

@@ -229,7 +229,7 @@ impl Wanted {
         };
         let spec = GuideSpec::Made(grammar);
         spec.check().map_err(|error| structured::wrong(field, &error))?;
-        Ok(Asked { field, spec })
+        Ok(Asked::new(field, spec))
     }
 }
 

@@ -212,8 +212,8 @@ impl Drop for DeviceMemory {
         if !self.context.is_usable() {
             return;
         }
-        // SAFETY: allocated in `new`; whoever drops it while kernels may use it relies on cuMemFree,
-        // which waits for them: in NVIDIA's words it does so implicitly for memory from cuMemAlloc.
+        // SAFETY: allocated in `new`. Whoever drops it while kernels use it relies on cuMemFree to
+        // wait for them, which it does implicitly for memory from cuMemAlloc.
         let _ = unsafe { sys::cuMemFree_v2(self.ptr.0) };
     }
 }

@@ -43,6 +43,7 @@ pub(in crate::http) const SAME: &[&str] = &[
     "seed",
     "skip_special_tokens",
     "stop_token_ids",
+    "structural_tag",
     "structured_outputs",
     "truncate_prompt_tokens",
 ];

@@ -40,7 +40,22 @@ pub(super) fn response_format() -> Value {
             &["type", "json_schema"],
             properties(json!({"type": only("json_schema"), "json_schema": schema})),
         ),
+        structural_tag(),
     ])
+}
+
+/// vLLM's and xgrammar's structural tag: one of its two forms.
+pub(super) fn structural_tag() -> Value {
+    let some = json!({"type": "string", "minLength": 1});
+    given(
+        &[],
+        properties(json!({
+            "type": only("structural_tag"),
+            "format": any_object(),
+            "structures": {"type": "array", "items": any_object(), "minItems": 1},
+            "triggers": {"type": "array", "items": some, "minItems": 1},
+        })),
+    )
 }
 
 /// The same in the Responses API, where a schema's fields stand beside its type.

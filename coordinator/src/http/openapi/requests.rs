@@ -3,7 +3,7 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 use shared::protocol::guide::{
-    GRAMMAR_BYTES_MAX, GUIDE_ITEMS_MAX, REGEX_BYTES_MAX, SCHEMA_BYTES_MAX,
+    GRAMMAR_BYTES_MAX, GUIDE_ITEMS_MAX, MADE_BYTES_MAX, REGEX_BYTES_MAX, SCHEMA_BYTES_MAX,
 };
 use shared::protocol::lora::{ADAPTER_NAME_MAX, ADAPTER_PATH_MAX};
 
@@ -14,7 +14,8 @@ use super::super::refused::{self, Endpoint};
 use super::super::{messages, responses, scores};
 use super::parts::{
     function, input_item, message, messages_tool, messages_tool_choice, response_format,
-    response_tool, response_tool_choice, text_block, text_format, thinking, tool_choice, turn,
+    response_tool, response_tool_choice, structural_tag, text_block, text_format, thinking,
+    tool_choice, turn,
 };
 use super::schema::{
     Properties, any_list, any_object, any_of, boolean, bytes, given, integer, list, nothing,
@@ -117,19 +118,19 @@ impl Requests<'_> {
         let choice = list(string(), 1, GUIDE_ITEMS_MAX);
         let regex = bytes(0, REGEX_BYTES_MAX);
         let grammar = bytes(0, GRAMMAR_BYTES_MAX);
+        let tag = any_of([structural_tag(), bytes(0, MADE_BYTES_MAX)]);
         let structured = given(
             &[],
             properties(json!({
                 "json": schema, "json_object": boolean(), "regex": regex, "choice": choice,
-                "grammar": grammar, "disable_any_whitespace": boolean(),
+                "grammar": grammar, "structural_tag": tag, "disable_any_whitespace": boolean(),
                 "whitespace_pattern": regex, "disable_fallback": boolean(),
                 "disable_additional_properties": boolean(),
             })),
         );
         let mut structured = told(
             structured,
-            "Exactly one of json, json_object, regex, choice, \
-                                               grammar.",
+            "Exactly one of json, json_object, regex, choice, grammar, structural_tag.",
         );
         structured["additionalProperties"] = nothing();
         properties(json!({
@@ -140,6 +141,7 @@ impl Requests<'_> {
             "guided_choice": choice,
             "guided_grammar": grammar,
             "guided_whitespace_pattern": bytes(0, PATTERN_BYTES),
+            "structural_tag": tag,
             "allowed_token_ids": told(list(self.id(), 1, GUIDE_ITEMS_MAX), IDS),
         }))
     }

@@ -40,6 +40,7 @@ pub(in crate::http) const SAME: &[&str] = &[
     "stop",
     "stop_token_ids",
     "stream",
+    "structural_tag",
     "structured_outputs",
     "temperature",
     "thinking_token_budget",

@@ -198,11 +198,11 @@ pub fn reasoned(
 }
 
 /// A mark of a format: a special token, where the vocabulary has one.
-pub(super) fn mark(text: &str, special: Special<'_>) -> String {
+pub(crate) fn mark(text: &str, special: Special<'_>) -> String {
     special(text).map_or_else(|| quoted(text), |token| format!("<[{token}]>"))
 }
 
 /// Text as a string in Lark's notation, which is that of JSON.
-pub(super) fn quoted(text: &str) -> String {
+pub(crate) fn quoted(text: &str) -> String {
     Value::from(text).to_string()
 }

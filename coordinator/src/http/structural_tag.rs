@@ -1,0 +1,422 @@
+//! Structural tags, as vLLM and xgrammar have them: text in which some parts, such as calls of
+//! tools, have a form, and others none. Written as rules of a grammar in Lark's notation.
+//!
+//! - today's form: `{"format": ..}`, of parts that contain each other
+//! - the older one: `{"structures": [{"begin", "schema", "end"}], "triggers": [..]}`
+use std::ops::Range;
+
+use serde_json::{Map, Value};
+use shared::protocol::Whitespace;
+
+use super::error::ApiError;
+use super::structured::wrong;
+use crate::guide;
+use crate::text::reply::grammar::{self, Special, mark, quoted};
+
+/// Name of the first rule.
+pub(crate) const ROOT: &str = "st_root";
+/// Any text, as short as can be before what ends it.
+const TEXT: &str = "/(?s:.*)/";
+/// The rule of a text that nothing ends but the reply's end.
+const REST: &str = "st_rest: ST_TEXT?\nST_TEXT: /(?s:.+)/\n";
+/// Most parts within each other.
+const DEPTH_MAX: usize = 16;
+
+/// Writes the rules of a structural tag: [`ROOT`], and those that it needs. `special` looks up
+/// tokens by their text: marks that are tokens of their own are no text.
+///
+/// # Errors
+/// 400 naming the field, and the part within it.
+pub(crate) fn rules(
+    field: &str,
+    tag: &Map<String, Value>,
+    special: Special<'_>,
+) -> Result<String, ApiError> {
+    let mut writer = Writer { field, special, rules: String::new(), count: 0, has_rest: false };
+    let body = match (tag.get("format"), tag.get("structures")) {
+        (Some(format), None) => writer.part("format", format, Place { depth: 0, is_last: true })?,
+        (None, Some(_)) => writer.older(tag)?,
+        _ => return Err(wrong(field, "needs either `format` or `structures`")),
+    };
+    let rest = if writer.has_rest { REST } else { "" };
+    Ok(format!("{ROOT}: {body}\n{}{rest}", writer.rules))
+}
+
+/// Where a part is.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    depth: usize,
+    /// Whether nothing follows.
+    is_last: bool,
+}
+
+impl Place {
+    /// A part within this one.
+    fn within(self, is_last: bool) -> Self {
+        Self { depth: self.depth + 1, is_last: self.is_last && is_last }
+    }
+}
+
+/// A tag.
+#[derive(Debug)]
+struct Tag {
+    begin: String,
+    /// Name of the rule of what follows the beginning: its content and its end.
+    rest: String,
+}
+
+struct Writer<'a> {
+    field: &'a str,
+    special: Special<'a>,
+    rules: String,
+    /// Number of rules with a number in their name.
+    count: usize,
+    /// Whether [`REST`] is needed.
+    has_rest: bool,
+}
+
+impl Writer<'_> {
+    fn wrong(&self, path: &str, message: &str) -> ApiError {
+        wrong(self.field, &format!("has a `{path}` {message}"))
+    }
+
+    /// Reads `path`'s `key`, which must be a string.
+    fn text<'v>(
+        &self,
+        path: &str,
+        part: &'v Map<String, Value>,
+        key: &str,
+    ) -> Result<&'v str, ApiError> {
+        let text = part.get(key).and_then(Value::as_str);
+        text.ok_or_else(|| self.wrong(&format!("{path}.{key}"), "that is not a string"))
+    }
+
+    fn list<'v>(
+        &self,
+        path: &str,
+        part: &'v Map<String, Value>,
+        key: &str,
+    ) -> Result<&'v [Value], ApiError> {
+        let list = part.get(key).and_then(Value::as_array).filter(|list| !list.is_empty());
+        let list = list.map(Vec::as_slice);
+        list.ok_or_else(|| self.wrong(&format!("{path}.{key}"), "that is not a list, or empty"))
+    }
+
+    fn flag(&self, path: &str, part: &Map<String, Value>, key: &str) -> Result<bool, ApiError> {
+        match part.get(key) {
+            None | Some(Value::Null) => Ok(false),
+            Some(Value::Bool(flag)) => Ok(*flag),
+            Some(_) => Err(self.wrong(&format!("{path}.{key}"), "that is neither true nor false")),
+        }
+    }
+
+    fn object<'v>(&self, path: &str, value: &'v Value) -> Result<&'v Map<String, Value>, ApiError> {
+        value.as_object().ok_or_else(|| self.wrong(path, "that is not an object"))
+    }
+
+    /// The special tokens that are written in a string, from the first to the last: between angle
+    /// brackets, or square ones, as models' marks are.
+    fn marks(&self, text: &str) -> Vec<Range<usize>> {
+        let (mut found, mut at) = (Vec::new(), 0);
+        while let Some(open) = text[at..].find(['<', '[']).map(|found| at + found) {
+            let close = if text[open..].starts_with('<') { '>' } else { ']' };
+            let end = text[open..].find(close).map(|found| open + found + 1);
+            match end.map(|end| (&text[open..end], end)) {
+                Some((written, end)) if (self.special)(written).is_some() => {
+                    found.push(open..end);
+                    at = end;
+                }
+                _ => at = open + 1,
+            }
+        }
+        found
+    }
+
+    /// A string as an expression, with the tokens that are written in it.
+    fn literal(&self, text: &str) -> String {
+        let (mut parts, mut from) = (Vec::new(), 0);
+        for found in self.marks(text) {
+            if from < found.start {
+                parts.push(quoted(&text[from..found.start]));
+            }
+            from = found.end;
+            parts.push(mark(&text[found], self.special));
+        }
+        if from < text.len() || parts.is_empty() {
+            parts.push(quoted(&text[from..]));
+        }
+        parts.join(" ")
+    }
+
+    fn name(&mut self) -> String {
+        self.count += 1;
+        format!("st{}", self.count)
+    }
+
+    fn schema(&mut self, path: &str, value: Option<&Value>) -> Result<String, ApiError> {
+        let schema = match value {
+            Some(schema @ Value::Object(_)) => guide::without_unique_items(schema),
+            // Any JSON.
+            Some(Value::Bool(true)) => Value::Object(Map::new()),
+            _ => return Err(self.wrong(path, "that is not a JSON schema, an object")),
+        };
+        let schema = guide::json_schema(&schema.to_string(), &Whitespace::Usual);
+        let schema = schema.map_err(|error| self.wrong(path, &format!("that {error}")))?;
+        let name = self.name();
+        self.rules += &grammar::json(&name, &schema);
+        Ok(name)
+    }
+
+    /// Text up to the reply's end.
+    fn rest(&mut self) -> String {
+        self.has_rest = true;
+        "st_rest".to_owned()
+    }
+
+    /// Any text and then `end`, which comes where it first can.
+    fn text_until(&mut self, path: &str, end: &str) -> Result<String, ApiError> {
+        // A token that is not text ends any text; otherwise the match must be lazy.
+        let lazy = match self.marks(end).first() {
+            None => "[lazy]",
+            Some(Range { start: 0, .. }) => "",
+            Some(_) => {
+                let message = "that ends any text, and has a special token behind other text";
+                return Err(self.wrong(path, message));
+            }
+        };
+        let name = self.name();
+        self.rules += &format!("{name}{lazy}: {TEXT} {}\n", self.literal(end));
+        Ok(name)
+    }
+
+    /// A part as an expression.
+    fn part(&mut self, path: &str, value: &Value, place: Place) -> Result<String, ApiError> {
+        if place.depth > DEPTH_MAX {
+            return Err(self.wrong(path, &format!("that is more than {DEPTH_MAX} parts deep")));
+        }
+        let part = self.object(path, value)?;
+        Ok(match part.get("type").and_then(Value::as_str) {
+            Some("const_string") => self.literal(self.text(path, part, "value")?),
+            Some("json_schema") => {
+                if part.get("style").is_some_and(|style| style != "json" && !style.is_null()) {
+                    return Err(self.wrong(&format!("{path}.style"), "that is not supported"));
+                }
+                self.schema(&format!("{path}.json_schema"), part.get("json_schema"))?
+            }
+            Some("regex") => {
+                let pattern = self.text(path, part, "pattern")?;
+                let name = self.name();
+                self.rules += &grammar::regex(&name, guide::without_anchors(pattern));
+                name
+            }
+            Some("any_text") => {
+                self.check_plain_text(path, part)?;
+                if !place.is_last {
+                    return Err(self.wrong(
+                        path,
+                        "with text that something follows: it can be the `content` of a tag, \
+                         which ends it, or the last part",
+                    ));
+                }
+                self.rest()
+            }
+            Some("sequence") => {
+                let elements = self.list(path, part, "elements")?;
+                let mut all = Vec::new();
+                for (index, element) in elements.iter().enumerate() {
+                    let path = format!("{path}.elements[{index}]");
+                    let place = place.within(index + 1 == elements.len());
+                    all.push(self.part(&path, element, place)?);
+                }
+                format!("({})", all.join(" "))
+            }
+            Some("or") => {
+                let elements = self.list(path, part, "elements")?;
+                let mut all = Vec::new();
+                for (index, element) in elements.iter().enumerate() {
+                    let path = format!("{path}.elements[{index}]");
+                    all.push(self.part(&path, element, place.within(true))?);
+                }
+                format!("({})", all.join(" | "))
+            }
+            Some("tag") => {
+                let Tag { begin, rest } = self.tag(path, value, place)?;
+                let begin = self.literal(&begin);
+                format!("({begin} {rest})")
+            }
+            Some("triggered_tags") => self.triggered(path, part, place)?,
+            Some("tags_with_separator") => self.separated(path, part, place)?,
+            Some(other) => {
+                let message = format!("with the `type` {}, which is not supported", quoted(other));
+                return Err(self.wrong(path, &message));
+            }
+            None => return Err(self.wrong(path, "without a `type`, a string")),
+        })
+    }
+
+    fn check_plain_text(&self, path: &str, part: &Map<String, Value>) -> Result<(), ApiError> {
+        for key in ["excluded_str", "excludes"] {
+            let is_empty =
+                |value: &Value| value.is_null() || value.as_array().is_some_and(Vec::is_empty);
+            if part.get(key).is_some_and(|value| !is_empty(value)) {
+                return Err(self.wrong(&format!("{path}.{key}"), "that is not supported"));
+            }
+        }
+        Ok(())
+    }
+
+    fn tag(&mut self, path: &str, value: &Value, place: Place) -> Result<Tag, ApiError> {
+        let tag = self.object(path, value)?;
+        let begin = self.text(path, tag, "begin")?.to_owned();
+        let end = self.text(path, tag, "end")?;
+        let at = format!("{path}.content");
+        let content = tag.get("content").unwrap_or(&Value::Null);
+        let is_text = content.get("type").and_then(Value::as_str) == Some("any_text");
+        let rest = match content.as_object().filter(|_| is_text && !end.is_empty()) {
+            Some(part) => {
+                self.check_plain_text(&at, part)?;
+                self.text_until(&format!("{path}.end"), end)?
+            }
+            None => {
+                let content = self.part(&at, content, place.within(end.is_empty()))?;
+                format!("{content} {}", self.literal(end))
+            }
+        };
+        Ok(self.named(begin, &rest))
+    }
+
+    /// A tag whose rest has a rule: expressions would be written as often as they are used.
+    fn named(&mut self, begin: String, rest: &str) -> Tag {
+        let name = self.name();
+        self.rules += &format!("{name}: {rest}\n");
+        Tag { begin, rest: name }
+    }
+
+    fn tags(
+        &mut self,
+        path: &str,
+        part: &Map<String, Value>,
+        place: Place,
+    ) -> Result<Vec<Tag>, ApiError> {
+        let tags = self.list(path, part, "tags")?;
+        let mut all = Vec::new();
+        for (index, tag) in tags.iter().enumerate() {
+            all.push(self.tag(&format!("{path}.tags[{index}]"), tag, place)?);
+        }
+        Ok(all)
+    }
+
+    fn triggered(
+        &mut self,
+        path: &str,
+        part: &Map<String, Value>,
+        place: Place,
+    ) -> Result<String, ApiError> {
+        self.check_plain_text(path, part)?;
+        let at_least_one = self.flag(path, part, "at_least_one")?;
+        let stops = self.flag(path, part, "stop_after_first")?;
+        if !(place.is_last || at_least_one && stops) {
+            return Err(self.wrong(
+                path,
+                "with tags within text that something follows: they can be the last part, or have \
+                 both `at_least_one` and `stop_after_first`",
+            ));
+        }
+        let triggers = self.list(path, part, "triggers")?;
+        let strings = triggers.iter().map(|it| it.as_str().filter(|it| !it.is_empty()));
+        let triggers: Vec<&str> = strings.collect::<Option<_>>().ok_or_else(|| {
+            self.wrong(&format!("{path}.triggers"), "that are not all strings with a character")
+        })?;
+        let tags = self.tags(path, part, place.within(stops))?;
+        self.dispatch(path, &triggers, &tags, at_least_one, stops)
+    }
+
+    /// Text in which each trigger begins one of the tags.
+    fn dispatch(
+        &mut self,
+        path: &str,
+        triggers: &[&str],
+        tags: &[Tag],
+        at_least_one: bool,
+        stops: bool,
+    ) -> Result<String, ApiError> {
+        let mut behind: Vec<Vec<String>> = vec![Vec::new(); triggers.len()];
+        for (index, tag) in tags.iter().enumerate() {
+            let mut found = triggers.iter().enumerate();
+            let of = |it: &(usize, &&str)| tag.begin.starts_with(*it.1);
+            let (Some((at, trigger)), None) = (found.find(of), found.find(of)) else {
+                let path = format!("{path}.tags[{index}].begin");
+                return Err(self.wrong(&path, "that does not begin with exactly one trigger"));
+            };
+            let begin = &tag.begin[trigger.len()..];
+            let begin = if begin.is_empty() { String::new() } else { self.literal(begin) };
+            behind[at].push(format!("{begin} {}", tag.rest));
+        }
+        let mut any = Vec::new();
+        for (trigger, tags) in triggers.iter().zip(&behind).filter(|(_, tags)| !tags.is_empty()) {
+            let text = self.text_until(&format!("{path}.triggers"), trigger)?;
+            any.push(format!("{text} ({})", tags.join(" | ")));
+        }
+        let first = match at_least_one {
+            true => {
+                let whole = |tag: &Tag| format!("{} {}", self.literal(&tag.begin), tag.rest);
+                Some(tags.iter().map(whole).collect::<Vec<_>>().join(" | "))
+            }
+            false => None,
+        };
+        let name = self.name();
+        self.rules += &format!("{name}: {}\n", any.join(" | "));
+        let rest = if stops { String::new() } else { self.rest() };
+        Ok(match (first, stops) {
+            (Some(first), true) => format!("({first})"),
+            (Some(first), false) => format!("(({first}) {name}* {rest})"),
+            (None, true) => format!("({name} | {})", self.rest()),
+            (None, false) => format!("({name}* {rest})"),
+        })
+    }
+
+    fn separated(
+        &mut self,
+        path: &str,
+        part: &Map<String, Value>,
+        place: Place,
+    ) -> Result<String, ApiError> {
+        let tags = self.tags(path, part, place.within(false))?;
+        let separator = self.literal(self.text(path, part, "separator")?);
+        let any: Vec<String> =
+            tags.iter().map(|tag| format!("{} {}", self.literal(&tag.begin), tag.rest)).collect();
+        let name = self.name();
+        self.rules += &format!("{name}: {}\n", any.join(" | "));
+        let all = match self.flag(path, part, "stop_after_first")? {
+            true => name,
+            false => format!("{name} ({separator} {name})*"),
+        };
+        let optional = if self.flag(path, part, "at_least_one")? { "" } else { "?" };
+        Ok(format!("({all}){optional}"))
+    }
+
+    /// The older form.
+    fn older(&mut self, tag: &Map<String, Value>) -> Result<String, ApiError> {
+        let structures = self.list("structural_tag", tag, "structures")?;
+        let triggers = self.list("structural_tag", tag, "triggers")?;
+        let strings = triggers.iter().map(|it| it.as_str().filter(|it| !it.is_empty()));
+        let triggers: Vec<&str> = strings
+            .collect::<Option<_>>()
+            .ok_or_else(|| self.wrong("triggers", "that are not all strings with a character"))?;
+        let mut tags = Vec::new();
+        for (index, structure) in structures.iter().enumerate() {
+            let path = format!("structures[{index}]");
+            let structure = self.object(&path, structure)?;
+            let begin = self.text(&path, structure, "begin")?.to_owned();
+            let content = match structure.get("schema") {
+                // Some clients write it in a string.
+                Some(Value::String(text)) => serde_json::from_str(text).ok(),
+                other => other.cloned(),
+            };
+            let content = self.schema(&format!("{path}.schema"), content.as_ref())?;
+            let end = self.literal(self.text(&path, structure, "end")?);
+            tags.push(self.named(begin, &format!("{content} {end}")));
+        }
+        self.dispatch("structural_tag", &triggers, &tags, false, false)
+    }
+}
