@@ -12,8 +12,8 @@
 //! - [`terms`]: what applies to a request besides its body: its deadline and its owner
 //! - [`conversation`]: the part of a chat request that its template is given
 //! - [`refused`]: fields that would change the answer and are not supported
-//! - [`structured`]: constraints on the output; [`thinking`]: a bound on reasoning;
-//!   [`bad_words`]: words that must not come
+//! - [`structured`]: constraints on the output, `structural_tag` on parts of it;
+//!   [`thinking`]: a bound on reasoning; [`bad_words`]: words that must not come
 //! - [`completions`], [`chat`], [`responses`], [`embeddings`], [`models`]: OpenAI's endpoints
 //! - `invocations`: several of these at the one path that SageMaker knows
 //! - `classes`: sorts texts into classes

@@ -505,8 +505,9 @@ def check_structured(client, model):
         ({"response_format": {"type": "structural_tag", "format": {
             "type": "triggered_tags", "triggers": ["<"], "at_least_one": True,
             "stop_after_first": True, "tags": [{"begin": "<n>", "end": "</n>", "content": {
-                "type": "json_schema", "json_schema": {"type": "integer", "maximum": 9}}}]}}},
-         lambda it: it.startswith("<n>") and it.endswith("</n>") and int(it[3:-4]) <= 9),
+                "type": "json_schema",
+                "json_schema": {"type": "integer", "minimum": 1, "maximum": 9}}}]}}},
+         lambda it: len(it) == 8 and it[:3] + it[4:] == "<n></n>" and it[3] in "123456789"),
     ]:
         text = client.chat.completions.create(
             model=model, messages=ask, max_tokens=100, extra_body=extra
