@@ -18,8 +18,8 @@ __device__ __forceinline__ uint2 read_addends(const tutti_bf16* at) { return loa
 __device__ __forceinline__ float addend(const float* at) { return *at; }
 __device__ __forceinline__ float addend(const tutti_bf16* at) { return from_bf16(*at); }
 
-struct Widened {
-    __device__ __forceinline__ float4 operator()(float4 v) const { return v; }
+struct Widened : AsRead {
+    using AsRead::operator();
     __device__ __forceinline__ float4 operator()(uint2 v) const {
         const Four wide = widened(v);
         return make_float4(wide.v[0], wide.v[1], wide.v[2], wide.v[3]);

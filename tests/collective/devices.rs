@@ -185,6 +185,39 @@ fn ranks_sum_and_gather_on_their_devices() {
     }
 }
 
+/// What is added to the residual stream is rounded to bf16 in large steps, and only there: not in
+/// steps of few rows, in small messages, or where the same bits are promised; other sums never.
+#[test]
+fn only_large_steps_are_summed_in_bf16() {
+    // No bf16; its sums over 2 and 4 ranks are f32.
+    let value = 1.0 + 1.0 / 1024.0;
+    for (count, batch_invariant) in [(2, false), (4, false), (2, true)] {
+        let ranks = Ranks::with(count, batch_invariant);
+        ranks.join(LONG);
+        for (rows, width, is_rounded) in
+            [(32, 1000, false), (33, 1000, !batch_invariant), (33, 400, false)]
+        {
+            let sums = |is_delta: bool| -> Vec<f32> {
+                let sum = move |backend: &mut CudaBackend| {
+                    let mut buffer = backend.new_buffer(rows, width).unwrap();
+                    backend.write_buffer(&mut buffer, &vec![value; rows * width]).unwrap();
+                    match is_delta {
+                        true => backend.all_reduce_delta(&mut buffer).unwrap(),
+                        false => backend.all_reduce(&mut buffer).unwrap(),
+                    }
+                    backend.read_buffer(&buffer).unwrap()
+                };
+                let all: Vec<_> = (0..count as usize).map(|rank| ranks.tell(rank, sum)).collect();
+                all.into_iter().flat_map(|sums| sums.recv_timeout(LONG).unwrap()).collect()
+            };
+            let exact = count as f32 * value;
+            let expected = if is_rounded { count as f32 } else { exact };
+            assert!(sums(true).iter().all(|it| *it == expected), "{count} {rows} {width}");
+            assert!(sums(false).iter().all(|it| *it == exact), "{count} {rows} {width}");
+        }
+    }
+}
+
 /// Small messages are summed as a tree over the ranks in order: steps of other sizes sum them, too.
 /// Larger ones are NCCL's, which receives less, unless the same bits are promised.
 #[test]

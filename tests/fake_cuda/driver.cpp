@@ -413,7 +413,10 @@ bool captures(void* stream) {
     LOCKED;
     return static_cast<Stream*>(stream)->captures;
 }
-uint64_t resets() { return current == nullptr ? 0 : current->resets; }
+uint64_t resets() {
+    LOCKED;
+    return current == nullptr ? 0 : current->resets;
+}
 bool is_ready() { return initialised && current != nullptr && current->retained > 0; }
 bool is_memory(const void* at, size_t bytes) {
     LOCKED;

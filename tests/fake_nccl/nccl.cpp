@@ -27,7 +27,7 @@
 // - FAKE_NCCL_BLOCK=rank:n: the call of this collective does not return before an abort
 // - FAKE_NCCL_SLOW=rank:n: the call of this collective is in progress for 1200 ms
 // - FAKE_NCCL_ABORT_HANG=rank:n: this abort does not return
-// - FAKE_NCCL_ABORT_SLOW=rank:n: this abort takes 4 s
+// - FAKE_NCCL_ABORT_SLOW=rank:n: this abort takes 3 s
 // - NCCL_COMM_BLOCKING=1: as with the real one, calls wait for the other ranks
 // - FAKE_NCCL_LOG: a file to which calls are appended
 #include <fcntl.h>
@@ -542,7 +542,7 @@ int ncclCommAbort(void* handle) {
     const int abort = next("abort", comm->rank);
     if (told("FAKE_NCCL_ABORT_SLOW", comm->rank, abort)) {
         log_line("abort is slow rank %d", comm->rank);
-        std::this_thread::sleep_for(std::chrono::seconds(4));
+        std::this_thread::sleep_for(std::chrono::seconds(3));
     }
     if (told("FAKE_NCCL_ABORT_HANG", comm->rank, abort)) {
         log_line("abort hangs rank %d", comm->rank);

@@ -129,6 +129,7 @@ pub(crate) fn check_sum(sums: &[f32], ranks: usize) -> Result<(), String> {
 /// Sums of sizes that are exchanged in different ways.
 fn sums_of_sizes(backend: &mut CudaBackend, quick: bool) -> Result<(), KernelError> {
     let (rank, ranks) = (backend.rank() as usize, backend.world_size() as usize);
+    let wrong = |message| KernelError::Shape { op: "sums", message };
     let sizes: &[usize] = &[4, 1000, 70_001, 400_001, 1_100_000, 5_000_003];
     for &count in if quick { &sizes[..3] } else { sizes } {
         let mut data = backend.new_buffer(1, count)?;
@@ -136,10 +137,23 @@ fn sums_of_sizes(backend: &mut CudaBackend, quick: bool) -> Result<(), KernelErr
         backend.write_buffer(&mut data, &own)?;
         backend.all_reduce(&mut data)?;
         let sums = backend.read_buffer(&data)?;
-        let wrong = |message| KernelError::Shape { op: "sums", message };
         check_sum(&sums, ranks).map_err(wrong)?;
     }
-    Ok(())
+    // So many rows that they may be exchanged in bf16, in which these numbers are exact, too.
+    let (rows, width) = (40, 1000);
+    let own: Vec<f32> = (0..rows * width).map(|i| term(rank, i)).collect();
+    let mut data = backend.new_buffer(rows, width)?;
+    backend.write_buffer(&mut data, &own)?;
+    backend.all_reduce_delta(&mut data)?;
+    check_sum(&backend.read_buffer(&data)?, ranks).map_err(wrong)?;
+    // And with the norm behind it, whose residual is the sums.
+    let mut residual = backend.new_buffer(rows, width)?;
+    let mut normed = backend.new_input_buffer(rows, width)?;
+    backend.write_buffer(&mut residual, &vec![0.0; rows * width])?;
+    backend.write_buffer(&mut data, &own)?;
+    let weight = backend.load_vector(&vec![1.0; width])?;
+    backend.all_reduce_add_rmsnorm(&mut data, &mut residual, &weight, 1e-5, &mut normed)?;
+    check_sum(&backend.read_buffer(&residual)?, ranks).map_err(wrong)
 }
 
 /// Checks that neither graphs nor overlap was given up: without them results are right, too.

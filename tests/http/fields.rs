@@ -29,7 +29,6 @@ fn refused() -> Vec<(&'static str, Value, Value)> {
         ("logits_processors", json!(["a"]), json!([])),
         ("priority", json!(1), json!(0)),
         ("return_prompt_text", json!(true), json!(false)),
-        ("structural_tag", json!("a"), json!(null)),
         ("truncation_side", json!("right"), json!("left")),
         ("use_beam_search", json!(true), json!(false)),
         ("vllm_xargs", json!({"a": 1}), json!({})),

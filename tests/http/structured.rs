@@ -27,7 +27,7 @@ fn named(schema: &Value) -> Value {
         "json_schema": {"name": "one", "strict": true, "description": "d", "schema": schema}}})
 }
 
-/// Every way to give a structural tag makes the same grammar, also within what the model reasons.
+/// Every way to give a structural tag makes the same grammar.
 #[tokio::test]
 async fn structural_tags_reach_the_engine_as_grammars() {
     let rig = Rig::saying("x");
@@ -207,6 +207,18 @@ async fn what_cannot_be_is_refused_with_the_field_and_the_reason() {
         (structured(json!({"structural_tag": "a"})), "structured_outputs", "a structural tag"),
         (structured(json!({"structural_tag": {}})), "structured_outputs", "either `format` or"),
         (json!({"structural_tag": 1}), "structural_tag", "a structural tag"),
+        (json!({"structural_tag": "<".repeat(1 << 20)}), "structural_tag", "the limit is 524288"),
+        (
+            structured(json!({"structural_tag": {"format": {"type": "x"}}})),
+            "structured_outputs",
+            "`structural_tag.format`",
+        ),
+        (
+            structured(json!({"structural_tag": {"format": {"type": "any_text"}},
+                "disable_any_whitespace": true})),
+            "structured_outputs",
+            "white space",
+        ),
         (
             json!({"response_format": {"type": "structural_tag", "format": {"type": "any"}}}),
             "response_format",

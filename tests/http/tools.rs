@@ -158,6 +158,24 @@ async fn where_calls_are_not_asked_for_they_are_text() {
     assert!(name.is_none_or(|name| name == "weather"));
 }
 
+/// A structural tag constrains the whole reply, and calls in it are the model's own.
+#[tokio::test]
+async fn calls_within_a_structural_tag_are_calls() {
+    let rig = rig(CALLS, Some(CallFormat::Hermes), false);
+    let tag = json!({"structural_tag": {"triggers": ["<tool_call>"], "structures": [
+        {"begin": "<tool_call>", "schema": {"type": "object"}, "end": "</tool_call>"}]}});
+    let choice = ask(&rig, &tag).await;
+    assert_eq!(choice["finish_reason"], "tool_calls");
+    let plain = ask(&rig, &json!({})).await;
+    assert_eq!(functions(&choice["message"]), functions(&plain["message"]));
+    let seen = rig.seen.lock().unwrap();
+    let GuideSpec::Made(grammar) = seen.requests[0].guide_spec.as_deref().unwrap() else {
+        panic!("{:?}", seen.requests[0].guide_spec)
+    };
+    assert!(grammar.starts_with("start: st_root\n"), "{grammar}");
+    assert!(seen.requests[1].guide_spec.is_none(), "the model decides");
+}
+
 #[tokio::test]
 async fn the_template_tells_how_calls_are_written() {
     let rig = Rig::with_template("{{ tools }} <tool_call>{\"name\": ..}</tool_call>");

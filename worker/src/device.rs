@@ -103,7 +103,8 @@ pub trait Device: Debug {
         Ok(())
     }
 
-    /// In place of [`Device::join`], for a rank without others.
+    /// In place of [`Device::join`], for a rank without others: waits for what an earlier group
+    /// still holds.
     fn stay_alone(backend: &mut Self::Backend) {
         let _ = backend;
     }

@@ -97,7 +97,7 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     let mut rules = tools.rules(state.tool_calls)?;
     let wanted = tools.wanted(&fields, common.asked.take(), state.tool_calls)?;
     // A grammar may hold calls to another format than the model's own.
-    if let Some(wanted) = &wanted {
+    if let Some(wanted) = wanted.as_ref().filter(|wanted| !wanted.is_tagged()) {
         rules.calls = wanted.calls();
     }
     let is_called = wanted.as_ref().is_some_and(|wanted| wanted.calls().is_some());

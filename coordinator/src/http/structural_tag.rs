@@ -15,31 +15,56 @@ use crate::text::reply::grammar::{self, Special, mark, quoted};
 
 /// Name of the first rule.
 pub(crate) const ROOT: &str = "st_root";
-/// Any text, as short as can be before what ends it.
-const TEXT: &str = "/(?s:.*)/";
-/// The rule of a text that nothing ends but the reply's end.
-const REST: &str = "st_rest: ST_TEXT?\nST_TEXT: /(?s:.+)/\n";
 /// Most parts within each other.
 const DEPTH_MAX: usize = 16;
+/// Most entries of a list: each tag is compared with each trigger.
+const ENTRIES_MAX: usize = 512;
+/// Longest special token that is looked for in a string, in bytes.
+const MARK_BYTES_MAX: usize = 96;
+/// Length at which a client's word is cut where it is repeated, in characters.
+const SHOWN_MAX: usize = 60;
 
-/// Writes the rules of a structural tag: [`ROOT`], and those that it needs. `special` looks up
-/// tokens by their text: marks that are tokens of their own are no text.
+/// The terminals that [`rules`] refer to: any text, and text that is not empty. Neither begins with
+/// `unless`, the mark of reasoning, which could otherwise not be told from text.
+#[must_use]
+pub(crate) fn terminals(unless: Option<&str>) -> String {
+    let except = unless.map_or_else(String::new, |mark| {
+        // By their numbers: what is special in an expression differs from library to library.
+        let mark: String = mark.chars().map(|c| format!("\\x{{{:x}}}", u32::from(c))).collect();
+        format!(" & ~/{mark}(?s:.*)/")
+    });
+    format!("ST_ANY: /(?s:.*)/{except}\nST_TEXT: /(?s:.+)/{except}\n")
+}
+
+/// Writes the rules of a structural tag: [`ROOT`], and those that it needs, without [`terminals`].
+/// `base` is where the tag is in `field`, with a dot behind it, if it is not all of it. `special`
+/// looks up tokens by their text: marks that are tokens of their own are no text.
 ///
 /// # Errors
 /// 400 naming the field, and the part within it.
 pub(crate) fn rules(
-    field: &str,
+    (field, base): (&str, &str),
     tag: &Map<String, Value>,
     special: Special<'_>,
 ) -> Result<String, ApiError> {
-    let mut writer = Writer { field, special, rules: String::new(), count: 0, has_rest: false };
-    let body = match (tag.get("format"), tag.get("structures")) {
-        (Some(format), None) => writer.part("format", format, Place { depth: 0, is_last: true })?,
-        (None, Some(_)) => writer.older(tag)?,
-        _ => return Err(wrong(field, "needs either `format` or `structures`")),
+    let mut writer = Writer { field, base, special, rules: String::new(), count: 0 };
+    let given = |key: &str| tag.get(key).filter(|value| !value.is_null());
+    let body = match (given("format"), given("structures")) {
+        (Some(format), None) => {
+            writer.only("", tag, &["format"])?;
+            writer.part("format", format, Place { depth: 0, is_last: true })?
+        }
+        (None, Some(_)) => {
+            writer.only("", tag, &["structures", "triggers"])?;
+            writer.older(tag)?
+        }
+        _ => {
+            let within = base.trim_end_matches('.');
+            let within = if within.is_empty() { String::new() } else { format!(" in `{within}`") };
+            return Err(wrong(field, &format!("needs either `format` or `structures`{within}")));
+        }
     };
-    let rest = if writer.has_rest { REST } else { "" };
-    Ok(format!("{ROOT}: {body}\n{}{rest}", writer.rules))
+    Ok(format!("{ROOT}: {body}\n{}", writer.rules))
 }
 
 /// Where a part is.
@@ -67,17 +92,29 @@ struct Tag {
 
 struct Writer<'a> {
     field: &'a str,
+    base: &'a str,
     special: Special<'a>,
     rules: String,
     /// Number of rules with a number in their name.
     count: usize,
-    /// Whether [`REST`] is needed.
-    has_rest: bool,
 }
 
 impl Writer<'_> {
     fn wrong(&self, path: &str, message: &str) -> ApiError {
-        wrong(self.field, &format!("has a `{path}` {message}"))
+        wrong(self.field, &format!("has a `{}{path}` {message}", self.base))
+    }
+
+    /// Refuses other keys than these, and `type`: what is ignored could be a promise.
+    fn only(&self, path: &str, part: &Map<String, Value>, keys: &[&str]) -> Result<(), ApiError> {
+        let known = |key: &str| key == "type" || keys.contains(&key);
+        match part.iter().find(|(key, value)| !known(key) && !value.is_null()) {
+            None => Ok(()),
+            Some((key, _)) => {
+                let key: String = key.chars().take(SHOWN_MAX).collect();
+                let path = if path.is_empty() { key } else { format!("{path}.{key}") };
+                Err(self.wrong(&path, "that is not supported"))
+            }
+        }
     }
 
     /// Reads `path`'s `key`, which must be a string.
@@ -97,9 +134,16 @@ impl Writer<'_> {
         part: &'v Map<String, Value>,
         key: &str,
     ) -> Result<&'v [Value], ApiError> {
+        let path = if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
         let list = part.get(key).and_then(Value::as_array).filter(|list| !list.is_empty());
-        let list = list.map(Vec::as_slice);
-        list.ok_or_else(|| self.wrong(&format!("{path}.{key}"), "that is not a list, or empty"))
+        match list.map(Vec::as_slice) {
+            None => Err(self.wrong(&path, "that is not a list, or empty")),
+            Some(list) if list.len() > ENTRIES_MAX => {
+                let message = format!("of {} entries, the limit is {ENTRIES_MAX}", list.len());
+                Err(self.wrong(&path, &message))
+            }
+            Some(list) => Ok(list),
+        }
     }
 
     fn flag(&self, path: &str, part: &Map<String, Value>, key: &str) -> Result<bool, ApiError> {
@@ -119,8 +163,9 @@ impl Writer<'_> {
     fn marks(&self, text: &str) -> Vec<Range<usize>> {
         let (mut found, mut at) = (Vec::new(), 0);
         while let Some(open) = text[at..].find(['<', '[']).map(|found| at + found) {
-            let close = if text[open..].starts_with('<') { '>' } else { ']' };
-            let end = text[open..].find(close).map(|found| open + found + 1);
+            let close = if text[open..].starts_with('<') { b'>' } else { b']' };
+            let near = text.as_bytes()[open..].iter().take(MARK_BYTES_MAX);
+            let end = near.copied().position(|byte| byte == close).map(|found| open + found + 1);
             match end.map(|end| (&text[open..end], end)) {
                 Some((written, end)) if (self.special)(written).is_some() => {
                     found.push(open..end);
@@ -155,7 +200,8 @@ impl Writer<'_> {
 
     fn schema(&mut self, path: &str, value: Option<&Value>) -> Result<String, ApiError> {
         let schema = match value {
-            Some(schema @ Value::Object(_)) => guide::without_unique_items(schema),
+            // As those of tools, which they mostly are.
+            Some(schema @ Value::Object(_)) => guide::loosened(schema),
             // Any JSON.
             Some(Value::Bool(true)) => Value::Object(Map::new()),
             _ => return Err(self.wrong(path, "that is not a JSON schema, an object")),
@@ -165,12 +211,6 @@ impl Writer<'_> {
         let name = self.name();
         self.rules += &grammar::json(&name, &schema);
         Ok(name)
-    }
-
-    /// Text up to the reply's end.
-    fn rest(&mut self) -> String {
-        self.has_rest = true;
-        "st_rest".to_owned()
     }
 
     /// Any text and then `end`, which comes where it first can.
@@ -185,8 +225,19 @@ impl Writer<'_> {
             }
         };
         let name = self.name();
-        self.rules += &format!("{name}{lazy}: {TEXT} {}\n", self.literal(end));
+        self.rules += &format!("{name}{lazy}: ST_ANY {}\n", self.literal(end));
         Ok(name)
+    }
+
+    /// The pattern of a regular expression.
+    fn pattern<'v>(&self, path: &str, part: &'v Map<String, Value>) -> Result<&'v str, ApiError> {
+        self.only(path, part, &["pattern"])?;
+        let pattern = guide::without_anchors(self.text(path, part, "pattern")?);
+        let escapes = pattern.len() - pattern.trim_end_matches('\\').len();
+        if escapes % 2 == 1 {
+            return Err(self.wrong(&format!("{path}.pattern"), "that ends within an escape"));
+        }
+        Ok(pattern)
     }
 
     /// A part as an expression.
@@ -196,21 +247,25 @@ impl Writer<'_> {
         }
         let part = self.object(path, value)?;
         Ok(match part.get("type").and_then(Value::as_str) {
-            Some("const_string") => self.literal(self.text(path, part, "value")?),
+            Some("const_string") => {
+                self.only(path, part, &["value"])?;
+                self.literal(self.text(path, part, "value")?)
+            }
             Some("json_schema") => {
+                self.only(path, part, &["json_schema", "style"])?;
                 if part.get("style").is_some_and(|style| style != "json" && !style.is_null()) {
                     return Err(self.wrong(&format!("{path}.style"), "that is not supported"));
                 }
                 self.schema(&format!("{path}.json_schema"), part.get("json_schema"))?
             }
             Some("regex") => {
-                let pattern = self.text(path, part, "pattern")?;
+                let pattern = self.pattern(path, part)?;
                 let name = self.name();
-                self.rules += &grammar::regex(&name, guide::without_anchors(pattern));
+                self.rules += &grammar::regex(&name, pattern);
                 name
             }
             Some("any_text") => {
-                self.check_plain_text(path, part)?;
+                self.check_plain_text(path, part, &[])?;
                 if !place.is_last {
                     return Err(self.wrong(
                         path,
@@ -218,9 +273,10 @@ impl Writer<'_> {
                          which ends it, or the last part",
                     ));
                 }
-                self.rest()
+                "ST_TEXT?".to_owned()
             }
             Some("sequence") => {
+                self.only(path, part, &["elements"])?;
                 let elements = self.list(path, part, "elements")?;
                 let mut all = Vec::new();
                 for (index, element) in elements.iter().enumerate() {
@@ -231,6 +287,7 @@ impl Writer<'_> {
                 format!("({})", all.join(" "))
             }
             Some("or") => {
+                self.only(path, part, &["elements"])?;
                 let elements = self.list(path, part, "elements")?;
                 let mut all = Vec::new();
                 for (index, element) in elements.iter().enumerate() {
@@ -247,37 +304,50 @@ impl Writer<'_> {
             Some("triggered_tags") => self.triggered(path, part, place)?,
             Some("tags_with_separator") => self.separated(path, part, place)?,
             Some(other) => {
-                let message = format!("with the `type` {}, which is not supported", quoted(other));
+                let shown: String = other.chars().take(SHOWN_MAX).collect();
+                let message = format!("with the `type` {}, which is not supported", quoted(&shown));
                 return Err(self.wrong(path, &message));
             }
             None => return Err(self.wrong(path, "without a `type`, a string")),
         })
     }
 
-    fn check_plain_text(&self, path: &str, part: &Map<String, Value>) -> Result<(), ApiError> {
-        for key in ["excluded_str", "excludes"] {
-            let is_empty =
-                |value: &Value| value.is_null() || value.as_array().is_some_and(Vec::is_empty);
-            if part.get(key).is_some_and(|value| !is_empty(value)) {
-                return Err(self.wrong(&format!("{path}.{key}"), "that is not supported"));
-            }
-        }
-        Ok(())
+    /// Refuses what text must not contain, unless that is nothing.
+    fn check_plain_text(
+        &self,
+        path: &str,
+        part: &Map<String, Value>,
+        keys: &[&str],
+    ) -> Result<(), ApiError> {
+        let nothing = ["excluded_str", "excludes"]
+            .into_iter()
+            .filter(|key| part.get(*key).and_then(Value::as_array).is_some_and(Vec::is_empty));
+        let keys: Vec<&str> = keys.iter().copied().chain(nothing).collect();
+        self.only(path, part, &keys)
     }
 
     fn tag(&mut self, path: &str, value: &Value, place: Place) -> Result<Tag, ApiError> {
         let tag = self.object(path, value)?;
+        self.only(path, tag, &["begin", "content", "end"])?;
         let begin = self.text(path, tag, "begin")?.to_owned();
         let end = self.text(path, tag, "end")?;
         let at = format!("{path}.content");
         let content = tag.get("content").unwrap_or(&Value::Null);
-        let is_text = content.get("type").and_then(Value::as_str) == Some("any_text");
-        let rest = match content.as_object().filter(|_| is_text && !end.is_empty()) {
-            Some(part) => {
-                self.check_plain_text(&at, part)?;
+        let kind = content.get("type").and_then(Value::as_str);
+        let rest = match (content.as_object().filter(|_| !end.is_empty()), kind) {
+            (Some(part), Some("any_text")) => {
+                self.check_plain_text(&at, part, &[])?;
                 self.text_until(&format!("{path}.end"), end)?
             }
-            None => {
+            // What is matched never gives anything back, so its end has to be a part of it.
+            (Some(part), Some("regex")) if self.marks(end).is_empty() => {
+                let pattern = self.pattern(&at, part)?;
+                let name = self.name();
+                self.rules += grammar::regex(&format!("{name}[lazy]"), pattern).trim_end();
+                self.rules += &format!(" {}\n", quoted(end));
+                name
+            }
+            _ => {
                 let content = self.part(&at, content, place.within(end.is_empty()))?;
                 format!("{content} {}", self.literal(end))
             }
@@ -312,7 +382,8 @@ impl Writer<'_> {
         part: &Map<String, Value>,
         place: Place,
     ) -> Result<String, ApiError> {
-        self.check_plain_text(path, part)?;
+        let keys = ["triggers", "tags", "at_least_one", "stop_after_first"];
+        self.check_plain_text(path, part, &keys)?;
         let at_least_one = self.flag(path, part, "at_least_one")?;
         let stops = self.flag(path, part, "stop_after_first")?;
         if !(place.is_last || at_least_one && stops) {
@@ -322,39 +393,54 @@ impl Writer<'_> {
                  both `at_least_one` and `stop_after_first`",
             ));
         }
-        let triggers = self.list(path, part, "triggers")?;
-        let strings = triggers.iter().map(|it| it.as_str().filter(|it| !it.is_empty()));
-        let triggers: Vec<&str> = strings.collect::<Option<_>>().ok_or_else(|| {
-            self.wrong(&format!("{path}.triggers"), "that are not all strings with a character")
-        })?;
+        let triggers = self.triggers(path, part)?;
         let tags = self.tags(path, part, place.within(stops))?;
-        self.dispatch(path, &triggers, &tags, at_least_one, stops)
+        let paths = [format!("{path}.triggers"), format!("{path}.tags")];
+        self.dispatch(&paths, &triggers, &tags, (at_least_one, stops))
     }
 
-    /// Text in which each trigger begins one of the tags.
+    fn triggers<'v>(
+        &self,
+        path: &str,
+        part: &'v Map<String, Value>,
+    ) -> Result<Vec<&'v str>, ApiError> {
+        let triggers = self.list(path, part, "triggers")?;
+        let strings = triggers.iter().map(|it| it.as_str().filter(|it| !it.is_empty()));
+        strings.collect::<Option<_>>().ok_or_else(|| {
+            let path = if path.is_empty() { String::new() } else { format!("{path}.") };
+            self.wrong(&format!("{path}triggers"), "that are not all strings with a character")
+        })
+    }
+
+    /// Text in which each trigger begins one of the tags; the paths are theirs.
     fn dispatch(
         &mut self,
-        path: &str,
+        [trigger_path, tag_path]: &[String; 2],
         triggers: &[&str],
         tags: &[Tag],
-        at_least_one: bool,
-        stops: bool,
+        (at_least_one, stops): (bool, bool),
     ) -> Result<String, ApiError> {
         let mut behind: Vec<Vec<String>> = vec![Vec::new(); triggers.len()];
         for (index, tag) in tags.iter().enumerate() {
             let mut found = triggers.iter().enumerate();
             let of = |it: &(usize, &&str)| tag.begin.starts_with(*it.1);
             let (Some((at, trigger)), None) = (found.find(of), found.find(of)) else {
-                let path = format!("{path}.tags[{index}].begin");
+                let path = format!("{tag_path}[{index}].begin");
                 return Err(self.wrong(&path, "that does not begin with exactly one trigger"));
             };
+            let cut = trigger.len();
+            if self.marks(&tag.begin).iter().any(|mark| mark.start < cut && cut < mark.end) {
+                let message = "whose trigger ends within a special token: name all of it";
+                return Err(self.wrong(&format!("{tag_path}[{index}].begin"), message));
+            }
             let begin = &tag.begin[trigger.len()..];
             let begin = if begin.is_empty() { String::new() } else { self.literal(begin) };
             behind[at].push(format!("{begin} {}", tag.rest));
         }
         let mut any = Vec::new();
-        for (trigger, tags) in triggers.iter().zip(&behind).filter(|(_, tags)| !tags.is_empty()) {
-            let text = self.text_until(&format!("{path}.triggers"), trigger)?;
+        let used = triggers.iter().zip(&behind).enumerate();
+        for (index, (trigger, tags)) in used.filter(|(_, (_, tags))| !tags.is_empty()) {
+            let text = self.text_until(&format!("{trigger_path}[{index}]"), trigger)?;
             any.push(format!("{text} ({})", tags.join(" | ")));
         }
         let first = match at_least_one {
@@ -366,12 +452,11 @@ impl Writer<'_> {
         };
         let name = self.name();
         self.rules += &format!("{name}: {}\n", any.join(" | "));
-        let rest = if stops { String::new() } else { self.rest() };
         Ok(match (first, stops) {
             (Some(first), true) => format!("({first})"),
-            (Some(first), false) => format!("(({first}) {name}* {rest})"),
-            (None, true) => format!("({name} | {})", self.rest()),
-            (None, false) => format!("({name}* {rest})"),
+            (Some(first), false) => format!("(({first}) {name}* ST_TEXT?)"),
+            (None, true) => format!("({name} | ST_TEXT?)"),
+            (None, false) => format!("({name}* ST_TEXT?)"),
         })
     }
 
@@ -381,6 +466,7 @@ impl Writer<'_> {
         part: &Map<String, Value>,
         place: Place,
     ) -> Result<String, ApiError> {
+        self.only(path, part, &["tags", "separator", "at_least_one", "stop_after_first"])?;
         let tags = self.tags(path, part, place.within(false))?;
         let separator = self.literal(self.text(path, part, "separator")?);
         let any: Vec<String> =
@@ -397,16 +483,13 @@ impl Writer<'_> {
 
     /// The older form.
     fn older(&mut self, tag: &Map<String, Value>) -> Result<String, ApiError> {
-        let structures = self.list("structural_tag", tag, "structures")?;
-        let triggers = self.list("structural_tag", tag, "triggers")?;
-        let strings = triggers.iter().map(|it| it.as_str().filter(|it| !it.is_empty()));
-        let triggers: Vec<&str> = strings
-            .collect::<Option<_>>()
-            .ok_or_else(|| self.wrong("triggers", "that are not all strings with a character"))?;
+        let structures = self.list("", tag, "structures")?;
+        let triggers = self.triggers("", tag)?;
         let mut tags = Vec::new();
         for (index, structure) in structures.iter().enumerate() {
             let path = format!("structures[{index}]");
             let structure = self.object(&path, structure)?;
+            self.only(&path, structure, &["begin", "schema", "end"])?;
             let begin = self.text(&path, structure, "begin")?.to_owned();
             let content = match structure.get("schema") {
                 // Some clients write it in a string.
@@ -417,6 +500,7 @@ impl Writer<'_> {
             let end = self.literal(self.text(&path, structure, "end")?);
             tags.push(self.named(begin, &format!("{content} {end}")));
         }
-        self.dispatch("structural_tag", &triggers, &tags, false, false)
+        let paths = ["triggers".to_owned(), "structures".to_owned()];
+        self.dispatch(&paths, &triggers, &tags, (false, false))
     }
 }

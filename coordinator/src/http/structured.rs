@@ -83,14 +83,22 @@ impl Asked {
         Self { field, spec, tags: None }
     }
 
+    /// The constraint of a structural tag; for `place` see [`structural_tag::rules`].
     fn tagged(
-        field: &'static str,
+        place @ (field, _): (&'static str, &str),
         tag: &Map<String, Value>,
         special: Special<'_>,
     ) -> Result<Self, ApiError> {
-        let tags = structural_tag::rules(field, tag, special)?;
-        let spec = GuideSpec::Made(grammar::whole(structural_tag::ROOT, &tags));
+        let tags = structural_tag::rules(place, tag, special)?;
+        let rules = tags.clone() + &structural_tag::terminals(None);
+        let spec = GuideSpec::Made(grammar::whole(structural_tag::ROOT, &rules));
         Ok(Self { field, spec, tags: Some(tags) })
+    }
+
+    /// Whether it is a structural tag: it says itself where calls are.
+    #[must_use]
+    pub fn is_tagged(&self) -> bool {
+        self.tags.is_some()
     }
 
     /// Whether it concerns the whole output in any case: a client's own grammar, or a list of
@@ -108,13 +116,15 @@ impl Asked {
         matches!(self.spec, GuideSpec::Tokens(_))
     }
 
-    /// Returns it as a grammar rule named `head`; `None` if it concerns the whole output.
+    /// Returns it as a grammar rule named `head`; `None` if it concerns the whole output. Text
+    /// without a form does not begin with `unless`.
     ///
     /// # Errors
     /// 400 naming the field.
-    pub fn rules(&self, head: &str) -> Result<Option<String>, ApiError> {
+    pub fn rules(&self, head: &str, unless: Option<&str>) -> Result<Option<String>, ApiError> {
         if let Some(tags) = &self.tags {
-            return Ok(Some(format!("{head}: {}\n{tags}", structural_tag::ROOT)));
+            let terminals = structural_tag::terminals(unless);
+            return Ok(Some(format!("{head}: {}\n{tags}{terminals}", structural_tag::ROOT)));
         }
         Ok(match &self.spec {
             GuideSpec::Json { schema, whitespace } => {
@@ -186,7 +196,9 @@ fn response_format(fields: &Fields, special: Special<'_>) -> Result<Option<Asked
             let schema = format.get("json_schema").and_then(Value::as_object);
             named_schema(schema.ok_or_else(|| wrong(field, "needs `json_schema`, an object"))?)?
         }
-        Some("structural_tag") => return Asked::tagged(field, format, special).map(Some),
+        Some("structural_tag") => {
+            return tagged((field, ""), field, value, special).map(Some);
+        }
         _ => return Err(Fields::wrong(field, value, expected)),
     };
     Ok(Some(Asked::new(field, json(schema, Whitespace::Usual))))
@@ -196,24 +208,34 @@ fn response_format(fields: &Fields, special: Special<'_>) -> Result<Option<Asked
 fn structural_tag(fields: &Fields, special: Special<'_>) -> Result<Option<Asked>, ApiError> {
     let field = "structural_tag";
     let Some(value) = fields.get(field) else { return Ok(None) };
-    tagged(field, field, value, special).map(Some)
+    tagged((field, ""), field, value, special).map(Some)
 }
 
 /// Reads a structural tag, JSON in a string or as it is; `name` is where it was.
 fn tagged(
-    field: &'static str,
+    place @ (field, _): (&'static str, &str),
     name: &str,
     value: &Value,
     special: Special<'_>,
 ) -> Result<Asked, ApiError> {
-    let parsed = match value {
-        Value::String(text) if text.len() <= MADE_BYTES_MAX => serde_json::from_str(text).ok(),
-        Value::String(_) => None,
-        other => Some(other.clone()),
+    let wrong = |message: String| ApiError::field(field, format!("`{name}` {message}"));
+    let bytes = match value {
+        Value::String(text) => text.len(),
+        other => other.to_string().len(),
     };
-    let message = format!("`{name}` must be a structural tag: an object, or one in a string");
-    let Some(Value::Object(tag)) = parsed else { return Err(ApiError::field(field, message)) };
-    Asked::tagged(field, &tag, special)
+    if bytes > MADE_BYTES_MAX {
+        return Err(wrong(format!("has {bytes} bytes, the limit is {MADE_BYTES_MAX}")));
+    }
+    let expected = "must be a structural tag: an object, or one in a string";
+    match value {
+        Value::Object(tag) => Asked::tagged(place, tag, special),
+        Value::String(text) => match serde_json::from_str(text) {
+            Ok(Value::Object(tag)) => Asked::tagged(place, &tag, special),
+            Ok(_) => Err(wrong(expected.to_owned())),
+            Err(error) => Err(wrong(format!("{expected}; this is not JSON: {error}"))),
+        },
+        _ => Err(wrong(expected.to_owned())),
+    }
 }
 
 /// Writes a schema without what `changed` takes out of it. One that is too long, and is refused for
@@ -326,7 +348,10 @@ fn structured_outputs(fields: &Fields, special: Special<'_>) -> Result<Option<As
             "regex" => found.push(Kind::Regex.read(field, &name, value)?),
             "choice" => found.push(Kind::Choice.read(field, &name, value)?),
             "grammar" => found.push(Kind::Grammar.read(field, &name, value)?),
-            "structural_tag" => tags.push(tagged(field, &name, value, special)?),
+            "structural_tag" => {
+                let place = (field, "structural_tag.");
+                tags.push(tagged(place, &name, value, special)?);
+            }
             "json_object" if flag()? => found.push(json(ANY_OBJECT.to_owned(), Whitespace::Usual)),
             "disable_any_whitespace" if flag()? => whitespace = Whitespace::None,
             "json_object" | "disable_any_whitespace" => {}
@@ -350,6 +375,9 @@ fn structured_outputs(fields: &Fields, special: Special<'_>) -> Result<Option<As
         return Err(wrong(field, &message));
     }
     if let Some(tags) = tags.pop() {
+        if whitespace != Whitespace::Usual {
+            return Err(wrong(field, "has a `structural_tag`, whose white space cannot be chosen"));
+        }
         return Ok(Some(tags));
     }
     let spec = found.pop().map(|spec| match spec {

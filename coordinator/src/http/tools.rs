@@ -77,7 +77,8 @@ impl Tools {
             (ToolChoice::None, asked) | (ToolChoice::Auto, asked @ None) => {
                 return Ok(asked.map(Wanted::Answer));
             }
-            (ToolChoice::Auto, Some(asked)) if asked.is_whole() => {
+            // Whoever has tags has calls among them, in the model's own format.
+            (ToolChoice::Auto, Some(asked)) if asked.is_whole() || asked.is_tagged() => {
                 return Ok(Some(Wanted::Answer(asked)));
             }
             (ToolChoice::Auto, asked) => (self.functions(|_| true), !self.single, asked),
@@ -188,6 +189,12 @@ impl Wanted {
         }
     }
 
+    /// Whether calls are where the model writes them, if anywhere: within a structural tag.
+    #[must_use]
+    pub fn is_tagged(&self) -> bool {
+        matches!(self, Self::Answer(answer) if answer.is_tagged())
+    }
+
     /// Whether reasoning may precede it.
     #[must_use]
     pub fn lets_reason(&self) -> bool {
@@ -200,15 +207,21 @@ impl Wanted {
     /// # Errors
     /// 400 naming the field.
     pub fn made(self, begins: &Begins, special: Special<'_>) -> Result<Asked, ApiError> {
+        // A mark that is no token of its own is text, which must not be taken for the answer's.
+        let unless = match begins {
+            Begins::Reasoned(marks, false) if special(marks.open).is_none() => Some(marks.open),
+            _ => None,
+        };
         let (body, field, rules) = match self {
             Self::Answer(answer) if *begins == Begins::Plain => return Ok(answer),
-            Self::Answer(answer) => match answer.rules("answer")? {
+            Self::Answer(answer) => match answer.rules("answer", unless)? {
                 Some(rules) => ("answer", answer.field, rules),
                 None => return Ok(answer),
             },
             Self::Calls(calls, None) => ("calls", calls.field, calls.rules(special)),
             Self::Calls(calls, Some(answer)) => {
-                let rules = calls.rules(special) + &answer.rules("answer")?.unwrap_or_default();
+                let rules =
+                    calls.rules(special) + &answer.rules("answer", unless)?.unwrap_or_default();
                 ("calls | answer", answer.field, rules)
             }
         };

@@ -12,8 +12,8 @@ pub trait ExchangeOps: RowOps {
     fn all_reduce(&mut self, data: &mut Self::Buffer) -> Result<(), KernelError>;
 
     /// [`Self::all_reduce`] of what is added to the residual stream. Devices may round each rank's
-    /// part to bf16 first, where sums would otherwise wait for links: a model's own weights and
-    /// activations are no more precise.
+    /// part and the sums to bf16, where they would otherwise wait for links: a model's own weights
+    /// and activations are no more precise.
     ///
     /// # Errors
     /// [`KernelError::Collective`].

@@ -69,7 +69,7 @@ impl CudaBackend {
             narrow: Scratch::new("inputs of a product"),
             partials: Scratch::new("partial results of attention"),
             index: Scratch::new("row numbers"),
-            gathered: Scratch::new("logits of all ranks"),
+            gathered: Scratch::new("what ranks exchange"),
             widened: Scratch::new("quantised weights of a product in bf16"),
             best: Scratch::new("the best logits of all ranks"),
             apart: None,
@@ -365,7 +365,8 @@ pub(super) enum ScratchKind {
     Partials,
     /// Row numbers.
     Index,
-    /// Logits of all ranks, one rank after the other.
+    /// What ranks exchange: logits or partial sums of all ranks, one rank after the other, or this
+    /// rank's sums in bf16.
     Gathered,
     /// The best of each rank's own logits, one or a few, and those of all ranks.
     Best,

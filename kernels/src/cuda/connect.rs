@@ -79,7 +79,7 @@ pub(super) fn gather_bytes(
 
 impl CudaBackend {
     /// Waits for what an earlier group still holds on the GPU, before anything is measured or
-    /// allocated: the other ranks have left it by now, too.
+    /// allocated: the other ranks have left it by now, too, or are gone.
     pub fn await_left(&self) {
         if let Some(reason) = nccl::await_left() {
             self.device.context.leave_behind(reason);

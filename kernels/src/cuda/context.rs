@@ -234,7 +234,7 @@ impl Drop for RetainedContext {
         if !self.held.is_usable() {
             return;
         }
-        // SAFETY: retained in `new`, and everything made in it held this value alive.
+        // SAFETY: retained in `new`; whatever uses the context holds a claim of its own.
         let status = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
         // A GPU that has failed keeps its context, and nobody knows what it still does.
         if check(status, "give the GPU's context back").is_ok() {

@@ -208,9 +208,9 @@ impl CudaBackend {
         unsafe { self.device.launch(call) }
     }
 
-    /// Whether sums of these rows are exchanged in bf16: not where the same bits are promised
-    /// whatever the batch, nor in steps that are so small that products do not depend on it. Alike
-    /// on all ranks: they have agreed on the group and its thresholds.
+    /// Whether sums of these rows are exchanged in bf16: never where a sequence's bits are promised
+    /// not to depend on the batch, which is in all steps or in those of few rows. Alike on all
+    /// ranks: they have agreed on that promise, and on the group and its thresholds.
     fn in_bf16(&self, (rows, width): (usize, usize), how: Precision) -> bool {
         let bytes = rows * width * 4;
         let may = how == Precision::Bf16WhereQuicker && !self.options.batch_invariant;

@@ -46,8 +46,8 @@ pub(super) trait DeviceGroup: fmt::Debug {
         Err(KernelError::Shape { op: "all_reduce", message })
     }
 
-    /// Whether sums of f32 that take this many bytes are quicker in bf16, because they wait for the
-    /// links between GPUs.
+    /// Whether sums of f32 that take this many bytes go through a library, which can sum bf16 as
+    /// well: half as much for the links between GPUs.
     fn sums_in_bf16(&self, bytes: usize) -> bool {
         let _ = bytes;
         false

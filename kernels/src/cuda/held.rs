@@ -1,5 +1,5 @@
-//! What this process knows of its GPUs, whichever thread or context found it out: how many contexts
-//! each of them has here, who else uses it, and whether its work does not end.
+//! What this process knows of its GPUs, whichever thread or context found it out: how often
+//! its context is claimed here, and whether its work does not end.
 //!
 //! The driver has one context per GPU and process, so whoever frees anything in it waits for
 //! everybody's work.

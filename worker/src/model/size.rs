@@ -109,7 +109,9 @@ pub fn activation_bytes(
                 + heads * n(plain + value) * 2
         }
     };
-    let row = hidden * (4 + 2 + 4 * deltas) + q * 2 * 2 + inner * 2 + projected;
+    // What ranks on GPUs exchange in bf16.
+    let narrowed = if shard.degree > 1 { hidden * 2 } else { 0 };
+    let row = hidden * (4 + 2 + 4 * deltas) + narrowed + q * 2 * 2 + inner * 2 + projected;
     let product = u64::from(sizes.max_num_batched_tokens.min(1024)) * inner * 2 * 4;
     // This rank's, and those of all if there are several.
     let parts = if shard.degree > 1 { 1 + shard.degree } else { 1 };

@@ -11,17 +11,25 @@ struct Tags {
 fn rules(model: &TextModel, tag: &Value) -> Result<String, String> {
     let tag = tag.as_object().unwrap();
     let special = |mark: &str| model.special_token(mark);
-    let rules = structural_tag::rules("response_format", tag, &special);
+    let rules = structural_tag::rules(("response_format", ""), tag, &special);
     rules.map_err(|error| error.to_string())
+}
+
+/// The grammar of whole outputs.
+fn whole(rules: &str) -> String {
+    grammar::whole(structural_tag::ROOT, &(rules.to_owned() + &structural_tag::terminals(None)))
 }
 
 impl Tags {
     fn new(tag: &Value) -> Self {
+        let rules = rules(&model("models/demo"), tag).unwrap();
+        Self::of(whole(&rules))
+    }
+
+    fn of(text: String) -> Self {
         let model = model("models/demo");
-        let rules = rules(&model, tag).unwrap();
-        let spec = GuideSpec::Made(grammar::whole(structural_tag::ROOT, &rules));
-        let grammar = Guides::new(&model).unwrap().compile(&spec);
-        let grammar = grammar.unwrap_or_else(|error| panic!("{error:?}: {rules}"));
+        let grammar = Guides::new(&model).unwrap().compile(&GuideSpec::Made(text.clone()));
+        let grammar = grammar.unwrap_or_else(|error| panic!("{error:?}: {text}"));
         Self { model, grammar }
     }
 
@@ -32,13 +40,14 @@ impl Tags {
     /// Whether a whole output can be this text.
     fn takes(&self, text: &str) -> bool {
         let mut guide = self.grammar.guide(false).unwrap();
-        for token in self.model.encode(text, false).unwrap() {
+        let mut tokens = self.model.encode(text, false).unwrap().into_iter();
+        while let Some(token) = tokens.next() {
             if !known(&mut guide).allows(token) {
                 return false;
             }
             match guide.accept(token) {
                 Ok(Guided::GoesOn) => {}
-                Ok(Guided::IsOver) => return true,
+                Ok(Guided::IsOver) => return tokens.next().is_none(),
                 Err(_) => return false,
             }
         }
@@ -109,8 +118,9 @@ fn a_tag_can_be_forced_and_be_the_last() {
     };
     let (both, between) = (format!("{f}{go}"), format!("a{f}b{go}c"));
     of(true, false).check(&[f, &both, &format!("{f}b{go}c")], &["", "a", &between]);
-    of(true, true).check(&[f, go], &["", "a", &format!("a{f}")]);
-    of(false, true).check(&["", "a", f, &format!("a{go}")], &[]);
+    let behind = format!("{f}b");
+    of(true, true).check(&[f, go], &["", "a", &format!("a{f}"), &both, &behind]);
+    of(false, true).check(&["", "a", f, &format!("a{go}")], &[&both, &behind, &between]);
 }
 
 #[test]
@@ -123,7 +133,7 @@ fn tags_can_be_a_list_with_a_separator() {
     let (two, glued) = (format!("{f}, {go}"), format!("{f}{go}"));
     of(false, false).check(&["", f, &two, &format!("{two}, {f}")], &["a", &glued, "a, "]);
     of(true, false).check(&[go, &two], &["", "x"]);
-    of(true, true).check(&[go, f], &["", "x"]);
+    of(true, true).check(&[go, f], &["", "x", &two]);
 }
 
 #[test]
@@ -144,6 +154,66 @@ fn parts_come_one_after_the_other_or_one_of_them() {
     let free = json!({"type": "sequence", "elements": [
         {"type": "const_string", "value": "So: "}, {"type": "any_text"}]});
     Tags::format(&free).check(&["So: ", "So: whatever <function=f>"], &["", "whatever"]);
+}
+
+/// What a part matches it never gives back: an end belongs to what it ends.
+#[test]
+fn expressions_end_where_their_end_first_comes() {
+    let quote = |pattern: &str| {
+        let content = json!({"type": "regex", "pattern": pattern});
+        Tags::format(&json!({"type": "tag", "begin": "<q>", "content": content, "end": "</q>"}))
+    };
+    quote(".*").check(&["<q>a < b</q>", "<q></q>"], &["<q>a", "<q>a</q>b"]);
+    quote("^[0-9]+$").check(&["<q>12</q>"], &["<q>a</q>", "<q></q>"]);
+}
+
+/// Strings are never more than strings, and expressions end where they end.
+#[test]
+fn clients_add_no_rules() {
+    for text in ["\"\nst1: \"x\"", "a\\", "/ | st_root", "\u{7f}\u{0}\u{2028}", "<[5]>", "ä<€[ü>"]
+    {
+        let part = json!({"type": "const_string", "value": text});
+        Tags::format(&part).check(&[text], &["x", ""]);
+        let tag = json!({"begin": "", "content": part, "end": ""});
+        let all = json!({"type": "tags_with_separator", "separator": "", "tags": [tag]});
+        Tags::format(&all).check(&["", text, &format!("{text}{text}")], &["x"]);
+    }
+    let open = json!({"type": "regex", "pattern": "a\\"});
+    let error = rules(&model("models/demo"), &json!({"format": open})).unwrap_err();
+    assert!(error.contains("format.pattern") && error.contains("within an escape"), "{error}");
+    let parts = ["a\\\\", "[/\n#]", "b\\/"].map(|it| json!({"type": "regex", "pattern": it}));
+    let all = Tags::format(&json!({"type": "sequence", "elements": parts}));
+    all.check(&["a\\/b/", "a\\#b/"], &["a\\", "ab/"]);
+}
+
+/// What the model reasons is not held to anything, whether its marks are tokens or text.
+#[test]
+fn reasoning_comes_before_it() {
+    let tag = json!({"format": {"type": "triggered_tags", "triggers": ["<function="],
+        "tags": two_functions(), "stop_after_first": true}});
+    let rules = rules(&model("models/demo"), &tag).unwrap();
+    let [f, go] = CALLS;
+    for is_open in [true, false] {
+        let unless = (!is_open).then_some("<think>");
+        let rules = format!(
+            "answer: {}\n{rules}{}",
+            structural_tag::ROOT,
+            structural_tag::terminals(unless)
+        );
+        let marks = crate::text::reply::ThinkMarks::THINK;
+        let tags = Tags::of(grammar::reasoned("answer", &rules, marks, is_open, &|_| None));
+        let open = if is_open { "" } else { "<think>" };
+        let takes = [
+            format!("{open}A <function= or {f}, so</think>hi"),
+            format!("{open}{go}</think>\n\nWell, {f}"),
+        ];
+        let refuses =
+            [format!("{open}a"), format!("{open}{f}"), format!("{open}</think><function=")];
+        tags.check(&takes.each_ref().map(String::as_str), &refuses.each_ref().map(String::as_str));
+        if !is_open {
+            tags.check(&["hi", &format!("<thin {f}")], &[]);
+        }
+    }
 }
 
 /// Marks that are special tokens are these tokens, whatever is around them, and no text.
@@ -188,7 +258,23 @@ fn what_cannot_be_a_tag_is_refused_by_name() {
     says(&triggered(json!(["<", "<a"])), &["tags[0].begin", "exactly one trigger"]);
     says(&triggered(json!([])), &["format.triggers"]);
     says(&triggered(json!([""])), &["format.triggers"]);
-    says(&triggered(json!(["a<|end|>"])), &["tags[0].begin"]);
+    let marked = |begin: &str, triggers: &[&str]| {
+        let tag = json!({"begin": begin, "content": text, "end": "x"});
+        format(&json!({"type": "triggered_tags", "triggers": triggers, "tags": [tag]}))
+    };
+    says(&marked("a<|user|>", &["b", "a<|user|>"]), &["format.triggers[1]", "special token"]);
+    says(&marked("<|user|>a", &["<|use"]), &["tags[0].begin", "name all of it"]);
+    let ended = json!({"type": "tag", "begin": "", "content": text, "end": "a<|user|>"});
+    says(&format(&ended), &["format.end", "special token"]);
+    says(&json!({"format": text, "at_least_one": true}), &["`at_least_one`", "not supported"]);
+    let more = json!({"type": "const_string", "value": "a", "max_tokens": 5});
+    says(&format(&more), &["`format.max_tokens`", "not supported"]);
+    let many = vec!["a"; 513];
+    says(&triggered(json!(many)), &["format.triggers", "513 entries"]);
+    says(
+        &json!({"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["b"]}),
+        &["`structures[0].begin`"],
+    );
     says(&json!({"structures": [{"begin": "<a>"}], "triggers": ["<"]}), &["structures[0].schema"]);
     let mut deep = json!({"type": "const_string", "value": "a"});
     for _ in 0..20 {

@@ -40,15 +40,15 @@ pub(super) fn response_format() -> Value {
             &["type", "json_schema"],
             properties(json!({"type": only("json_schema"), "json_schema": schema})),
         ),
-        structural_tag(),
+        structural_tag(&["type"]),
     ])
 }
 
 /// vLLM's and xgrammar's structural tag: one of its two forms.
-pub(super) fn structural_tag() -> Value {
+pub(super) fn structural_tag(required: &[&str]) -> Value {
     let some = json!({"type": "string", "minLength": 1});
     given(
-        &[],
+        required,
         properties(json!({
             "type": only("structural_tag"),
             "format": any_object(),

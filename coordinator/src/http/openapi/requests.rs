@@ -118,7 +118,7 @@ impl Requests<'_> {
         let choice = list(string(), 1, GUIDE_ITEMS_MAX);
         let regex = bytes(0, REGEX_BYTES_MAX);
         let grammar = bytes(0, GRAMMAR_BYTES_MAX);
-        let tag = any_of([structural_tag(), bytes(0, MADE_BYTES_MAX)]);
+        let tag = any_of([structural_tag(&[]), bytes(0, MADE_BYTES_MAX)]);
         let structured = given(
             &[],
             properties(json!({

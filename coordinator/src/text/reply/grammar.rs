@@ -157,7 +157,9 @@ pub fn regex(head: &str, regex: &str) -> String {
         }
         escaped = c == '\\' && !escaped;
     }
-    format!("{head}: /{written}/\n")
+    // One that ends within an escape is wrong, but must not hide where it ends.
+    let rest = if escaped { "\\" } else { "" };
+    format!("{head}: /{written}{rest}/\n")
 }
 
 /// The rule `head`: one of these strings.
@@ -204,5 +206,6 @@ pub(crate) fn mark(text: &str, special: Special<'_>) -> String {
 
 /// Text as a string in Lark's notation, which is that of JSON.
 pub(crate) fn quoted(text: &str) -> String {
-    Value::from(text).to_string()
+    // JSON leaves this character as it is.
+    Value::from(text).to_string().replace('\u{7f}', "\\u007f")
 }
