@@ -75,12 +75,13 @@ impl World {
     pub(crate) fn note_done(&mut self, worker: WorkerId, result: &StepResult) {
         let Some(steps) = self.coordinator.paces.steps.get_mut(&result.epoch) else { return };
         steps.still_since = None;
-        let Some((_, _, ranks)) = steps.sent.get_mut(&result.step) else { return };
+        let Some((sent, _, ranks)) = steps.sent.get_mut(&result.step) else { return };
+        // Also if another rank never reports it: the replica goes by rank 0's result.
+        steps.longest = steps.longest.max(self.now - *sent);
         ranks.retain(|rank| *rank != worker);
         if ranks.is_empty()
-            && let Some((sent, work, _)) = steps.sent.remove(&result.step)
+            && let Some((_, work, _)) = steps.sent.remove(&result.step)
         {
-            steps.longest = steps.longest.max(self.now - sent);
             steps.done.push(work);
         }
     }
