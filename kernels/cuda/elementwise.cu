@@ -17,6 +17,20 @@ namespace {
 // The first of this thread's 4 elements in the tile of 1024 given by blockIdx.y.
 __device__ __forceinline__ uint32_t first_of_tile() { return (blockIdx.y * 256 + threadIdx.x) * 4; }
 
+// Reads this thread's elements of a row, and gives them to `store` with where they are.
+template <class In, class Store>
+__device__ __forceinline__ void convert(const In* in, uint32_t width, const uint32_t* live,
+                                        Store store) {
+    release_successors();
+    wait_for_predecessors();
+    const uint32_t first = first_of_tile();
+    if (!is_live(live, blockIdx.x) || first >= width) {
+        return;
+    }
+    const size_t row = static_cast<size_t>(blockIdx.x) * width;
+    store(row, first, load_up_to_4(in + row, first, width));
+}
+
 }  // namespace
 }  // namespace tutti
 
@@ -315,26 +329,16 @@ extern "C" __global__ void __launch_bounds__(256)
 
 extern "C" __global__ void __launch_bounds__(256)
     tutti_narrow_rows(const float* in, tutti_bf16* out, uint32_t width, const uint32_t* live) {
-    release_successors();
-    wait_for_predecessors();
-    const uint32_t first = first_of_tile();
-    if (!is_live(live, blockIdx.x) || first >= width) {
-        return;
-    }
-    const size_t row = static_cast<size_t>(blockIdx.x) * width;
-    store_bf16(out + row, first, width, width % 4 == 0, load_up_to_4(in + row, first, width));
+    convert(in, width, live, [&](size_t row, uint32_t first, Four v) {
+        store_bf16(out + row, first, width, width % 4 == 0, v);
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(256)
     tutti_widen_rows(const tutti_bf16* in, float* out, uint32_t width, const uint32_t* live) {
-    release_successors();
-    wait_for_predecessors();
-    const uint32_t first = first_of_tile();
-    if (!is_live(live, blockIdx.x) || first >= width) {
-        return;
-    }
-    const size_t row = static_cast<size_t>(blockIdx.x) * width;
-    store_up_to_4(out + row, first, width, load_up_to_4(in + row, first, width));
+    convert(in, width, live, [&](size_t row, uint32_t first, Four v) {
+        store_up_to_4(out + row, first, width, v);
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(256)

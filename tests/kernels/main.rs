@@ -18,8 +18,8 @@
 //! CUDA kernels, emulated:
 //! - [`cuda_emulation`]: compiles and launches them; [`cuda_ptx`]: the same cases on PTX
 //! - [`cuda_products`], [`cuda_fp8`], [`cuda_int4`], [`cuda_int8`]: matrix products
-//! - [`cuda_attention`], [`cuda_latent`], [`cuda_rows`], [`cuda_norms`], [`cuda_experts`]: the
-//!   other parts of a layer
+//! - [`cuda_attention`], [`cuda_latent`], [`cuda_rows`], [`cuda_rmsnorm`], [`cuda_norms`],
+//!   [`cuda_experts`]: the other parts of a layer
 //! - [`cuda_sampling`], [`cuda_select`], [`cuda_masks`], [`cuda_parts`]: sampling
 //! - [`cuda_peers`]: the exchange between GPUs
 #![allow(
@@ -44,6 +44,7 @@ mod cuda_parts;
 mod cuda_peers;
 mod cuda_products;
 mod cuda_ptx;
+mod cuda_rmsnorm;
 mod cuda_rows;
 mod cuda_sampling;
 mod cuda_select;

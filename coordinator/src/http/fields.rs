@@ -14,7 +14,7 @@ use super::room::Share;
 use super::terms::Terms;
 
 /// Maximum number of characters of a wrong value that an error shows.
-const SHOWN_MAX: usize = 60;
+pub(super) const SHOWN_MAX: usize = 60;
 
 /// Keeps the first characters written to it, then fails, which ends the writing: values may be as
 /// large as a body.

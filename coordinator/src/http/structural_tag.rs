@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 use shared::protocol::Whitespace;
 
 use super::error::ApiError;
+use super::fields::{SHOWN_MAX, beginning};
 use super::structured::wrong;
 use crate::guide;
 use crate::text::reply::grammar::{self, Special, mark, quoted};
@@ -21,8 +22,6 @@ const DEPTH_MAX: usize = 16;
 const ENTRIES_MAX: usize = 512;
 /// Longest special token that is looked for in a string, in bytes.
 const MARK_BYTES_MAX: usize = 96;
-/// Length at which a client's word is cut where it is repeated, in characters.
-const SHOWN_MAX: usize = 60;
 
 /// The terminals that [`rules`] refer to: any text, and text that is not empty. Neither begins with
 /// `unless`, the mark of reasoning, which could otherwise not be told from text.
@@ -82,6 +81,11 @@ impl Place {
     }
 }
 
+/// The path of `key` in the part at `path`.
+fn within(path: &str, key: &str) -> String {
+    if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") }
+}
+
 /// A tag.
 #[derive(Debug)]
 struct Tag {
@@ -110,8 +114,7 @@ impl Writer<'_> {
         match part.iter().find(|(key, value)| !known(key) && !value.is_null()) {
             None => Ok(()),
             Some((key, _)) => {
-                let key: String = key.chars().take(SHOWN_MAX).collect();
-                let path = if path.is_empty() { key } else { format!("{path}.{key}") };
+                let path = within(path, &beginning(key, SHOWN_MAX));
                 Err(self.wrong(&path, "that is not supported"))
             }
         }
@@ -134,7 +137,7 @@ impl Writer<'_> {
         part: &'v Map<String, Value>,
         key: &str,
     ) -> Result<&'v [Value], ApiError> {
-        let path = if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
+        let path = within(path, key);
         let list = part.get(key).and_then(Value::as_array).filter(|list| !list.is_empty());
         match list.map(Vec::as_slice) {
             None => Err(self.wrong(&path, "that is not a list, or empty")),
@@ -196,6 +199,13 @@ impl Writer<'_> {
     fn name(&mut self) -> String {
         self.count += 1;
         format!("st{}", self.count)
+    }
+
+    /// Writes a rule of this expression, and returns its name.
+    fn rule(&mut self, expression: &str) -> String {
+        let name = self.name();
+        self.rules += &format!("{name}: {expression}\n");
+        name
     }
 
     fn schema(&mut self, path: &str, value: Option<&Value>) -> Result<String, ApiError> {
@@ -275,37 +285,26 @@ impl Writer<'_> {
                 }
                 "ST_TEXT?".to_owned()
             }
-            Some("sequence") => {
+            Some(kind @ ("sequence" | "or")) => {
                 self.only(path, part, &["elements"])?;
                 let elements = self.list(path, part, "elements")?;
                 let mut all = Vec::new();
                 for (index, element) in elements.iter().enumerate() {
                     let path = format!("{path}.elements[{index}]");
-                    let place = place.within(index + 1 == elements.len());
-                    all.push(self.part(&path, element, place)?);
+                    let is_last = kind == "or" || index + 1 == elements.len();
+                    all.push(self.part(&path, element, place.within(is_last))?);
                 }
-                format!("({})", all.join(" "))
-            }
-            Some("or") => {
-                self.only(path, part, &["elements"])?;
-                let elements = self.list(path, part, "elements")?;
-                let mut all = Vec::new();
-                for (index, element) in elements.iter().enumerate() {
-                    let path = format!("{path}.elements[{index}]");
-                    all.push(self.part(&path, element, place.within(true))?);
-                }
-                format!("({})", all.join(" | "))
+                format!("({})", all.join(if kind == "or" { " | " } else { " " }))
             }
             Some("tag") => {
-                let Tag { begin, rest } = self.tag(path, value, place)?;
-                let begin = self.literal(&begin);
-                format!("({begin} {rest})")
+                let tag = self.tag(path, value, place)?;
+                format!("({})", self.any_of(&[tag]))
             }
             Some("triggered_tags") => self.triggered(path, part, place)?,
             Some("tags_with_separator") => self.separated(path, part, place)?,
             Some(other) => {
-                let shown: String = other.chars().take(SHOWN_MAX).collect();
-                let message = format!("with the `type` {}, which is not supported", quoted(&shown));
+                let shown = quoted(&beginning(other, SHOWN_MAX));
+                let message = format!("with the `type` {shown}, which is not supported");
                 return Err(self.wrong(path, &message));
             }
             None => return Err(self.wrong(path, "without a `type`, a string")),
@@ -357,9 +356,13 @@ impl Writer<'_> {
 
     /// A tag whose rest has a rule: expressions would be written as often as they are used.
     fn named(&mut self, begin: String, rest: &str) -> Tag {
-        let name = self.name();
-        self.rules += &format!("{name}: {rest}\n");
-        Tag { begin, rest: name }
+        Tag { begin, rest: self.rule(rest) }
+    }
+
+    /// One of these tags.
+    fn any_of(&self, tags: &[Tag]) -> String {
+        let whole = |tag: &Tag| format!("{} {}", self.literal(&tag.begin), tag.rest);
+        tags.iter().map(whole).collect::<Vec<_>>().join(" | ")
     }
 
     fn tags(
@@ -407,8 +410,7 @@ impl Writer<'_> {
         let triggers = self.list(path, part, "triggers")?;
         let strings = triggers.iter().map(|it| it.as_str().filter(|it| !it.is_empty()));
         strings.collect::<Option<_>>().ok_or_else(|| {
-            let path = if path.is_empty() { String::new() } else { format!("{path}.") };
-            self.wrong(&format!("{path}triggers"), "that are not all strings with a character")
+            self.wrong(&within(path, "triggers"), "that are not all strings with a character")
         })
     }
 
@@ -437,26 +439,21 @@ impl Writer<'_> {
             let begin = if begin.is_empty() { String::new() } else { self.literal(begin) };
             behind[at].push(format!("{begin} {}", tag.rest));
         }
+        if at_least_one && stops {
+            // The first comes at once, and nothing behind it.
+            return Ok(format!("({})", self.any_of(tags)));
+        }
         let mut any = Vec::new();
         let used = triggers.iter().zip(&behind).enumerate();
         for (index, (trigger, tags)) in used.filter(|(_, (_, tags))| !tags.is_empty()) {
             let text = self.text_until(&format!("{trigger_path}[{index}]"), trigger)?;
             any.push(format!("{text} ({})", tags.join(" | ")));
         }
-        let first = match at_least_one {
-            true => {
-                let whole = |tag: &Tag| format!("{} {}", self.literal(&tag.begin), tag.rest);
-                Some(tags.iter().map(whole).collect::<Vec<_>>().join(" | "))
-            }
-            false => None,
-        };
-        let name = self.name();
-        self.rules += &format!("{name}: {}\n", any.join(" | "));
-        Ok(match (first, stops) {
-            (Some(first), true) => format!("({first})"),
-            (Some(first), false) => format!("(({first}) {name}* ST_TEXT?)"),
-            (None, true) => format!("({name} | ST_TEXT?)"),
-            (None, false) => format!("({name}* ST_TEXT?)"),
+        let name = self.rule(&any.join(" | "));
+        Ok(match (at_least_one, stops) {
+            (true, _) => format!("(({}) {name}* ST_TEXT?)", self.any_of(tags)),
+            (false, true) => format!("({name} | ST_TEXT?)"),
+            (false, false) => format!("({name}* ST_TEXT?)"),
         })
     }
 
@@ -469,10 +466,7 @@ impl Writer<'_> {
         self.only(path, part, &["tags", "separator", "at_least_one", "stop_after_first"])?;
         let tags = self.tags(path, part, place.within(false))?;
         let separator = self.literal(self.text(path, part, "separator")?);
-        let any: Vec<String> =
-            tags.iter().map(|tag| format!("{} {}", self.literal(&tag.begin), tag.rest)).collect();
-        let name = self.name();
-        self.rules += &format!("{name}: {}\n", any.join(" | "));
+        let name = self.rule(&self.any_of(&tags));
         let all = match self.flag(path, part, "stop_after_first")? {
             true => name,
             false => format!("{name} ({separator} {name})*"),

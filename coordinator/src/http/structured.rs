@@ -336,7 +336,7 @@ fn structured_outputs(fields: &Fields, special: Special<'_>) -> Result<Option<As
     let Some(value) = fields.get(field) else { return Ok(None) };
     let map = value.as_object().ok_or_else(|| Fields::wrong(field, value, "an object"))?;
     let (mut found, mut whitespace) = (Vec::new(), Whitespace::Usual);
-    let mut tags = Vec::new();
+    let of = |spec| Asked::new(field, spec);
     for (key, value) in map.iter().filter(|(_, value)| !value.is_null()) {
         let name = format!("{field}.{key}");
         let flag = || {
@@ -344,15 +344,17 @@ fn structured_outputs(fields: &Fields, special: Special<'_>) -> Result<Option<As
             value.as_bool().ok_or_else(wrong)
         };
         match key.as_str() {
-            "json" => found.push(Kind::Json.read(field, &name, value)?),
-            "regex" => found.push(Kind::Regex.read(field, &name, value)?),
-            "choice" => found.push(Kind::Choice.read(field, &name, value)?),
-            "grammar" => found.push(Kind::Grammar.read(field, &name, value)?),
+            "json" => found.push(of(Kind::Json.read(field, &name, value)?)),
+            "regex" => found.push(of(Kind::Regex.read(field, &name, value)?)),
+            "choice" => found.push(of(Kind::Choice.read(field, &name, value)?)),
+            "grammar" => found.push(of(Kind::Grammar.read(field, &name, value)?)),
             "structural_tag" => {
                 let place = (field, "structural_tag.");
-                tags.push(tagged(place, &name, value, special)?);
+                found.push(tagged(place, &name, value, special)?);
             }
-            "json_object" if flag()? => found.push(json(ANY_OBJECT.to_owned(), Whitespace::Usual)),
+            "json_object" if flag()? => {
+                found.push(of(json(ANY_OBJECT.to_owned(), Whitespace::Usual)));
+            }
             "disable_any_whitespace" if flag()? => whitespace = Whitespace::None,
             "json_object" | "disable_any_whitespace" => {}
             "whitespace_pattern" => match value.as_str() {
@@ -366,25 +368,23 @@ fn structured_outputs(fields: &Fields, special: Special<'_>) -> Result<Option<As
             _ => return Err(ApiError::field(field, format!("`{name}` is not supported"))),
         }
     }
-    let count = found.len() + tags.len();
-    if count != 1 {
+    if found.len() != 1 {
         let message = format!(
             "must have exactly one of `json`, `json_object`, `regex`, `choice`, `grammar` and \
-             `structural_tag`, not {count}"
+             `structural_tag`, not {}",
+            found.len()
         );
         return Err(wrong(field, &message));
     }
-    if let Some(tags) = tags.pop() {
-        if whitespace != Whitespace::Usual {
+    let mut asked = found.pop();
+    match &mut asked {
+        Some(asked) if asked.is_tagged() && whitespace != Whitespace::Usual => {
             return Err(wrong(field, "has a `structural_tag`, whose white space cannot be chosen"));
         }
-        return Ok(Some(tags));
+        Some(Asked { spec: GuideSpec::Json { whitespace: usual, .. }, .. }) => *usual = whitespace,
+        _ => {}
     }
-    let spec = found.pop().map(|spec| match spec {
-        GuideSpec::Json { schema, .. } => GuideSpec::Json { schema, whitespace },
-        other => other,
-    });
-    Ok(spec.map(|spec| Asked::new(field, spec)))
+    Ok(asked)
 }
 
 /// Reads vLLM's `allowed_token_ids`: no other tokens, end tokens included.

@@ -208,11 +208,14 @@ impl Driver {
 #[derive(Debug)]
 pub(super) struct RetainedContext {
     device: sys::CUdevice,
-    raw: ContextHandle,
+    raw: sys::CUcontext,
     /// What all contexts on this GPU share: if its work never ends, anything that waits for it
     /// would not return either.
     held: Arc<HeldGpu>,
 }
+
+// SAFETY: the driver lets any thread use and release a context; the pointer is never changed.
+unsafe impl Send for RetainedContext {}
 
 impl RetainedContext {
     fn new(device: sys::CUdevice) -> Result<Self, KernelError> {
@@ -220,12 +223,13 @@ impl RetainedContext {
         // SAFETY: the driver is initialised; released when `Self` is dropped.
         let status = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
         check(status, "make a context on the GPU")?;
-        Ok(Self { device, raw: ContextHandle(context), held: HeldGpu::retained(device) })
+        Ok(Self { device, raw: context, held: HeldGpu::retained(device) })
     }
 
-    /// The context.
-    pub(super) fn current(&self) -> ContextHandle {
-        self.raw
+    /// Makes it this thread's context. If the driver refuses, later calls say so.
+    pub(super) fn set_current(&self) {
+        // SAFETY: the context is retained; any context may be current on a thread.
+        let _ = unsafe { sys::cuCtxSetCurrent(self.raw) };
     }
 }
 
@@ -259,22 +263,6 @@ pub struct Context {
     left_behind: RefCell<Option<String>>,
 }
 
-/// A GPU's context, for threads other than the one that owns it.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct ContextHandle(sys::CUcontext);
-// SAFETY: the driver lets any thread use a context.
-unsafe impl Send for ContextHandle {}
-// SAFETY: as above; the pointer itself is never changed.
-unsafe impl Sync for ContextHandle {}
-
-impl ContextHandle {
-    /// Makes it this thread's context. The driver refuses one that is gone, which is harmless.
-    pub(super) fn set(self) {
-        // SAFETY: the context was retained; any context may be current on a thread.
-        let _ = unsafe { sys::cuCtxSetCurrent(self.0) };
-    }
-}
-
 impl Context {
     /// Makes the context current on this thread.
     ///
@@ -291,7 +279,7 @@ impl Context {
             )));
         }
         let retained = RetainedContext::new(driver.handle(ordinal)?)?;
-        let ContextHandle(raw) = retained.raw;
+        let raw = retained.raw;
         let made = Rc::new(Self {
             info,
             driver,

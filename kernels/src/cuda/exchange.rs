@@ -234,7 +234,8 @@ impl CudaBackend {
         // SAFETY: the scratch holds as many bf16 as there are f32.
         unsafe { device.launch(call) }?;
         let group = &device.context.group;
-        let reduced = group.call(|group| group.all_reduce_sum_bf16(device, sums, rows * width));
+        let reduced =
+            group.call(|group| group.all_reduce_sum(device, sums, rows * width, Element::Bf16));
         reduced.unwrap_or(Ok(())).map(|()| sums)
     }
 
@@ -256,7 +257,8 @@ impl CudaBackend {
             || group.call(|group| group.sums_in_order(bytes)).unwrap_or(true);
         if is_ordered {
             let device = &self.device;
-            let reduced = group.call(|group| group.all_reduce_sum(device, at, rows * width));
+            let reduced =
+                group.call(|group| group.all_reduce_sum(device, at, rows * width, Element::F32));
             return reduced.unwrap_or(Ok(()));
         }
         let all = self.scratch(ScratchKind::Gathered, ranks * bytes)?;

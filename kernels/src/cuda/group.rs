@@ -14,6 +14,7 @@ use super::device::Device;
 use super::launch::Rows;
 use super::memory::DevicePtr;
 use super::stream::{Stream, pause};
+use super::tensors::Element;
 use crate::collective::AbortHandle;
 use crate::error::{CollectiveError, KernelError};
 
@@ -24,27 +25,15 @@ const DRAIN_PATIENCE: Duration = Duration::from_secs(5);
 /// Ranks that exchange data in GPU memory, in stream order. Dropped after the graphs that recorded
 /// its calls.
 pub(super) trait DeviceGroup: fmt::Debug {
-    /// Replaces `count` f32 at `data` with their sums over the ranks, bitwise equal on every rank.
-    /// Queued on the stream; does not wait.
+    /// Replaces `count` elements at `data` with their sums over the ranks, bitwise equal on every
+    /// rank: f32, or bf16 if [`DeviceGroup::sums_in_bf16`]. Queued on the stream; does not wait.
     fn all_reduce_sum(
         &mut self,
         device: &Device,
         data: DevicePtr,
         count: usize,
+        element: Element,
     ) -> Result<(), KernelError>;
-
-    /// As [`DeviceGroup::all_reduce_sum`], of `count` bf16. Only called if
-    /// [`DeviceGroup::sums_in_bf16`].
-    fn all_reduce_sum_bf16(
-        &mut self,
-        device: &Device,
-        data: DevicePtr,
-        count: usize,
-    ) -> Result<(), KernelError> {
-        let _ = (device, data, count);
-        let message = "sums in bf16 are not supported here".to_owned();
-        Err(KernelError::Shape { op: "all_reduce", message })
-    }
 
     /// Whether sums of f32 that take this many bytes go through a library, which can sum bf16 as
     /// well: half as much for the links between GPUs.

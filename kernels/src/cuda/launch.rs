@@ -67,6 +67,19 @@ fn wide(entry: Entry, width: usize, rows: usize, args: Args) -> Call {
     call(entry, (rows, width.div_ceil(1024), 1), 256, args)
 }
 
+/// A norm of each row, with what all of them take last.
+fn norm(
+    entry: Entry,
+    args: Args,
+    out: Rows,
+    (width, eps): (usize, f32),
+    rows: usize,
+    live: DevicePtr,
+) -> Call {
+    let args = words(args.ptr(out.ptr), [width, out.stride]).f32(eps).ptr(live);
+    call(entry, (rows, 1, 1), 512, args)
+}
+
 fn word(args: Args, n: usize) -> Args {
     args.u32(u32::try_from(n).unwrap_or(u32::MAX))
 }

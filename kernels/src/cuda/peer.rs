@@ -24,6 +24,7 @@ use super::device::Device;
 use super::group::{DeviceGroup, FusedNorm, GroupEnd};
 use super::launch::{self, PEER_SLOT};
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
+use super::tensors::Element;
 use crate::collective::{AbortAll, AbortHandle};
 use crate::error::{CollectiveError, KernelError};
 pub(super) use connect::{AgreeError, SetupContext, agree, process_id};
@@ -122,23 +123,17 @@ impl DeviceGroup for PeerGroup {
         device: &Device,
         data: DevicePtr,
         count: usize,
+        element: Element,
     ) -> Result<(), KernelError> {
-        match (self.algorithm_for(count * 4), &mut self.large) {
-            (AllReduceAlgorithm::Large, Some(large)) => large.all_reduce_sum(device, data, count),
-            (how, _) => self.sum(device, how != AllReduceAlgorithm::OneShot, data, count),
-        }
-    }
-
-    fn all_reduce_sum_bf16(
-        &mut self,
-        device: &Device,
-        data: DevicePtr,
-        count: usize,
-    ) -> Result<(), KernelError> {
-        match &mut self.large {
-            Some(large) => large.all_reduce_sum_bf16(device, data, count),
-            None => {
-                let message = "no other group for large sums".to_owned();
+        match (self.algorithm_for(count * 4), &mut self.large, element) {
+            (AllReduceAlgorithm::Large, Some(large), _) => {
+                large.all_reduce_sum(device, data, count, element)
+            }
+            (how, _, Element::F32) => {
+                self.sum(device, how != AllReduceAlgorithm::OneShot, data, count)
+            }
+            (.., Element::Bf16) => {
+                let message = "own kernels sum f32 only".to_owned();
                 Err(KernelError::Shape { op: "all_reduce", message })
             }
         }

@@ -1,6 +1,6 @@
 //! PURE: calls of the kernels of `kernels/cuda/norms.cu`.
 use super::entries::*;
-use super::{Call, Rows, call, wide, words};
+use super::{Call, Rows, call, norm, wide, words};
 use crate::backend::QkNorm;
 use crate::cuda::memory::DevicePtr;
 use crate::cuda::module::Args;
@@ -16,9 +16,8 @@ pub fn add_layernorm(
     rows: usize,
     live: DevicePtr,
 ) -> Call {
-    let args = Args::new().ptr(residual).maybe(delta).ptr(weight).ptr(bias).ptr(out.ptr);
-    let args = words(args, [width, out.stride]).f32(eps).ptr(live);
-    call(ADD_LAYERNORM, (rows, 1, 1), 512, args)
+    let args = Args::new().ptr(residual).maybe(delta).ptr(weight).ptr(bias);
+    norm(ADD_LAYERNORM, args, out, (width, eps), rows, live)
 }
 
 /// `tutti_qk_squares`

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use super::entries::*;
 use super::products::gelu;
-use super::{Call, Rows, call, wide, word, words};
+use super::{Call, Rows, call, norm, wide, word, words};
 use crate::backend::{Activation, PlainActivation};
 use crate::cuda::memory::DevicePtr;
 use crate::cuda::module::Args;
@@ -36,9 +36,8 @@ pub fn add_rmsnorm(
     rows: usize,
     live: DevicePtr,
 ) -> Call {
-    let args = Args::new().ptr(residual).maybe(delta).ptr(weight).ptr(out.ptr);
-    let args = words(args, [width, out.stride]).f32(eps).ptr(live);
-    call(ADD_RMSNORM, (rows, 1, 1), 512, args)
+    let args = Args::new().ptr(residual).maybe(delta).ptr(weight);
+    norm(ADD_RMSNORM, args, out, (width, eps), rows, live)
 }
 
 /// `tutti_add_rmsnorm_bf16`
@@ -52,9 +51,8 @@ pub fn add_rmsnorm_bf16(
     rows: usize,
     live: DevicePtr,
 ) -> Call {
-    let args = Args::new().ptr(residual).ptr(delta).ptr(weight).ptr(out.ptr);
-    let args = words(args, [width, out.stride]).f32(eps).ptr(live);
-    call(ADD_RMSNORM_BF16, (rows, 1, 1), 512, args)
+    let args = Args::new().ptr(residual).ptr(delta).ptr(weight);
+    norm(ADD_RMSNORM_BF16, args, out, (width, eps), rows, live)
 }
 
 /// `tutti_add_normed_rmsnorm`, with (addend, its weight).
@@ -69,9 +67,8 @@ pub fn add_normed_rmsnorm(
     rows: usize,
     live: DevicePtr,
 ) -> Call {
-    let args = Args::new().ptr(residual).ptr(delta).ptr(delta_weight).ptr(weight).ptr(out.ptr);
-    let args = words(args, [width, out.stride]).f32(eps).ptr(live);
-    call(ADD_NORMED_RMSNORM, (rows, 1, 1), 512, args)
+    let args = Args::new().ptr(residual).ptr(delta).ptr(delta_weight).ptr(weight);
+    norm(ADD_NORMED_RMSNORM, args, out, (width, eps), rows, live)
 }
 
 /// `tutti_add_normed`, with (addend, its weight).
@@ -86,9 +83,8 @@ pub fn add_normed(
     live: DevicePtr,
 ) -> Call {
     let (delta, weight) = added.unzip();
-    let args = Args::new().ptr(residual).maybe(delta).maybe(weight).ptr(out.ptr);
-    let args = words(args, [width, out.stride]).f32(eps).ptr(live);
-    call(ADD_NORMED, (rows, 1, 1), 512, args)
+    let args = Args::new().ptr(residual).maybe(delta).maybe(weight);
+    norm(ADD_NORMED, args, out, (width, eps), rows, live)
 }
 
 /// `tutti_cap`

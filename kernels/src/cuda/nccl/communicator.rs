@@ -79,9 +79,6 @@ struct Shared {
     nccl: Arc<Nccl>,
     /// The same as in `calls`, for use without its lock.
     comm: CommPtr,
-    /// The GPU's context, until the communicator is gone: one that is left behind may outlive the
-    /// context of the rank, which loads something else meanwhile, and frees its memory then.
-    context: Mutex<Option<RetainedContext>>,
     /// Held during NCCL's calls.
     calls: Mutex<Calls>,
     /// Set once the communicator is, or is about to be, aborted: no call begins any more.
@@ -190,7 +187,6 @@ impl Communicator {
         let shared = Arc::new(Shared {
             nccl,
             comm: CommPtr(comm),
-            context: Mutex::new(Some(retained)),
             calls: Mutex::new(Calls { comm: Some(CommPtr(comm)), under_way: false }),
             aborted: AtomicBool::new(false),
             torn: AtomicBool::new(false),
@@ -200,9 +196,9 @@ impl Communicator {
         });
         let watched = shared.clone();
         let name = "nccl watcher".to_owned();
-        let watcher = std::thread::Builder::new().name(name).spawn(move || watched.watch());
+        let watcher = std::thread::Builder::new().name(name).spawn(move || watched.watch(retained));
         let watcher = watcher.map_err(|error| {
-            shared.end();
+            shared.end(None);
             CollectiveError::Setup(format!("cannot start the thread that watches NCCL: {error}"))
         })?;
         let mut made = Self { shared, watcher: Some(watcher) };
@@ -448,12 +444,11 @@ impl Shared {
         }
     }
 
-    /// Main loop of the watcher.
-    fn watch(&self) {
+    /// Main loop of the watcher. It claims the GPU's context until the communicator is gone: one
+    /// that is left behind may outlive the claim of the rank, which loads something else meanwhile.
+    fn watch(&self, context: RetainedContext) {
         // Otherwise NCCL would create a context on the first GPU.
-        if let Some(context) = &*lock(&self.context) {
-            context.current().set();
-        }
+        context.set_current();
         while !self.is_aborted() {
             // A thread that is in a call learns of errors from the call.
             let status = match self.calls.try_lock() {
@@ -470,11 +465,11 @@ impl Shared {
                 .wait_timeout_while(stage, WATCH_INTERVAL, |_| !self.is_aborted())
                 .map(drop);
         }
-        self.end();
+        self.end(Some(context));
     }
 
-    /// Aborts the communicator, which also frees it.
-    fn end(&self) {
+    /// Aborts the communicator, which also frees it; then nothing needs its claim to the context.
+    fn end(&self, context: Option<RetainedContext>) {
         let began = Instant::now();
         let comm = loop {
             let is_late = began.elapsed() > CALL_PATIENCE;
@@ -505,7 +500,7 @@ impl Shared {
             // progress holds the lock, and `torn` is set.
             let _ = unsafe { (self.nccl.comm_abort)(comm) };
         }
-        drop(lock(&self.context).take());
+        drop(context);
         let was = std::mem::replace(&mut *lock(&self.stage), Stage::Gone);
         if was == Stage::LeftBehind {
             *lock(&LEFT) -= 1;

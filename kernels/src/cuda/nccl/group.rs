@@ -1,5 +1,5 @@
 //! Ranks that exchange data through NCCL: the backend's interface.
-use std::ffi::{c_int, c_void};
+use std::ffi::c_void;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,6 +13,7 @@ use crate::cuda::group::{DeviceGroup, GroupEnd, give_up};
 use crate::cuda::memory::{DeviceMemory, DevicePtr};
 use crate::cuda::stopwatch::Stopwatch;
 use crate::cuda::stream::{Event, pause};
+use crate::cuda::tensors::Element;
 use crate::error::{CollectiveError, KernelError};
 
 /// Bytes of the messages that ranks exchange once when they connect. From 2.22 on NCCL connects
@@ -98,8 +99,9 @@ impl NcclGroup {
         data.fill(&device.stream, 0)?;
         for bytes in TRIED {
             self.timeout = deadline.saturating_duration_since(Instant::now());
-            self.all_reduce_sum(device, data.ptr(), bytes / 4)?;
-            self.all_reduce_sum_bf16(device, data.ptr(), bytes / 2)?;
+            for element in [Element::F32, Element::Bf16] {
+                self.all_reduce_sum(device, data.ptr(), bytes / element.bytes(), element)?;
+            }
             self.all_gather(device, data.ptr(), all.ptr(), bytes / ranks / 4 * 4)?;
         }
         let event = Event::new(&device.context, false)?;
@@ -143,25 +145,6 @@ impl NcclGroup {
     }
 }
 
-impl NcclGroup {
-    /// Replaces `count` numbers of an NCCL type by their sums over the ranks.
-    fn sum(
-        &mut self,
-        device: &Device,
-        (data, count): (DevicePtr, usize),
-        number: c_int,
-    ) -> Result<(), KernelError> {
-        let stream = device.stream.raw();
-        self.timed(device, |communicator, timeout| {
-            communicator.call("all_reduce", timeout, |nccl, comm| {
-                // SAFETY: the callers have `count` such numbers there, alive until the stream is
-                // past the call; the communicator is alive, and its GPU is this thread's.
-                unsafe { (nccl.all_reduce)(at(data), at(data), count, number, SUM, comm, stream) }
-            })
-        })
-    }
-}
-
 fn at(ptr: DevicePtr) -> *mut c_void {
     ptr.0 as *mut c_void
 }
@@ -172,17 +155,20 @@ impl DeviceGroup for NcclGroup {
         device: &Device,
         data: DevicePtr,
         count: usize,
+        element: Element,
     ) -> Result<(), KernelError> {
-        self.sum(device, (data, count), FLOAT32)
-    }
-
-    fn all_reduce_sum_bf16(
-        &mut self,
-        device: &Device,
-        data: DevicePtr,
-        count: usize,
-    ) -> Result<(), KernelError> {
-        self.sum(device, (data, count), BFLOAT16)
+        let stream = device.stream.raw();
+        let number = match element {
+            Element::F32 => FLOAT32,
+            Element::Bf16 => BFLOAT16,
+        };
+        self.timed(device, |communicator, timeout| {
+            communicator.call("all_reduce", timeout, |nccl, comm| {
+                // SAFETY: the callers have `count` such numbers there, alive until the stream is
+                // past the call; the communicator is alive, and its GPU is this thread's.
+                unsafe { (nccl.all_reduce)(at(data), at(data), count, number, SUM, comm, stream) }
+            })
+        })
     }
 
     fn sums_in_bf16(&self, _bytes: usize) -> bool {

@@ -12,6 +12,7 @@ use crate::cuda::device::Device;
 use crate::cuda::group::DeviceGroup as _;
 use crate::cuda::memory::DeviceMemory;
 use crate::cuda::stream::{Event, pause};
+use crate::cuda::tensors::Element;
 use crate::error::{CollectiveError, KernelError};
 
 /// How a message is exchanged.
@@ -153,7 +154,9 @@ impl PeerGroup {
             for _ in 0..times {
                 match (way, &mut self.large) {
                     // In f32: decode steps of any size are exchanged so.
-                    (2, Some(large)) => large.all_reduce_sum(device, data.ptr(), count)?,
+                    (2, Some(large)) => {
+                        large.all_reduce_sum(device, data.ptr(), count, Element::F32)?;
+                    }
                     (2, None) => return Ok(Duration::ZERO),
                     _ => self.sum(device, way == 1, data.ptr(), count)?,
                 }
