@@ -110,8 +110,10 @@ impl Format {
         };
         let scales =
             BlockScales { data: &bytes, dtype: DType::Bf16, block, row_stride, first_row: 0 };
-        let eight =
-            HostMatrix { dtype: DType::F8E4M3, scales: Some(Scales::Blocks(scales)), ..plain };
+        // Mostly normal numbers, as weights are that were scaled to the largest.
+        let normal: Vec<u8> = bytes.iter().map(|byte| byte & 0xbf | 0x20).collect();
+        let scales = Some(Scales::Blocks(scales));
+        let eight = HostMatrix { data: &normal, dtype: DType::F8E4M3, scales, ..plain };
         match self {
             Self::Int8 => backend.load_int8_matrix(&[plain]),
             Self::Fp8 | Self::Fp8Blocks => backend.load_matrix(&[eight]),

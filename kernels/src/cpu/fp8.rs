@@ -12,7 +12,7 @@ use crate::fp8;
 const NAN: u8 = 15;
 /// Added to a magnitude, shifted to where a bf16 has its exponent and mantissa: the difference of
 /// the exponents' biases, less the place that NaN takes.
-const BASE: u16 = (120 << 7) - (1 << 4);
+pub(super) const BASE: u16 = (120 << 7) - (1 << 4);
 
 /// Bits of each byte's value in bf16.
 pub(super) const BF16: [u16; 256] = {
@@ -105,7 +105,7 @@ pub(super) mod x86 {
         table
     };
     /// The bits of a byte of which none is set if its magnitude is looked up.
-    const UPPER: i8 = 0x70;
+    pub(in super::super) const UPPER: i8 = 0x70;
 
     /// 32 bytes as 16 pairs of bf16.
     ///

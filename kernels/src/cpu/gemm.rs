@@ -19,7 +19,7 @@ use std::ops::Range;
 
 use super::isa::Isa;
 use super::memory::Disjoint;
-use super::pack::{CpuMatrix, PANEL, PairRow, PairRows, Panels};
+use super::pack::{CpuMatrix, Int4Group, PANEL, PairRow, PairRows, Panels};
 use crate::error::KernelError;
 use crate::pool::Pool;
 use crate::weights::GROUP_MOST;
@@ -199,6 +199,7 @@ impl Product<'_> {
         let is_single = num_tiles(self.acts.rows) == 1;
         match self.acts.layout {
             _ if !self.weight.is_bytes() => 0,
+            Layout::Tiles if widens_in_registers(self.isa, self.acts.rows) => 0,
             // A single tile converts 8-bit weights in registers.
             #[cfg(target_arch = "x86_64")]
             Layout::Rows { .. } if is_single => 0,
@@ -247,7 +248,7 @@ impl Product<'_> {
     fn tiles(&self, panel: usize, room: &mut [PairRow]) {
         let rows = self.acts.rows;
         let pairs = self.weight.num_pairs();
-        let most = match (self.weight.is_bytes(), rows <= TILE_ROWS) {
+        let most = match (!room.is_empty(), rows <= TILE_ROWS) {
             (true, true) => FEW_PAIRS,
             (true, false) => ROOM_PAIRS,
             (false, true) => pairs,
@@ -255,9 +256,10 @@ impl Product<'_> {
         };
         for block in blocks(&self.weight, most) {
             let weights = match self.weight.panel(panel, block.pairs.clone()) {
-                PairRows::Bf16(weights) => weights,
-                PairRows::Int8(weights) => int8::widen(self.isa, weights, room),
-                PairRows::Fp8(weights) => fp8::widen(self.isa, weights, room),
+                weights if room.is_empty() => weights,
+                PairRows::Int8(weights) => PairRows::Bf16(int8::widen(self.isa, weights, room)),
+                PairRows::Fp8(weights) => PairRows::Bf16(fp8::widen(self.isa, weights, room)),
+                weights => weights,
             };
             for tile in 0..num_tiles(rows) {
                 let rows = tile_rows(rows, tile);
@@ -278,7 +280,7 @@ impl Product<'_> {
         rows: Range<usize>,
         block: &Block,
         panel: usize,
-        weights: &[PairRow],
+        weights: PairRows<'_>,
     ) {
         let all_pairs = self.weight.num_pairs();
         let words = &self.acts.words[rows.start * all_pairs * 2..rows.end * all_pairs * 2];
@@ -340,19 +342,52 @@ impl Product<'_> {
     }
 }
 
-/// `acc[m] += acts[m] * weights` over all pairs.
-fn tile<const M: usize>(isa: Isa, acts: &[ActPair<M>], weights: &[PairRow], acc: &mut [Acc; M]) {
+/// Whether inner loops widen weights of 4 and 8 bits in registers: those of a single tile, if there
+/// are enough registers.
+fn widens_in_registers(isa: Isa, rows: usize) -> bool {
+    match isa {
+        Isa::Avx512 => rows <= TILE_ROWS,
+        Isa::Avx2Fma => rows == 1,
+        Isa::Avx512Bf16 | Isa::Portable => false,
+    }
+}
+
+/// `acc[m] += acts[m] * weights` over all pairs; only of bf16, unless [`widens_in_registers`].
+fn tile<const M: usize>(isa: Isa, acts: &[ActPair<M>], weights: PairRows<'_>, acc: &mut [Acc; M]) {
+    match (isa, weights) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the backend refuses an instruction set that this machine lacks.
+        (Isa::Avx512, _) => unsafe { avx512::tile(acts, weights, acc) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        (Isa::Avx2Fma, _) => unsafe { avx2::tile(acts, weights, acc) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        (Isa::Avx512Bf16, PairRows::Bf16(weights)) => unsafe {
+            avx512bf16::tile(acts, weights, acc);
+        },
+        (_, PairRows::Bf16(weights)) => portable::tile(acts, weights, acc),
+        (_, PairRows::Int8(_) | PairRows::Fp8(_)) => {
+            debug_assert!(false, "weights of 8 bits were not converted");
+        }
+    }
+}
+
+/// `acc[m] += acts[m] * group` over the group's pairs, if [`widens_in_registers`].
+fn int4_tile<const M: usize>(
+    isa: Isa,
+    acts: &[ActPair<M>],
+    group: &Int4Group<'_>,
+    acc: &mut [Acc; M],
+) {
     match isa {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the backend refuses an instruction set that this machine lacks.
-        Isa::Avx512Bf16 => unsafe { avx512bf16::tile(acts, weights, acc) },
+        Isa::Avx512 => unsafe { avx512::int4_tile(acts, group, acc) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Isa::Avx512 => unsafe { avx512::tile(acts, weights, acc) },
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: as above.
-        Isa::Avx2Fma => unsafe { avx2::tile(acts, weights, acc) },
-        _ => portable::tile(acts, weights, acc),
+        Isa::Avx2Fma => unsafe { avx2::int4_tile(acts, group, acc) },
+        _ => debug_assert!(false, "weights of 4 bits were not converted"),
     }
 }
 
@@ -373,7 +408,7 @@ fn wide<const P: usize>(
         _ => {
             // Too few registers to gain from several panels.
             for (panel, acc) in panels.iter().zip(acc) {
-                tile(isa, acts, panel, std::array::from_mut(acc));
+                tile(isa, acts, PairRows::Bf16(panel), std::array::from_mut(acc));
             }
         }
     }

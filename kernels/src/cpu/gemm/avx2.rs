@@ -1,13 +1,15 @@
 //! Inner loops for AVX2 and FMA: as for AVX-512, but in halves, and over a quarter of the panel at
-//! a time, since 16 registers hold 6 x 16 sums.
+//! a time, since 16 registers hold 6 x 16 sums. `one_row`: weights of 4 and 8 bits.
 use std::arch::x86_64::{
     __m256, __m256i, _MM_HINT_T0, _mm_prefetch, _mm256_and_si256, _mm256_castsi256_ps,
     _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_set1_epi32, _mm256_set1_ps,
     _mm256_slli_epi32, _mm256_storeu_ps,
 };
 
-use super::super::pack::PairRow;
+use super::super::pack::{Int4Group, PairRow, PairRows};
 use super::{Acc, ActPair};
+
+mod one_row;
 
 /// Pairs of inputs that all parts of a panel are computed for before the next pairs: their weights
 /// (8 KiB) stay in the L1 cache, and the next ones are fetched meanwhile. A part alone takes one
@@ -51,9 +53,37 @@ fn store(values: &mut [f32; 8], vector: __m256) {
     unsafe { _mm256_storeu_ps(values.as_mut_ptr(), vector) }
 }
 
-/// See [`super::tile`].
+/// See [`super::tile`]; a single row only, unless the weights are bf16.
 #[target_feature(enable = "avx2,fma")]
-pub(super) fn tile<const M: usize>(acts: &[ActPair<M>], weights: &[PairRow], acc: &mut [Acc; M]) {
+pub(super) fn tile<const M: usize>(acts: &[ActPair<M>], weights: PairRows<'_>, acc: &mut [Acc; M]) {
+    match (weights, &mut acc[..]) {
+        (PairRows::Bf16(weights), _) => bf16_tile(acts, weights, acc),
+        (PairRows::Int8(weights), [acc]) => one_row::bytes(of_one_row(acts), weights, false, acc),
+        (PairRows::Fp8(weights), [acc]) => one_row::bytes(of_one_row(acts), weights, true, acc),
+        _ => debug_assert!(false, "weights of 8 bits were not converted"),
+    }
+}
+
+/// See [`super::int4_tile`]; a single row only.
+#[target_feature(enable = "avx2,fma")]
+pub(super) fn int4_tile<const M: usize>(
+    acts: &[ActPair<M>],
+    group: &Int4Group<'_>,
+    acc: &mut [Acc; M],
+) {
+    match &mut acc[..] {
+        [acc] => one_row::int4(of_one_row(acts), group, acc),
+        _ => debug_assert!(false, "weights of 4 bits were not converted"),
+    }
+}
+
+/// The same activations, where there is one row.
+fn of_one_row<const M: usize>(acts: &[ActPair<M>]) -> &[ActPair<1>] {
+    acts.as_flattened().as_flattened().as_chunks::<1>().0.as_chunks().0
+}
+
+#[target_feature(enable = "avx2,fma")]
+fn bf16_tile<const M: usize>(acts: &[ActPair<M>], weights: &[PairRow], acc: &mut [Acc; M]) {
     if M == 1 {
         // The whole panel in one pass over memory: 8 vectors of sums.
         return columns::<M, 4, false>(acts, weights, acc, 0, weights.as_ptr());

@@ -5,20 +5,25 @@
 //! alone and in a batch.
 //!
 //! - `blocks`: which groups are converted together
-//! - `avx512`: conversion to bf16 by AVX-512
+//! - `avx512`, `avx2`: conversion to bf16
+//! - `mantissa`: integers that become floats in registers, by AVX2 and AVX-512
 //! - `one_term`: products of activations of one bf16 term, `tile` their inner loops
 use std::ops::Range;
 
 use super::super::isa::{Isa, multiversion};
-use super::super::pack::{Int4Group, Int4Row, MIDDLE, PANEL, PairRow};
+use super::super::pack::{Int4Group, Int4Row, MIDDLE, PANEL, PairRow, PairRows};
 use super::layout::Layout;
 use super::scaled::add_scaled;
 use super::{Acc, ConvertedWeights, Product, TILE_ROWS, num_tiles, tile_rows};
 
 #[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod blocks;
+#[cfg(target_arch = "x86_64")]
+pub(super) mod mantissa;
 #[cfg(target_arch = "x86_64")]
 mod one_term;
 #[cfg(target_arch = "x86_64")]
@@ -43,10 +48,41 @@ impl Product<'_> {
         if let Layout::Rows { stride } = self.acts.layout {
             return self.int4_one_term(range, stride, super::one_term::fused::is_used());
         }
+        if super::widens_in_registers(self.isa, self.acts.rows) {
+            return match self.acts.rows {
+                1 => self.int4_in_registers::<1>(range),
+                2 => self.int4_in_registers::<2>(range),
+                3 => self.int4_in_registers::<3>(range),
+                4 => self.int4_in_registers::<4>(range),
+                5 => self.int4_in_registers::<5>(range),
+                _ => self.int4_in_registers::<6>(range),
+            };
+        }
         let mut room = ConvertedWeights::<ROOM>::new();
         let mut sums = BlockSums([[[[0.0; 16]; 4]; TILE_ROWS]; BLOCK_TILES]);
         for panel in range {
             self.int4_tiles(panel, &mut room.0, &mut sums.0);
+        }
+    }
+
+    /// All rows, a single tile, times whole panels.
+    fn int4_in_registers<const M: usize>(&self, range: Range<usize>) {
+        let acts = self.acts.words.as_chunks::<M>().0.as_chunks::<2>().0;
+        for panel in range {
+            let Some(weight) = self.weight.int4_panel(panel) else { return };
+            for index in 0..weight.num_groups() {
+                let group = weight.group(index);
+                let acts = &acts[group.first_pair..][..group.pairs];
+                let mut sums = [[[0.0; 16]; 4]; M];
+                super::int4_tile(self.isa, acts, &group, &mut sums);
+                for (row, sums) in sums.iter().enumerate() {
+                    let out = self.columns(row, panel);
+                    add_scaled(self.isa, sums, group.scales, out, index == 0);
+                }
+            }
+            for row in 0..M {
+                self.finish(panel, self.columns(row, panel));
+            }
         }
     }
 
@@ -120,7 +156,7 @@ impl Product<'_> {
         if first {
             *sums = [[[0.0; 16]; 4]; M];
         }
-        super::tile(self.isa, acts, weights, sums);
+        super::tile(self.isa, acts, PairRows::Bf16(weights), sums);
     }
 }
 
@@ -131,7 +167,12 @@ fn widen(isa: Isa, group: &Int4Group<'_>, range: Range<usize>, room: &mut [PairR
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the backend refuses an instruction set that this machine lacks.
         Isa::Avx512Bf16 | Isa::Avx512 => unsafe { avx512::widen(rows, group, room) },
-        _ if group.is_float => widen_floats(isa, rows, room),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Isa::Avx2Fma if group.zeros.is_none() => unsafe {
+            avx2::widen(rows, group.is_float, room);
+        },
+        _ if group.is_float => widen_floats(rows, room),
         _ => widen_rows(isa, rows, group.zeros, room),
     }
 }
@@ -162,13 +203,8 @@ fn widen_body<const FMA: bool>(
     }
 }
 
-multiversion! {
-    /// Converts `rows` of floats (four pairs each); `room` is large enough.
-    fn widen_floats(rows: &[Int4Row], room: &mut [PairRow; ROOM]) = widen_floats_body
-}
-
-#[inline(always)]
-fn widen_floats_body<const FMA: bool>(rows: &[Int4Row], room: &mut [PairRow; ROOM]) {
+/// Converts `rows` of floats (four pairs each); `room` is large enough.
+fn widen_floats(rows: &[Int4Row], room: &mut [PairRow; ROOM]) {
     // Twice the value, which is an integer: not all instruction sets can look up sixteen values.
     let worth = |bits: u32| {
         let (exponent, mantissa) = (bits >> 1 & 3, bits & 1);
