@@ -4,6 +4,10 @@
 //! What a loop consists of is inlined always and unrolled by hand, since sums that are not seen to be
 //! apart would be kept in memory. It is compiled as part of [`bytes`] or [`int4`], for the
 //! instruction set of these: that is what every SAFETY comment means by it.
+#![expect(
+    clippy::multiple_unsafe_ops_per_block,
+    reason = "one promise, the instruction set, is what all intrinsics of a function need"
+)]
 use std::arch::asm;
 use std::arch::x86_64::{
     __m256, _MM_HINT_T0, _mm_prefetch, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps,
@@ -153,7 +157,7 @@ fn again<T>(value: &T) -> &T {
     let mut value: *const T = value;
     // SAFETY: there is no instruction.
     unsafe {
-        asm!("/* {0} */", inout(reg) value, options(pure, nomem, nostack, preserves_flags));
+        asm!("/* {0} */", inout(reg) value, options(pure, readonly, nostack, preserves_flags));
     }
     // SAFETY: it is the reference that was given.
     unsafe { &*value }

@@ -1,8 +1,4 @@
 //! Weights of a quarter of a panel, for one input of a pair, widened to f32 in registers. Exact.
-#![expect(
-    clippy::multiple_unsafe_ops_per_block,
-    reason = "one promise, the instruction set, is what all intrinsics of a function need"
-)]
 use std::arch::x86_64::*;
 
 use super::super::super::super::fp8;
