@@ -5,9 +5,15 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use kernels::cuda::capacity::graph_nodes;
+use serde_json::json;
+use shared::protocol::Quantization;
 use testkit::local_cluster::tutti_binary;
-use testkit::models::repository;
+use testkit::models::{repository, variant};
 use testkit::wait::PATIENCE;
+use worker::model::config::ModelConfig;
+use worker::model::safetensors::WeightFiles;
+use worker::model::shard::Shard;
+use worker::model::weights::{KeptSizes, Source, kept_sizes};
 
 use crate::{described, fake, options, tutti, with_fake};
 
@@ -178,6 +184,97 @@ fn a_model_that_does_not_fit_says_what_would_do() {
     }
 }
 
+/// What is reckoned with before loading is what is then allocated.
+#[test]
+fn every_size_that_is_reckoned_with_is_an_allocation() {
+    let models = ["llama-gqa", "qwen3-moe", "gpt-oss", "deepseek-v3", "qwen2-fp8"];
+    let plain = models.map(|model| (model, Quantization::None));
+    for (model, quantization) in plain.into_iter().chain([("llama-gqa", Quantization::Int8)]) {
+        let (folder, log) = (variant(model), tempfile::NamedTempFile::new().unwrap());
+        let mut args = BENCH.to_vec();
+        args[4] = folder.to_str().unwrap();
+        args.extend(["--batches", "1"]);
+        if quantization == Quantization::Int8 {
+            args.extend(["--quantization", "int8"]);
+        }
+        let environment = [("FAKE_CUDA_LOG", log.path().to_str().unwrap())];
+        let (code, _, stderr) = with_fake(&args, &environment);
+        assert_eq!(code, 0, "{model}: {stderr}");
+        let log = std::fs::read_to_string(log.path()).unwrap();
+        let mut left: HashMap<u64, u32> = HashMap::new();
+        for line in log.lines() {
+            if let Some(bytes) = line.strip_prefix("alloc ") {
+                *left.entry(bytes.parse().unwrap()).or_default() += 1;
+            }
+        }
+        let config = ModelConfig::load(&folder).unwrap();
+        let files = WeightFiles::open(&folder).unwrap();
+        let shard = Shard::new(&config, 0, 1).unwrap();
+        let source = Source { files: &files, config: &config, shard: &shard };
+        let KeptSizes { matrices, vectors } =
+            kept_sizes(&source, quantization, &|_, _| true).unwrap();
+        assert!(matrices.len() >= 4 * config.num_layers && vectors.len() >= 2 * config.num_layers);
+        for bytes in matrices.into_iter().chain(vectors) {
+            let count = left.get_mut(&bytes).filter(|count| **count > 0);
+            *count.unwrap_or_else(|| panic!("{model} {quantization:?}: {bytes}")) -= 1;
+        }
+    }
+}
+
+/// 24 matrices of 1.02 MiB have a page of 2 MiB each, and of 24 of 0.51 MiB three share one: 37 MiB
+/// of weights take 64.
+#[test]
+fn a_model_of_many_matrices_that_does_not_fit_is_not_loaded() {
+    const INNER: usize = 4160;
+    let model = tempfile::tempdir().unwrap();
+    let config = std::fs::read(repository().join("tests/models/llama-gqa/config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+    config["intermediate_size"] = INNER.into();
+    config["num_hidden_layers"] = 24.into();
+    std::fs::write(model.path().join("config.json"), config.to_string()).unwrap();
+    let mut tensors = vec![
+        ("lm_head.weight".to_owned(), vec![384, 64]),
+        ("model.embed_tokens.weight".to_owned(), vec![384, 64]),
+        ("model.norm.weight".to_owned(), vec![64]),
+    ];
+    for layer in 0..24 {
+        let shapes = [
+            ("input_layernorm", vec![64]),
+            ("post_attention_layernorm", vec![64]),
+            ("mlp.gate_proj", vec![INNER, 64]),
+            ("mlp.up_proj", vec![INNER, 64]),
+            ("mlp.down_proj", vec![64, INNER]),
+            ("self_attn.q_proj", vec![64, 64]),
+            ("self_attn.k_proj", vec![32, 64]),
+            ("self_attn.v_proj", vec![32, 64]),
+            ("self_attn.o_proj", vec![64, 64]),
+        ];
+        let named = |(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape);
+        tensors.extend(shapes.map(named));
+    }
+    let (mut header, mut end) = (serde_json::Map::new(), 0);
+    for (name, shape) in tensors {
+        let start = end;
+        end += 2 * shape.iter().product::<usize>();
+        let offsets = [start, end];
+        let tensor = json!({"dtype": "BF16", "shape": shape, "data_offsets": offsets});
+        header.insert(name, tensor);
+    }
+    let header = serde_json::Value::Object(header).to_string();
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header.as_bytes());
+    file.resize(file.len() + end, 0);
+    std::fs::write(model.path().join("model.safetensors"), file).unwrap();
+    // 90 % of it, less cuBLASLt's 32 MiB and a 32nd: some 50 MiB.
+    let environment = [("FAKE_CUDA_MEMORY", "100000000")];
+    let mut args = BENCH.to_vec();
+    args[4] = model.path().to_str().unwrap();
+    args.extend(["--batches", "1"]);
+    let (code, _, stderr) = with_fake(&args, &environment);
+    assert!(code == 1 && stderr.contains("does not fit on the GPU: "), "{code} {stderr}");
+    assert!(stderr.contains("(weights 66 MiB"), "{stderr}");
+}
+
 #[test]
 fn kernels_that_do_not_suit_the_gpu_are_named() {
     let line = fails(&[("FAKE_CUDA_FAIL", "cuModuleLoadData:1=209")]);
@@ -290,6 +387,48 @@ fn steps_that_cannot_be_captured_with_overlap_are_captured_without() {
     assert!(stderr.contains("a step is run again"), "{stderr}");
     let log = std::fs::read_to_string(log.path()).unwrap();
     assert!(log.lines().filter(|line| line.starts_with("graph")).count() >= 8, "{log}");
+}
+
+/// Where memory for a graph was short, the next one is tried 64 steps later.
+#[test]
+fn a_graph_that_there_was_no_memory_for_is_made_later() {
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let mut args = BENCH.to_vec();
+    args[6] = "150";
+    args.extend(["--batches", "1"]);
+    let environment =
+        [("FAKE_CUDA_FAIL", "cuGraphUpload:1=2"), ("FAKE_CUDA_LOG", log.path().to_str().unwrap())];
+    let (code, stdout, stderr) = with_fake(&args, &environment);
+    assert_eq!(code, 0, "{stdout} {stderr}");
+    assert_eq!(stderr.matches("a step is run again").count(), 1, "{stderr}");
+    assert!(stderr.contains("memory is short"), "{stderr}");
+    let log = std::fs::read_to_string(log.path()).unwrap();
+    let parts: Vec<&str> = log.split("\ncapture ").collect();
+    let [before, between, after] = parts[..] else { panic!("{} captures", parts.len() - 1) };
+    assert!(!before.contains("\ngraph ") && !between.contains("\ngraph "));
+    // Each step begins with it, and so does the last one, which is captured.
+    assert_eq!(between.matches("\nlaunch tutti_embed").count(), 64);
+    // Some of these steps are among the 150 that are measured.
+    assert!(after.matches("\ngraph ").count() > 150 - 64, "{stderr}");
+}
+
+/// The graphs that there are go on being used.
+#[test]
+fn a_graph_that_there_is_no_memory_for_costs_no_other() {
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let mut args = BENCH.to_vec();
+    args.extend(["--batches", "3,1"]);
+    // The first one is for steps of one row, the second for those of three.
+    let environment =
+        [("FAKE_CUDA_FAIL", "cuGraphUpload:2=2"), ("FAKE_CUDA_LOG", log.path().to_str().unwrap())];
+    let (code, stdout, stderr) = with_fake(&args, &environment);
+    assert_eq!(code, 0, "{stdout} {stderr}");
+    assert_eq!(stderr.matches("a step is run again").count(), 1, "{stderr}");
+    let log = std::fs::read_to_string(log.path()).unwrap();
+    let parts: Vec<&str> = log.split("\ncapture ").collect();
+    let [_, one_row, after] = parts[..] else { panic!("{} captures", parts.len() - 1) };
+    assert!(one_row.contains("\ngraph "));
+    assert_eq!(after.matches("\ngraph ").count(), 6, "steps of one row");
 }
 
 /// What is kept free for graphs is reckoned by the number of their kernels.

@@ -113,6 +113,25 @@ async fn a_capture_that_fails_is_remembered_by_both_ranks() {
     assert_eq!(pair.cluster.log().matches(SEEN).count(), formed, "{}", pair.cluster.log());
 }
 
+/// So does one that there is no memory for. In the next epoch there may be: the ranks try again,
+/// and give up nothing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_graph_that_there_was_no_memory_for_is_made_in_the_next_epoch() {
+    let same = "--batch-invariant";
+    let expected = Pair::up(&[same, "--cuda-exchange", "host"], &[]).await.complete(24).await;
+    let pair = Pair::up(&[same], &[("FAKE_CUDA_FAIL", "cuGraphUpload:1=2")]).await;
+    let pids = pair.cluster.worker_pids();
+    let before = pair.calls("graph ");
+    assert_eq!(pair.complete(24).await, expected);
+    assert!(pair.calls("graph ") > before + 24, "{before} {}", pair.calls("graph "));
+    let log = pair.cluster.log();
+    assert!(log.contains("memory is short"), "{log}");
+    assert!(!log.contains("decode steps are slower than they could be"), "{log}");
+    // Each rank fails at most once.
+    assert!((4..=6).contains(&log.matches(SEEN).count()), "{log}");
+    assert_eq!(pair.cluster.worker_pids(), pids, "{log}");
+}
+
 /// Before the ranks have agreed, a failure on one makes all of them exchange data another way.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_in_the_way_is_said_and_ranks_go_another_way() {

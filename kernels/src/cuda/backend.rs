@@ -115,12 +115,14 @@ impl CudaBackend {
         let _ = group.call(|group| group.abort_handle().abort());
         // A capture that failed because another rank ended the step is no reason to give up graphs.
         let stream = &self.device.stream;
-        if self.step.abandon(stream) && stream.take_capture_fault() {
-            self.step.capture_failed("a step failed while its graph was captured");
+        if self.step.abandon(stream)
+            && let Some(fault) = stream.take_capture_fault()
+        {
+            self.step.not_recorded(Some(fault), "a step failed while its graph was captured");
         }
         self.step.forget_graphs();
         self.sampling.forget();
-        self.step.allow_parts(false);
+        self.step.set_grouped(false);
         self.device.context.group.leave(&self.device.stream)
     }
 
@@ -180,8 +182,8 @@ impl CudaBackend {
         self.step.num_graphs()
     }
 
-    /// Why graphs, or the overlap of kernels, were given up for good, if either failed. Results
-    /// stay correct; steps are slower.
+    /// Why graphs, or the overlap of kernels, were given up for good, or why no more graphs are
+    /// made for now, if something failed. Results stay correct; steps are slower.
     #[must_use]
     pub fn given_up(&self) -> Option<&str> {
         self.step.given_up()

@@ -1,6 +1,15 @@
 //! PURE: division of a GPU's memory, and the message for models that do not fit.
 use super::bucket::decode_buckets;
 
+/// The driver takes memory from the GPU in pages of this size; allocations of more than
+/// [`SHARED_MOST`] have theirs for themselves. NVIDIA documents such a granularity for memory that
+/// programs map themselves. For `cuMemAlloc` it is known from how much the free memory shrinks; it
+/// was not measured here.
+const PAGE: u64 = 2 << 20;
+/// Smaller allocations share pages.
+const SHARED_MOST: u64 = 1 << 20;
+/// The driver aligns what shares a page to this.
+const ALIGNMENT: u64 = 256;
 /// Kept free for code that is loaded when it first runs, after memory was divided (of cuBLASLt what
 /// was not planned before, of NCCL each kind of sum), and for which the driver takes memory in
 /// pieces of megabytes. An estimate.
@@ -15,6 +24,23 @@ const EXCHANGE_NODES: u64 = 6;
 /// Graphs for each number of rows: with and without sampling, which ranks do from whole logits or
 /// from a few of them. Those with adapters, and some rarer ones, are not counted.
 const KINDS: [u64; 2] = [2, 4];
+
+/// Memory that separate allocations of these sizes take from the GPU, in bytes. Those that share
+/// pages are taken to share them with their like, of which a page has no room for a part.
+#[must_use]
+pub fn allocated_bytes(sizes: impl IntoIterator<Item = u64>) -> u64 {
+    let pages = |bytes: u64| bytes.div_ceil(PAGE).saturating_mul(PAGE);
+    let (mut whole, mut shared) = (0u64, 0u64);
+    for bytes in sizes {
+        if bytes > SHARED_MOST {
+            whole = whole.saturating_add(pages(bytes));
+        } else if bytes > 0 {
+            let in_a_page = PAGE / bytes.next_multiple_of(ALIGNMENT);
+            shared = shared.saturating_add(PAGE / in_a_page);
+        }
+    }
+    whole.saturating_add(pages(shared))
+}
 
 /// Number of kernels in the graph of a decode step, on each of `ranks` ranks.
 #[must_use]
@@ -50,25 +76,26 @@ impl MeasuredMemory {
         (self.total as f64 * self.utilization.clamp(0.0, 1.0)) as u64
     }
 
-    /// Bytes available for the KV cache.
+    /// Bytes available for the KV cache, in whole pages, as it will take them.
     #[must_use]
     pub fn kv_bytes(&self) -> u64 {
         let used = self.total.saturating_sub(self.free);
         let reserve = RESERVE.saturating_add(self.graphs).min(self.total / 32);
-        self.allowed().saturating_sub(used).saturating_sub(reserve)
+        self.allowed().saturating_sub(used).saturating_sub(reserve) / PAGE * PAGE
     }
 }
 
-/// Memory that a model needs on each rank at a tensor-parallel degree.
+/// Memory that a model needs on each rank at a tensor-parallel degree. Activations are few
+/// allocations, so their pages are within what is kept free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryNeed {
     /// Tensor-parallel degree.
     pub degree: u32,
-    /// Size of the weights in bytes.
+    /// What the weights take, in bytes: see [`allocated_bytes`].
     pub weights: u64,
     /// Size of the activations of the largest step in bytes.
     pub activations: u64,
-    /// Size of the KV cache of one sequence of maximum length in bytes.
+    /// What the KV cache of one sequence of maximum length takes, in bytes.
     pub one_sequence: u64,
 }
 
@@ -173,6 +200,31 @@ mod tests {
     }
 
     #[test]
+    fn large_allocations_take_whole_pages_and_small_ones_share_them() {
+        const MIB: u64 = 1 << 20;
+        assert_eq!(allocated_bytes([]), 0);
+        assert_eq!(allocated_bytes([0, 0]), 0);
+        // Not a byte more than they have, or nearly a page more.
+        assert_eq!(allocated_bytes([4 * MIB, 48 * MIB]), 52 * MIB);
+        assert_eq!(allocated_bytes([4 * MIB + 1]), 6 * MIB);
+        assert_eq!(allocated_bytes([MIB + 1]), 2 * MIB);
+        // Twenty matrices of 1.25 MiB: 25 MiB of weights.
+        assert_eq!(allocated_bytes([5 * MIB / 4; 20]), 40 * MIB);
+        // Two of exactly 1 MiB share a page.
+        assert_eq!(allocated_bytes([MIB; 5]), 6 * MIB);
+        // Of 0.75 MiB as well: a third has no room. Of 0.625 MiB three do.
+        assert_eq!(allocated_bytes([3 * MIB / 4; 4]), 4 * MIB);
+        assert_eq!(allocated_bytes([5 * MIB / 8; 6]), 4 * MIB);
+        // 8192 vectors of 256 bytes fill a page; a byte more each, and they fill two.
+        assert_eq!(allocated_bytes([1; 8192]), 2 * MIB);
+        assert_eq!(allocated_bytes([256; 8192]), 2 * MIB);
+        assert_eq!(allocated_bytes([257; 8192]), 4 * MIB);
+        // Both kinds, whatever their order.
+        assert_eq!(allocated_bytes([1, 3 * MIB, MIB, 2 * MIB]), 8 * MIB);
+        assert_eq!(allocated_bytes([u64::MAX, u64::MAX]), u64::MAX);
+    }
+
+    #[test]
     fn the_cache_takes_what_is_left_of_the_allowed_share() {
         let memory = measured(60 * GIB, 0.9);
         // 72 allowed, 20 in use, some kept.
@@ -188,8 +240,11 @@ mod tests {
         assert_eq!(MeasuredMemory { free: GIB, ..memory }.kv_bytes(), 0);
         assert_eq!(MeasuredMemory { utilization: 7.0, ..memory }.kv_bytes(), all.kv_bytes());
         assert_eq!(MeasuredMemory { utilization: f64::NAN, ..memory }.kv_bytes(), 0);
-        let tiny = MeasuredMemory { total: 1 << 20, free: 1 << 20, utilization: 1.0, graphs: 0 };
-        assert_eq!(tiny.kv_bytes(), (1 << 20) - (1 << 15));
+        let tiny = MeasuredMemory { total: 1 << 26, free: 1 << 26, utilization: 1.0, graphs: 0 };
+        assert_eq!(tiny.kv_bytes(), (1 << 26) - (1 << 21));
+        // A page that is not whole is none.
+        let odd = MeasuredMemory { free: 60 * GIB - 1, ..memory };
+        assert_eq!(odd.kv_bytes(), 52 * GIB - RESERVE - PAGE);
     }
 
     #[test]

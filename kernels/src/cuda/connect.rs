@@ -94,6 +94,7 @@ impl CudaBackend {
     pub fn join(&mut self, mut setup: GroupSetup<'_>) -> Result<JoinedGroup, KernelError> {
         let began = Instant::now();
         self.await_left();
+        self.step.group_begins();
         let (own, mut missing) = self.capability();
         let all = gather_bytes(self.collective.as_mut(), &own.to_bytes())?;
         let read = |bytes: &Vec<u8>| Capability::from_bytes(bytes);
@@ -127,7 +128,7 @@ impl CudaBackend {
             (false, None) => Some("ranks exchange data through host memory"),
             (false, Some(_)) => Some("not every rank captures graphs"),
         });
-        self.step.allow_parts(group.is_some());
+        self.step.set_grouped(group.is_some());
         if let Some(group) = group {
             self.device.context.group.join(group, timeout, graphs);
             // Reserved now, since this rank would otherwise do it later than others.

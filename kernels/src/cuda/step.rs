@@ -4,6 +4,7 @@
 //! loaded and chosen at first use. The second is captured and run. Later ones only run the graph:
 //! their calls are compared with the recorded ones and do nothing else.
 //! - `graphs`: selection, capture and loss of graphs
+//! - `shortage`: PURE: when graphs are made again after memory for one was short
 //! - `inputs`: layout of the inputs that the kernels read
 use std::rc::Rc;
 
@@ -19,10 +20,12 @@ use crate::error::KernelError;
 
 mod graphs;
 mod inputs;
+mod shortage;
 
 pub(super) use inputs::LaunchRows;
 
 use graphs::{GRAPHS_MAX, GraphKey, RecordedGraph};
+use shortage::Shortage;
 
 /// How calls are run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,12 +84,15 @@ pub(super) struct Step {
     graphs_off: Option<String>,
     /// Why there are no graphs for now.
     graphs_rest: Option<&'static str>,
+    /// Of memory for graphs.
+    shortage: Shortage,
     /// Kernels can begin before earlier ones are complete, also within a graph.
     overlaps: bool,
     /// Why they no longer can.
     overlap_off: Option<String>,
-    /// Ranks can exchange the best of their own logits.
-    parts: bool,
+    /// Ranks exchange data on their devices, in the middle of steps: all of them call, record and
+    /// replay the same ones. They can exchange the best of their own logits.
+    grouped: bool,
     /// Each of the step's rows only needs a token.
     is_plain: bool,
     /// The step's rows are sampled later, with masks.
@@ -120,9 +126,10 @@ impl Step {
             graphs: StagedCache::new(GRAPHS_MAX),
             graphs_off: (!graphs).then(|| "they are switched off".to_owned()),
             graphs_rest: None,
+            shortage: Shortage::default(),
             overlaps,
             overlap_off: None,
-            parts: false,
+            grouped: false,
             is_plain: false,
             late: false,
             mode: Mode::Loose,
@@ -144,14 +151,14 @@ impl Step {
         }
     }
 
-    /// Sets whether ranks can exchange the best of their own logits.
-    pub(super) fn allow_parts(&mut self, parts: bool) {
-        self.parts = parts;
+    /// Sets whether ranks exchange data on their devices.
+    pub(super) fn set_grouped(&mut self, grouped: bool) {
+        self.grouped = grouped;
     }
 
     /// What the step's tokens depend on: all logits, unless ranks can exchange the best of them.
     pub(super) fn candidates(&self) -> Candidates {
-        if self.parts && self.is_plain { self.lists.candidates } else { Candidates::All }
+        if self.grouped && self.is_plain { self.lists.candidates } else { Candidates::All }
     }
 
     /// Numbers of items to launch for.
@@ -200,8 +207,10 @@ impl Step {
         inputs: &StepInputs<'_>,
     ) -> Result<(), KernelError> {
         if self.abandon(stream) {
-            self.capture_failed("a step failed while its graph was captured");
+            let fault = stream.take_capture_fault();
+            self.not_recorded(fault, "a step failed while its graph was captured");
         }
+        self.shortage.step_begins();
         let shape = inputs.attention;
         let cut = self.cut(shape, Windows::new(inputs.windows)?);
         if !inputs.feed.is_empty() && inputs.feed.len() != inputs.ids.len() {
@@ -242,9 +251,11 @@ impl Step {
             sampling: place(inputs.sampling),
             adapters: place(inputs.adapters),
         };
+        // In a group all ranks record the same steps, whatever a single one has memory for.
+        let makes_more = self.grouped || !self.shortage.is_waiting();
         // Only now, since making room for the inputs may have dropped all graphs.
         self.planned = match key.map(|key| (self.graphs.stage(key), key)) {
-            Some((CacheStage::Make, key)) => Mode::Record(key),
+            Some((CacheStage::Make, key)) if makes_more => Mode::Record(key),
             Some((CacheStage::Use, key)) => Mode::Replay(key),
             _ => Mode::Eager,
         };
@@ -256,7 +267,7 @@ impl Step {
     pub(super) fn open(&mut self, stream: &Stream) -> Result<(), KernelError> {
         if let Mode::Record(_) = self.planned {
             stream.begin_capture().inspect_err(|error| {
-                self.capture_failed(&error.to_string());
+                self.not_recorded(stream.take_capture_fault(), &error.to_string());
             })?;
         }
         self.mode = self.planned;

@@ -51,6 +51,15 @@ fn wait(
     }
 }
 
+/// Why a call of this rank could not be recorded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum CaptureFault {
+    /// The GPU's memory was short, which another time it may not be.
+    Memory,
+    /// Anything else: the call will not be recorded the next time either.
+    Refused,
+}
+
 /// A stream. Work on it runs in the order of the calls.
 pub struct Stream {
     raw: sys::CUstream,
@@ -58,8 +67,8 @@ pub struct Stream {
     patience: Cell<Duration>,
     /// Calls are recorded.
     captures: Cell<bool>,
-    /// A call of this rank could not be recorded, in the current or the last capture.
-    fault: Cell<bool>,
+    /// Why a call of this rank could not be recorded, in the current or the last capture.
+    fault: Cell<Option<CaptureFault>>,
     context: Rc<Context>,
 }
 
@@ -74,7 +83,7 @@ impl Stream {
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: a context is current; destroyed when `Self` is dropped.
         check(unsafe { sys::cuStreamCreate(&raw mut raw, flags) }, "make a stream")?;
-        let (captures, fault) = (Cell::new(false), Cell::new(false));
+        let (captures, fault) = (Cell::new(false), Cell::new(None));
         let patience = Cell::new(patience);
         Ok(Self { raw, patience, captures, fault, context: context.clone() })
     }
@@ -128,14 +137,19 @@ impl Stream {
     /// driver.
     ///
     /// # Errors
+    /// [`KernelError::Again`]: nothing is recorded, and the stream is well;
     /// [`KernelError::Device`].
     pub fn begin_capture(&self) -> Result<(), KernelError> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        self.fault.set(None);
         // SAFETY: the stream is alive, and not the default one.
         let status = unsafe { sys::cuStreamBeginCapture_v2(self.raw, mode) };
-        check(status, "begin to capture a graph")?;
+        check(status, "begin to capture a graph").map_err(|error| match error {
+            // What is to be recorded needs no graph.
+            KernelError::OutOfMemory { .. } => self.unrecorded(error),
+            error => error,
+        })?;
         self.captures.set(true);
-        self.fault.set(false);
         Ok(())
     }
 
@@ -143,33 +157,47 @@ impl Stream {
     /// nothing but the graph is broken; if the context is, repeating the call will show it.
     pub(super) fn failed(&self, error: KernelError) -> KernelError {
         match error {
-            // The driver's errors for a call that cannot be recorded.
-            KernelError::Again(_) if self.captures.get() => {
-                self.fault.set(true);
-                error
-            }
-            KernelError::Device(_)
+            KernelError::Again(_)
+            | KernelError::Device(_)
             | KernelError::Unsupported(_)
             | KernelError::OutOfMemory { .. }
                 if self.captures.get() =>
             {
-                self.fault.set(true);
-                KernelError::Again(error.to_string())
+                self.unrecorded(error)
             }
             error => error,
         }
     }
 
+    /// Notes why a call of this rank was not recorded.
+    fn unrecorded(&self, error: KernelError) -> KernelError {
+        let (fault, line) = match error {
+            // The driver's errors for a call that cannot be recorded.
+            KernelError::Again(line) => (CaptureFault::Refused, line),
+            KernelError::OutOfMemory { what, .. } => {
+                (CaptureFault::Memory, format!("{what}: the GPU's memory is short"))
+            }
+            error => (CaptureFault::Refused, error.to_string()),
+        };
+        self.note_fault(fault);
+        KernelError::Again(line)
+    }
+
+    /// Of several faults the first counts: after it, the driver refuses all that follows.
+    fn note_fault(&self, fault: CaptureFault) {
+        self.fault.set(self.fault.get().or(Some(fault)));
+    }
+
     /// Notes that a library could not record a call of this rank.
     pub(super) fn note_refusal(&self) {
         if self.captures.get() {
-            self.fault.set(true);
+            self.note_fault(CaptureFault::Refused);
         }
     }
 
-    /// Whether the last capture failed because of a call of this rank, and not because other ranks
-    /// ended it; resets the flag.
-    pub(super) fn take_capture_fault(&self) -> bool {
+    /// Why the last capture failed, if it was because of a call of this rank and not because other
+    /// ranks ended it; returned once.
+    pub(super) fn take_capture_fault(&self) -> Option<CaptureFault> {
         self.fault.take()
     }
 

@@ -4,7 +4,9 @@ use std::time::{Duration, Instant};
 use kernels::backend::prelude::*;
 use kernels::collective::single_rank;
 use kernels::cuda::bucket::decode_buckets;
-use kernels::cuda::capacity::{MeasuredMemory, MemoryNeed, check_fit, check_steps, graph_bytes};
+use kernels::cuda::capacity::{
+    MeasuredMemory, MemoryNeed, allocated_bytes, check_fit, check_steps, graph_bytes,
+};
 use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
 use kernels::weights::Compact;
 use kernels::{Collective, KernelError};
@@ -16,7 +18,7 @@ use crate::model::ModelError;
 use crate::model::config::ModelConfig;
 use crate::model::shard::Shard;
 use crate::model::size;
-use crate::model::weights::{self, Source};
+use crate::model::weights::{self, KeptSizes, Source};
 
 /// One GPU.
 #[derive(Clone, Debug)]
@@ -68,7 +70,8 @@ impl CudaDevice {
             warmed = engine.warm(&rows, patience);
         }
         let WarmUp { kinds, of } = match warmed {
-            // One rank goes on without graphs: the next step gives up on them. Several form anew.
+            // One rank goes on: the next step gives up what failed, or waits for memory. Several
+            // form anew.
             Err(KernelError::Again(reason)) if !engine.backend().samples_everywhere() => {
                 tracing::warn!(reason, "decode steps are not captured");
                 return Ok(());
@@ -201,20 +204,28 @@ impl Device for CudaDevice {
         let widens = is_quantised && widens_any;
         let keeps = |form: &Compact, is_stack: bool| backend.keeps(form, is_stack);
         let configs = [config].into_iter().chain(draft.map(|draft| draft.model().0));
-        let tables: u64 = configs.map(|config| size::table_bytes(config, sizes)).sum();
-        let drafted_weights = draft.map_or(Ok(0), |draft| draft.weight_bytes(&keeps))?;
+        // Cosines and sines are apart.
+        let tables = configs.flat_map(|config| [size::table_bytes(config, sizes) / 2; 2]);
+        let drafted_weights = draft.map(|draft| draft.weight_sizes(&keeps)).transpose()?;
+        let KeptSizes { matrices, vectors } = drafted_weights.unwrap_or_default();
+        let beside: Vec<u64> = tables.chain(matrices).chain(vectors).collect();
         let need = |shard: &Shard| -> Result<MemoryNeed, ModelError> {
-            let (matrices, room) = adapters.bytes(config, shard, tokens)?;
+            let (stacks, room) = adapters.sizes(config, shard, tokens)?;
             let source = Source { shard, ..*source };
-            let weights = weights::kept_bytes(&source, quantization, &keeps)? + matrices;
+            let KeptSizes { matrices, vectors } =
+                weights::kept_sizes(&source, quantization, &keeps)?;
+            let own = matrices.into_iter().chain(vectors).chain(stacks);
             let activations = size::activation_bytes(config, shard, widens, sizes) + room;
             let (drafting, drafted) =
                 draft.map_or((0, 0), |draft| draft.step_bytes(sizes, widens_any));
             Ok(MemoryNeed {
                 degree: u32::try_from(shard.degree).unwrap_or(u32::MAX),
-                weights: weights + drafted_weights + tables,
+                weights: allocated_bytes(own.chain(beside.iter().copied())),
                 activations: activations + drafting,
-                one_sequence: size::sequence_bytes(config, shard, sizes) + drafted,
+                one_sequence: allocated_bytes([
+                    size::sequence_bytes(config, shard, sizes),
+                    drafted,
+                ]),
             })
         };
         let memory = self.measure(backend, config.num_layers, sizes)?;
@@ -245,7 +256,8 @@ impl Device for CudaDevice {
             let widens = engine.backend().widens_int8(sizes.max_num_batched_tokens as usize);
             engine.step_bytes(sizes, quantization, widens)
         });
-        check_steps(&memory, before.0, after.0, after.1).map_err(ModelError::Fit)
+        let one_sequence = allocated_bytes([after.1]);
+        check_steps(&memory, before.0, after.0, one_sequence).map_err(ModelError::Fit)
     }
 
     fn prepare(&self, engine: &mut Engine<CudaBackend>) -> Result<(), KernelError> {

@@ -10,7 +10,7 @@ use super::decoder::Decoder;
 use super::safetensors::WeightFiles;
 use super::shard::Shard;
 use super::size::{self, Keeps};
-use super::weights::{self, Source};
+use super::weights::{self, KeptSizes, Source};
 use crate::engine::Draft;
 
 /// Weights keep the checkpoint's quantisation.
@@ -69,6 +69,14 @@ impl DraftFiles {
     /// [`ModelError`].
     pub fn weight_bytes(&self, keeps: Keeps<'_>) -> Result<u64, ModelError> {
         weights::kept_bytes(&self.source(), QUANTIZATION, keeps)
+    }
+
+    /// As [`weights::kept_sizes`], of its weights.
+    ///
+    /// # Errors
+    /// [`ModelError`].
+    pub fn weight_sizes(&self, keeps: Keeps<'_>) -> Result<KeptSizes, ModelError> {
+        weights::kept_sizes(&self.source(), QUANTIZATION, keeps)
     }
 
     fn source(&self) -> Source<'_> {

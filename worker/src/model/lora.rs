@@ -173,16 +173,32 @@ impl LoraFiles {
         shard: &Shard,
         tokens_max: usize,
     ) -> Result<(u64, u64), ModelError> {
-        let (mut matrices, mut widths) = (0, Vec::new());
+        let (stacks, room) = self.sizes(config, shard, tokens_max)?;
+        Ok((stacks.iter().sum(), room))
+    }
+
+    /// As [`Self::bytes`], with the size of each stack of matrices.
+    ///
+    /// # Errors
+    /// [`ModelError`].
+    pub fn sizes(
+        &self,
+        config: &ModelConfig,
+        shard: &Shard,
+        tokens_max: usize,
+    ) -> Result<(Vec<u64>, u64), ModelError> {
+        let (mut stacks, mut widths) = (Vec::new(), Vec::new());
         for site in Site::ALL {
             let Some(joint) = self.joint(site, config, shard)? else { continue };
-            let inputs: usize = joint.parts.iter().map(Range::len).sum();
             let (width, outputs) = (joint.width(), joint.outputs());
-            let layers = self.layers_with(&joint, config);
-            matrices += self.count() * layers * width * (inputs + outputs) * 2;
+            let stack = |other: usize| (self.count() * width * other * 2) as u64;
+            for _ in 0..self.layers_with(&joint, config) {
+                stacks.extend(joint.parts.iter().map(|part| stack(part.len())));
+                stacks.push(stack(outputs));
+            }
             widths.push((width, outputs));
         }
-        Ok((matrices as u64, room_bytes(widths, tokens_max)))
+        Ok((stacks, room_bytes(widths, tokens_max)))
     }
 
     /// Loads this rank's part of all adapters, with buffers for `tokens_max` tokens; `None` when

@@ -258,7 +258,17 @@ pub(crate) fn check(source: &Source<'_>) -> Result<(), ModelError> {
     part.stream_norm("model.norm").map(drop)
 }
 
-/// Size of a shard's weights on a device that keeps matrices in the forms that `keeps` says, and
+/// What a device allocates for the layers, the embedding and the output head of a shard: the size
+/// of each allocation, in bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KeptSizes {
+    /// Of the weights of each matrix, or of all matrices of a stack, and of their scales.
+    pub matrices: Vec<u64>,
+    /// Of the vectors: norms and biases.
+    pub vectors: Vec<u64>,
+}
+
+/// Size of a shard's matrices on a device that keeps them in the forms that `keeps` says, and
 /// others in bf16 unless `quantization` changes them; in bytes. Which matrices have which form is
 /// read from the headers: configurations do not list all exceptions. Reads no matrix.
 ///
@@ -269,18 +279,35 @@ pub fn kept_bytes(
     quantization: Quantization,
     keeps: Keeps<'_>,
 ) -> Result<u64, ModelError> {
+    Ok(kept_sizes(source, quantization, keeps)?.matrices.iter().sum())
+}
+
+/// As [`kept_bytes`], allocation by allocation, and with the vectors.
+///
+/// # Errors
+/// [`ModelError`].
+pub fn kept_sizes(
+    source: &Source<'_>,
+    quantization: Quantization,
+    keeps: Keeps<'_>,
+) -> Result<KeptSizes, ModelError> {
     let Source { config, shard, .. } = *source;
     let (part, padding) = (Part(*source), padding(config, shard));
     let kept = |matrices: &[HostMatrix<'_>], kind| kept(matrices, kind, quantization, keeps);
     let embedding = part.embedding(&padding)?;
-    let head = output_head(&part, &embedding, quantization, &padding)?
-        .map_or(0, |matrix| kept(&matrix, Kind::Matrix));
-    let mut bytes = head + kept(&embedding, Kind::Small);
+    let head = output_head(&part, &embedding, quantization, &padding)?;
+    let mut sizes = KeptSizes::default();
+    sizes.matrices.extend(head.iter().flat_map(|matrix| kept(matrix, Kind::Matrix)));
+    sizes.matrices.extend(kept(&embedding, Kind::Small));
     for index in 0..config.num_layers {
         let layer = part.layer(index)?;
-        bytes += layer.loads().iter().map(|(matrices, kind)| kept(matrices, *kind)).sum::<u64>();
+        let loads = layer.loads();
+        sizes.matrices.extend(loads.iter().flat_map(|(matrices, kind)| kept(matrices, *kind)));
+        let vectors = layer.vectors();
+        sizes.vectors.extend(vectors.iter().map(|vector| size_of_val::<[f32]>(*vector) as u64));
     }
-    Ok(bytes)
+    sizes.matrices.retain(|bytes| *bytes > 0);
+    Ok(sizes)
 }
 
 /// The output head, if there is a matrix beside the embedding.

@@ -4,7 +4,7 @@ use crate::backend::StepInputs;
 use crate::cuda::batch::Capacity;
 use crate::cuda::bucket::decode_bucket;
 use crate::cuda::sample_lists::Candidates;
-use crate::cuda::stream::{Graph, Stream};
+use crate::cuda::stream::{CaptureFault, Graph, Stream};
 use crate::error::KernelError;
 
 /// Maximum number of graphs: for all numbers of rows, each with and without adapters, in four of
@@ -60,9 +60,18 @@ impl Step {
         self.graphs_off.get_or_insert_with(|| reason.to_owned());
     }
 
-    /// Handles a step that could not be captured: later steps are captured without early launch of
-    /// kernels; if that was already off, graphs are given up.
-    pub(in crate::cuda) fn capture_failed(&mut self, reason: &str) {
+    /// Handles a step that could not be captured. If memory was short, the graphs so far and early
+    /// launch of kernels stay: see `shortage`.
+    pub(in crate::cuda) fn not_recorded(&mut self, fault: Option<CaptureFault>, reason: &str) {
+        match fault {
+            Some(CaptureFault::Memory) => self.shortage.began(reason, self.grouped),
+            Some(CaptureFault::Refused) | None => self.capture_refused(reason),
+        }
+    }
+
+    /// Later steps are captured without early launch of kernels; if that was already off, graphs
+    /// are given up.
+    fn capture_refused(&mut self, reason: &str) {
         self.graphs.clear();
         if self.overlaps {
             self.overlaps = false;
@@ -83,9 +92,15 @@ impl Step {
         self.overlaps = overlaps && self.overlap_off.is_none();
     }
 
-    /// Whether graphs are captured, as far as this rank can decide.
+    /// Notes that this rank is about to join a group.
+    pub(in crate::cuda) fn group_begins(&mut self) {
+        self.shortage.group_begins();
+    }
+
+    /// Whether graphs are captured in the group that this rank is about to join, as far as it can
+    /// decide.
     pub(in crate::cuda) fn can_capture(&self) -> bool {
-        self.graphs_off.is_none()
+        self.graphs_off.is_none() && !self.shortage.sits_out()
     }
 
     /// Whether decode steps become graphs now; the same on all ranks of a group.
@@ -99,9 +114,11 @@ impl Step {
         self.graphs_rest = not;
     }
 
-    /// Why graphs, or early launch of kernels, were given up, if something failed.
+    /// Why graphs, or early launch of kernels, were given up, or why no more graphs are made for
+    /// now, if something failed.
     pub(in crate::cuda) fn given_up(&self) -> Option<&str> {
-        self.graphs_off.as_deref().or(self.overlap_off.as_deref())
+        let lasting = self.graphs_off.as_deref().or(self.overlap_off.as_deref());
+        lasting.or_else(|| self.shortage.reason(self.grouped))
     }
 
     /// For people: the number of graphs, or why there are none.
@@ -154,10 +171,11 @@ impl Step {
             Mode::Record(key) => {
                 self.mode = Mode::Eager;
                 let graph = stream.end_capture().inspect_err(|error| {
-                    self.capture_failed(&error.to_string());
+                    self.not_recorded(stream.take_capture_fault(), &error.to_string());
                 })?;
                 graph.launch(stream)?;
                 self.graphs.insert(key, RecordedGraph { graph, signature });
+                self.shortage.graph_made(self.grouped);
             }
             Mode::Replay(key) => {
                 self.mode = Mode::Eager;
@@ -177,5 +195,59 @@ impl Step {
             Mode::Eager | Mode::Loose => {}
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MEMORY: Option<CaptureFault> = Some(CaptureFault::Memory);
+    const REFUSED: Option<CaptureFault> = Some(CaptureFault::Refused);
+
+    #[test]
+    fn what_is_refused_is_given_up_one_thing_at_a_time() {
+        for fault in [REFUSED, None] {
+            let mut step = Step::new(true, true, false);
+            step.not_recorded(fault, "first");
+            assert!(!step.overlaps() && step.captures() && step.can_capture());
+            assert_eq!(step.given_up(), Some("first"));
+            step.set_overlap(true);
+            assert!(!step.overlaps(), "for good");
+            step.not_recorded(fault, "second");
+            assert!(!step.captures() && !step.can_capture());
+            assert_eq!(step.given_up(), Some("second"));
+        }
+    }
+
+    #[test]
+    fn memory_that_is_short_costs_neither_graphs_nor_overlap() {
+        let mut step = Step::new(true, true, false);
+        for _ in 0..5 {
+            step.not_recorded(MEMORY, "no memory");
+            assert!(step.overlaps() && step.captures() && step.can_capture());
+            assert_eq!(step.given_up(), Some("no memory"));
+        }
+        // What cannot be recorded without it is still given up.
+        step.not_recorded(REFUSED, "refused");
+        assert!(!step.overlaps() && step.captures());
+        assert_eq!(step.given_up(), Some("refused"));
+    }
+
+    #[test]
+    fn a_group_does_without_graphs_once_memory_was_short_twice() {
+        let mut step = Step::new(true, true, false);
+        let joined = |step: &mut Step| {
+            step.group_begins();
+            step.set_grouped(true);
+            (step.can_capture(), step.given_up().map(str::to_owned))
+        };
+        assert_eq!(joined(&mut step), (true, None));
+        step.not_recorded(MEMORY, "no memory");
+        assert_eq!(joined(&mut step), (true, None));
+        step.not_recorded(MEMORY, "no memory");
+        assert_eq!(joined(&mut step), (false, Some("no memory".to_owned())));
+        assert_eq!(joined(&mut step), (true, None));
+        assert!(step.overlaps());
     }
 }

@@ -34,6 +34,12 @@ impl<'a> LatentPart<'a> {
         loads.extend([&self.keys, &self.values].map(|heads| (heads.as_slice(), Kind::Small)));
         loads
     }
+
+    /// The norms.
+    pub(super) fn norms(&self) -> impl Iterator<Item = &[f32]> {
+        let of_q = self.q_down.iter().map(|(_, norm)| norm.as_slice());
+        of_q.chain([self.kv_norm.as_slice()])
+    }
 }
 
 impl<'a> Layer<'a> {

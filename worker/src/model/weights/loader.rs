@@ -131,14 +131,14 @@ pub(super) fn bytes(matrix: &HostMatrix<'_>) -> u64 {
     (matrix.rows * matrix.cols * matrix.dtype.bytes()) as u64
 }
 
-/// Size of matrices that are loaded together, as devices keep them that have at most 16 bits per
-/// weight, in bytes.
+/// Sizes of matrices that are loaded together, as devices keep them that have at most 16 bits per
+/// weight, in bytes: of the weights, and of their scales, which are apart.
 pub(super) fn kept(
     matrices: &[HostMatrix<'_>],
     kind: Kind,
     quantization: Quantization,
     keeps: Keeps<'_>,
-) -> u64 {
+) -> [u64; 2] {
     let (quantization, form) = match kind {
         Kind::Small => (Quantization::None, None),
         Kind::Matrix | Kind::Stack => {
@@ -146,11 +146,20 @@ pub(super) fn kept(
             (quantization, form)
         }
     };
-    let own = |matrix: &HostMatrix<'_>| {
-        let most = 2 * (matrix.rows * matrix.cols) as u64;
-        held(matrix, quantization, form.as_ref()).min(most)
-    };
-    matrices.iter().map(own).sum()
+    let (mut weights, mut scales) = (0, 0);
+    for matrix in matrices {
+        let (rows, cols) = (matrix.rows as u64, matrix.cols as u64);
+        let both = held(matrix, quantization, form.as_ref()).min(2 * rows * cols);
+        let own = match (quantization, &form) {
+            (Quantization::Int8, _) | (Quantization::None, Some(Compact::Fp8(_))) => rows * cols,
+            (Quantization::None, Some(Compact::Int4(_))) => rows * cols.div_ceil(2),
+            (Quantization::None, None) => both,
+        };
+        let own = own.min(both);
+        weights += own;
+        scales += both - own;
+    }
+    [weights, scales]
 }
 
 /// Size of a matrix as kept, in bytes; `form` is that of a matrix that stays as it is.

@@ -8,7 +8,7 @@ use super::Source;
 use super::latent::LatentPart;
 use crate::model::ModelError;
 use crate::model::config::NormKind;
-use crate::model::experts::ExpertParts;
+use crate::model::experts::{Biases, ExpertParts};
 use crate::model::modules::Module;
 use crate::model::quantization::Tensors;
 use crate::model::rope::distinct;
@@ -42,6 +42,10 @@ pub(super) struct NormPart {
 }
 
 impl NormPart {
+    fn vectors(&self) -> impl Iterator<Item = &[f32]> {
+        [Some(&self.weight), self.bias.as_ref()].into_iter().flatten().map(Vec::as_slice)
+    }
+
     /// Divides what it makes.
     pub(super) fn divide(&mut self, by: f32) {
         let all = self.weight.iter_mut().chain(self.bias.iter_mut().flatten());
@@ -104,6 +108,35 @@ impl<'a> LayerPart<'a> {
             }
         }
         loads
+    }
+
+    /// All vectors, each of which is loaded by itself.
+    pub(super) fn vectors(&self) -> Vec<&[f32]> {
+        let of_stream = [&self.input_norm, &self.post_norm];
+        let mut all: Vec<&[f32]> =
+            of_stream.into_iter().flatten().flat_map(NormPart::vectors).collect();
+        let of_mlp = match &self.mlp {
+            MlpPart::Dense { gate_up_bias, down_bias, .. } => {
+                [gate_up_bias.as_ref(), None, down_bias.as_ref()]
+            }
+            MlpPart::Experts(ExpertParts { biases: Biases { router, gate_up, down }, .. }) => {
+                [gate_up.as_ref(), router.as_ref(), down.as_ref()]
+            }
+        };
+        let others = [
+            &self.qkv_bias,
+            &self.q_norm,
+            &self.k_norm,
+            &self.qk_norm,
+            &self.sinks,
+            &self.output_bias,
+            &self.output_norm,
+            &self.down_norm,
+        ];
+        let others = others.into_iter().flatten().chain(of_mlp.into_iter().flatten());
+        all.extend(others.map(Vec::as_slice));
+        all.extend(self.latent.iter().flat_map(LatentPart::norms));
+        all
     }
 }
 
