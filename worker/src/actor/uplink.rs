@@ -2,7 +2,8 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use shared::actor::peer::PeerAddr;
+use shared::actor::link::SendError;
+use shared::actor::peer::{PeerAddr, TellError};
 use shared::ids::{Epoch, WorkerId};
 use shared::protocol::{FromWorker, HeldShard};
 
@@ -49,8 +50,10 @@ impl Uplink {
     fn tell_if(&self, wanted: impl Fn(u64) -> bool, epoch: Epoch, message: &FromWorker) {
         let uplink = self.inner.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let Some((_, uplink)) = uplink.filter(|(link, _)| wanted(*link)) else { return };
-        if let Err(error) = uplink.tell(epoch, message) {
-            tracing::warn!(%error, "message to the coordinator lost");
+        match uplink.tell(epoch, message) {
+            // As without a link, of whose end the log knows.
+            Ok(()) | Err(TellError::Link(SendError::Closed)) => {}
+            Err(error) => tracing::warn!(%error, "message to the coordinator lost"),
         }
     }
 
