@@ -1,8 +1,8 @@
 //! One row times weights of 4 and 8 bits, which are widened in registers (`widen`) rather than in
 //! memory. Two rows and more would need more registers than there are.
 //!
-//! What a loop consists of is inlined always and unrolled by hand, since sums that are not seen to be
-//! apart would be kept in memory. It is compiled as part of [`bytes`] or [`int4`], for the
+//! What a loop consists of is inlined always and unrolled by hand, since sums that are not seen to
+//! be apart would be kept in memory. It is compiled as part of [`bytes`] or [`int4`], for the
 //! instruction set of these: that is what every SAFETY comment means by it.
 #![expect(
     clippy::multiple_unsafe_ops_per_block,
@@ -73,8 +73,8 @@ macro_rules! unrolled {
     };
 }
 
-/// Computes `Q` quarters of the panel, from quarter `first` on. A row of `weights` has `PAIRS` pairs;
-/// the last may have fewer.
+/// Computes `Q` quarters of the panel, from quarter `first` on. A row of `weights` has `PAIRS`
+/// pairs; the last may have fewer.
 #[inline(always)]
 fn columns<const Q: usize, const PAIRS: usize, W: Widen>(
     acts: &[ActPair<1>],

@@ -1,5 +1,5 @@
-//! Conversion of 4-bit weights to bf16 by AVX2, which looks up a byte by four bits: of floats, and of
-//! integers without zero points.
+//! Conversion of 4-bit weights to bf16 by AVX2, which looks up a byte by four bits: of floats, and
+//! of integers without zero points.
 use std::arch::x86_64::{
     __m256i, _mm_loadu_si128, _mm256_and_si256, _mm256_broadcastsi128_si256, _mm256_loadu_si256,
     _mm256_or_si256, _mm256_set1_epi32, _mm256_shuffle_epi8, _mm256_slli_epi32, _mm256_srli_epi32,

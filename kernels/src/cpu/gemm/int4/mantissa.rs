@@ -1,6 +1,6 @@
-//! 4-bit integers as floats without a conversion: where they are in a word, put into the mantissa of
-//! a power of two of which the bit that is their lowest one counts 1. What is subtracted from that,
-//! the power and the zero point, leaves their difference. Nothing is rounded.
+//! 4-bit integers as floats without a conversion: where they are in a word, put into the mantissa
+//! of a power of two of which the bit that is their lowest one counts 1. What is subtracted from
+//! that, the power and the zero point, leaves their difference. Nothing is rounded.
 use super::super::super::pack::{MIDDLE, PANEL};
 
 /// The bits of the number of each of four pairs, in half of a word.
