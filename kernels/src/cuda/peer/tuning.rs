@@ -1,4 +1,4 @@
-//! PURE, except for the measurements at its end: the exchange to use for each size.
+//! The exchange to use for each size. The choice is PURE, the measurements at the end are not.
 //!
 //! One-shot sends everything to everyone: it moves the most data, and waits once. Two-shot moves a
 //! fraction and waits twice. Large messages are left to another group, if there is one. The
