@@ -124,6 +124,8 @@ pub struct Scheduler {
     /// Maximum number of prompt tokens in one of its steps while a sequence decodes.
     mixed_prefill_tokens: u32,
     blocks: BlockPool,
+    /// The most KV blocks that an epoch had.
+    blocks_most: u32,
     epoch: Option<Epoch>,
     last_step: StepId,
     /// Slots of sequences; `None` is free.
@@ -199,6 +201,7 @@ impl Scheduler {
             mixed_prefill_tokens: config.max_mixed_prefill_tokens.unwrap_or(u32::MAX),
             config,
             blocks: BlockPool::default(),
+            blocks_most: 0,
             epoch: None,
             last_step: StepId(0),
             sequences: Vec::new(),

@@ -184,7 +184,8 @@ fn a_model_that_does_not_fit_says_what_would_do() {
     }
 }
 
-/// What is reckoned with before loading is what is then allocated.
+/// What is reckoned with before loading is what is then allocated, except for groups of inputs with
+/// scales of their own.
 #[test]
 fn every_size_that_is_reckoned_with_is_an_allocation() {
     let models = ["llama-gqa", "qwen3-moe", "gpt-oss", "deepseek-v3", "qwen2-fp8"];

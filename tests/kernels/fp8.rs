@@ -44,8 +44,8 @@ impl Eight {
         block: (usize, usize),
     ) -> Self {
         let tensor = (rows.0 + rows.1 + 1, cols.0 + cols.1 + 3);
-        // All bytes but NaN, and mostly subnormal numbers in some rows. Three quarters of the
-        // columns have no small number, as most neighbours of real weights have none.
+        // All bytes but NaN. Three quarters of the columns have no small number, as most neighbours
+        // of real weights have none; in the others some rows have mostly subnormal numbers.
         let byte = |random: &mut Random, row: usize, col: usize| loop {
             let least = if (col / 4).is_multiple_of(4) { 0 } else { 0x20 };
             let byte = least | random.below(if row % 7 == 3 { 12 } else { 256 }) as u8;

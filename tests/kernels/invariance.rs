@@ -1,6 +1,10 @@
 //! Law 7: a row's result has the same bits alone, in a batch, and with any number of threads.
+use kernels::backend::prelude::*;
+
 use crate::attention::{Case, Rows, shape, shuffled};
-use crate::support::{Random, Weight, assert_same_in_batches, backend_in, bits, variants};
+use crate::support::{
+    Random, Weight, assert_same_in_batches, backend_in, bits, buffer, poisoned, variants,
+};
 
 #[test]
 fn products_of_a_row_do_not_depend_on_the_batch_or_the_threads() {
@@ -19,6 +23,37 @@ fn products_of_a_row_do_not_depend_on_the_batch_or_the_threads() {
                 |backend| weight.load(backend),
                 format!("{is_int8} {cols}x{rows}"),
             );
+        }
+    }
+}
+
+/// A row that has no numbers in some places gives none in the same places, alone and among others.
+#[test]
+fn what_is_no_number_shows_in_any_batch() {
+    let mut random = Random(43);
+    for (isa, precision) in variants() {
+        let (cols, rows) = (67, 190);
+        for weight in [false, true] {
+            let plain = Weight::random(&mut random, rows, cols);
+            let weight = if weight { plain.quantised() } else { plain };
+            for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut x = random.vec(7 * cols);
+                x[3 * cols + 20] = wrong;
+                let mut backend = backend_in(isa, precision, 1);
+                let packed = weight.load(&mut backend);
+                let mut products = |x: &[f32]| {
+                    let input = buffer(&mut backend, x, cols);
+                    let mut out = poisoned(&mut backend, x.len() / cols, rows);
+                    backend.linear(&input, &packed, None, &mut out).unwrap();
+                    let is_number: Vec<bool> = out.values().iter().map(|y| y.is_finite()).collect();
+                    is_number
+                };
+                let together = products(&x);
+                let alone: Vec<bool> = x.chunks(cols).flat_map(&mut products).collect();
+                assert_eq!(together, alone, "{isa} {precision} {wrong}");
+                let wrong_rows = together.chunks(rows).map(|row| row.iter().any(|it| !it));
+                assert!(wrong_rows.eq((0..7).map(|row| row == 3)), "{isa} {precision} {wrong}");
+            }
         }
     }
 }

@@ -115,8 +115,6 @@ pub struct ReplicaDriver {
     /// When that was last looked at.
     looked: Duration,
     deadlines: Deadlines,
-    /// The most KV blocks that an epoch had.
-    blocks_most: u32,
     epoch: Option<Epoch>,
     /// Since when no epoch has been under way.
     unavailable_since: Duration,
@@ -151,7 +149,6 @@ impl ReplicaDriver {
             waited: Duration::ZERO,
             looked: now,
             deadlines: Deadlines::new(limits.step_floor, limits.step_timeout),
-            blocks_most: 0,
             epoch: None,
             unavailable_since: now,
             completions: Completions::default(),
@@ -273,8 +270,6 @@ impl ReplicaDriver {
             Err(mut error) => {
                 if resumed.is_some() {
                     error = moving::outgrown(&error);
-                } else if let Some(for_now) = moving::short_of_room(&error, self.blocks_most) {
-                    error = for_now;
                 }
                 if let EngineError::QueueFull { retry_after_s, .. } = &mut error {
                     *retry_after_s = self.retry_after_s(now, id);
@@ -326,7 +321,6 @@ impl ReplicaDriver {
         host_blocks: u32,
     ) -> Vec<MovedRequest> {
         self.epoch = Some(epoch);
-        self.blocks_most = self.blocks_most.max(num_blocks);
         self.in_flight.clear();
         self.deadlines.begin();
         let handed =

@@ -38,6 +38,7 @@ impl Scheduler {
         self.epoch = Some(epoch);
         self.last_step = StepId(0);
         self.blocks = BlockPool::new(num_blocks, self.config.block_size);
+        self.blocks_most = self.blocks_most.max(num_blocks);
         self.waits_for = None;
         self.host = HostPool::new(host_blocks);
         let room = self.room();

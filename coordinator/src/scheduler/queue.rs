@@ -111,6 +111,15 @@ impl Scheduler {
             None => self.config.blocks_for(self.config.max_model_len),
         };
         let too_long = num_prompt + request.max_tokens.min(1) > self.config.max_model_len;
+        if !too_long && needed > available && needed <= self.blocks_most {
+            // It may have as much again, with more ranks for example.
+            let message = format!(
+                "none has room in its KV cache now for the {needed} blocks that this request may \
+                 need (one has {available}, and had {})",
+                self.blocks_most
+            );
+            return Err(EngineError::Unavailable { message });
+        }
         if too_long || needed > available {
             return Err(EngineError::TooLarge { needed, available });
         }

@@ -19,7 +19,9 @@ use std::ops::Range;
 
 use super::isa::Isa;
 use super::memory::Disjoint;
-use super::pack::{CpuMatrix, Int4Group, PANEL, PairRow, PairRows, Panels};
+#[cfg(target_arch = "x86_64")]
+use super::pack::Int4Group;
+use super::pack::{CpuMatrix, PANEL, PairRow, PairRows, Panels};
 use crate::error::KernelError;
 use crate::pool::Pool;
 use crate::weights::GROUP_MOST;
@@ -374,6 +376,7 @@ fn tile<const M: usize>(isa: Isa, acts: &[ActPair<M>], weights: PairRows<'_>, ac
 }
 
 /// `acc[m] += acts[m] * group` over the group's pairs, if [`widens_in_registers`].
+#[cfg(target_arch = "x86_64")]
 fn int4_tile<const M: usize>(
     isa: Isa,
     acts: &[ActPair<M>],
@@ -381,10 +384,8 @@ fn int4_tile<const M: usize>(
     acc: &mut [Acc; M],
 ) {
     match isa {
-        #[cfg(target_arch = "x86_64")]
         // SAFETY: the backend refuses an instruction set that this machine lacks.
         Isa::Avx512 => unsafe { avx512::int4_tile(acts, group, acc) },
-        #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
         Isa::Avx2Fma => unsafe { avx2::int4_tile(acts, group, acc) },
         _ => debug_assert!(false, "weights of 4 bits were not converted"),

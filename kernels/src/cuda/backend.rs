@@ -176,6 +176,12 @@ impl CudaBackend {
         self.step.captures()
     }
 
+    /// Whether no more graphs are made for now, by a rank that is alone, since memory was short.
+    #[must_use]
+    pub fn is_short_of_memory(&self) -> bool {
+        self.step.is_short()
+    }
+
     /// Number of graphs.
     #[must_use]
     pub fn num_graphs(&self) -> usize {

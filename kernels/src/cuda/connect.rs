@@ -131,6 +131,7 @@ impl CudaBackend {
         self.step.set_grouped(group.is_some());
         if let Some(group) = group {
             self.device.context.group.join(group, timeout, graphs);
+            self.step.group_formed();
             // Reserved now, since this rank would otherwise do it later than others.
             self.reserve_exchanged()?;
         }

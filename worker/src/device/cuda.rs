@@ -65,6 +65,7 @@ impl CudaDevice {
         let mut warmed = engine.warm(&rows, patience);
         if let Err(KernelError::Again(reason)) = &warmed
             && !engine.backend().samples_everywhere()
+            && !engine.backend().is_short_of_memory()
         {
             tracing::warn!(reason, "decode steps are captured again");
             warmed = engine.warm(&rows, patience);

@@ -259,7 +259,8 @@ pub(crate) fn check(source: &Source<'_>) -> Result<(), ModelError> {
 }
 
 /// What a device allocates for the layers, the embedding and the output head of a shard: the size
-/// of each allocation, in bytes.
+/// of each allocation, in bytes. For scales of groups of inputs, and the weights that have them, an
+/// estimate: devices keep them in forms of their own.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KeptSizes {
     /// Of the weights of each matrix, or of all matrices of a stack, and of their scales.

@@ -151,38 +151,3 @@ pub(super) fn outgrown(error: &EngineError) -> EngineError {
         other => other.clone(),
     }
 }
-
-/// The error of a new request for which the KV cache has no room, although it had in an epoch
-/// before, when it had `most` blocks: then fewer ranks are what is to blame, and it may have room
-/// again.
-pub(super) fn short_of_room(error: &EngineError, most: u32) -> Option<EngineError> {
-    match *error {
-        EngineError::TooLarge { needed, available } if needed > available && needed <= most => {
-            let message = format!(
-                "this request may need {needed} blocks of the KV cache, which has {available} now \
-                 and had {most} before, with more ranks or more free memory"
-            );
-            Some(EngineError::Unavailable { message })
-        }
-        _ => None,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_fitted_before_is_asked_to_come_again() {
-        let error = |needed, available| EngineError::TooLarge { needed, available };
-        // The second is longer than the model allows, not than the cache.
-        for (error, most) in [(error(38, 34), 37), (error(38, 40), 40)] {
-            assert_eq!(short_of_room(&error, most), None);
-        }
-        let Some(EngineError::Unavailable { message }) = short_of_room(&error(38, 34), 38) else {
-            panic!("a replica that had room is not to blame the request");
-        };
-        assert!(message.contains("38 blocks") && message.contains("has 34 now"), "{message}");
-        assert_eq!(short_of_room(&EngineError::ShuttingDown, 38), None);
-    }
-}

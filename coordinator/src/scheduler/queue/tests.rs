@@ -189,6 +189,28 @@ fn what_ran_elsewhere_is_shared_until_it_runs_here() {
     assert_eq!((broken.gauges().in_flight, broken.num_shareable()), (4, 1));
 }
 
+/// With fewer ranks a replica has a smaller cache: what fitted before is not to blame.
+#[test]
+fn what_a_smaller_cache_has_no_room_for_may_come_again() {
+    let mut scheduler = scheduler(20);
+    let mut effects = Vec::new();
+    scheduler.replica_lost(EpochEnd::Planned, &mut effects);
+    scheduler.replica_ready(Epoch(2), 34, 0, &mut effects);
+    // Prompt and eight tokens: 34 blocks, 35, and more than there ever were.
+    scheduler.submit(request(1, 34 * 16 - 8, 1)).unwrap();
+    let refused = scheduler.submit(request(2, 34 * 16 - 7, 1));
+    let Err(EngineError::Unavailable { message }) = refused else { panic!("{refused:?}") };
+    assert!(message.contains("35 blocks") && message.contains("has 34, and had 16384"));
+    let too_large = EngineError::TooLarge { needed: 8192, available: 34 };
+    let too_long = scheduler.submit(request(3, 1 << 17, 1));
+    assert_eq!(too_long.unwrap_err(), too_large, "for the model");
+    let mut never = self::scheduler(20);
+    never.blocks_most = 34;
+    never.replica_ready(Epoch(2), 34, 0, &mut effects);
+    let refused = never.submit(request(2, 34 * 16 - 7, 1)).unwrap_err();
+    assert_eq!(refused, EngineError::TooLarge { needed: 35, available: 34 });
+}
+
 /// All streams of a front end come to the first replica of a new leader.
 #[test]
 fn what_ran_under_another_coordinator_is_shared_too() {

@@ -48,6 +48,7 @@ impl Product<'_> {
         if let Layout::Rows { stride } = self.acts.layout {
             return self.int4_one_term(range, stride, super::one_term::fused::is_used());
         }
+        #[cfg(target_arch = "x86_64")]
         if super::widens_in_registers(self.isa, self.acts.rows) {
             return match self.acts.rows {
                 1 => self.int4_in_registers::<1>(range),
@@ -66,6 +67,7 @@ impl Product<'_> {
     }
 
     /// All rows, a single tile, times whole panels.
+    #[cfg(target_arch = "x86_64")]
     fn int4_in_registers<const M: usize>(&self, range: Range<usize>) {
         let acts = self.acts.words.as_chunks::<M>().0.as_chunks::<2>().0;
         for panel in range {

@@ -97,6 +97,16 @@ impl Step {
         self.shortage.group_begins();
     }
 
+    /// Notes that it has joined.
+    pub(in crate::cuda) fn group_formed(&mut self) {
+        self.shortage.group_formed();
+    }
+
+    /// Whether no more graphs are made for now, by a rank that is alone, since memory was short.
+    pub(in crate::cuda) fn is_short(&self) -> bool {
+        !self.grouped && self.shortage.is_waiting()
+    }
+
     /// Whether graphs are captured in the group that this rank is about to join, as far as it can
     /// decide.
     pub(in crate::cuda) fn can_capture(&self) -> bool {
@@ -239,6 +249,7 @@ mod tests {
         let mut step = Step::new(true, true, false);
         let joined = |step: &mut Step| {
             step.group_begins();
+            step.group_formed();
             step.set_grouped(true);
             (step.can_capture(), step.given_up().map(str::to_owned))
         };

@@ -56,9 +56,13 @@ impl Shortage {
         self.steps > 0
     }
 
-    /// Counts a group that this rank is about to join.
+    /// Notes that this rank is about to join a group.
     pub(super) fn group_begins(&mut self) {
         self.sits_out = self.groups > 0;
+    }
+
+    /// Counts a group that it has joined.
+    pub(super) fn group_formed(&mut self) {
         self.groups = self.groups.saturating_sub(1);
     }
 
@@ -128,7 +132,10 @@ mod tests {
         let mut shortage = Shortage::default();
         let mut captures = Vec::new();
         for group in 1..=12 {
+            // One that does not form is none.
             shortage.group_begins();
+            shortage.group_begins();
+            shortage.group_formed();
             assert_eq!(shortage.reason(true).is_some(), shortage.sits_out());
             if !shortage.sits_out() {
                 captures.push(group);

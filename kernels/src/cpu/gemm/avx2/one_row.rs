@@ -157,7 +157,7 @@ fn again<T>(value: &T) -> &T {
     let mut value: *const T = value;
     // SAFETY: there is no instruction.
     unsafe {
-        asm!("/* {0} */", inout(reg) value, options(pure, readonly, nostack, preserves_flags));
+        asm!("/* {0} */", inout(reg) value, options(readonly, nostack, preserves_flags));
     }
     // SAFETY: it is the reference that was given.
     unsafe { &*value }

@@ -117,7 +117,8 @@ fn places<const ODD: bool, const BYTE: usize>() -> __m256i {
     unsafe { _mm256_loadu_si256(places.as_ptr().cast()) }
 }
 
-/// Floats of 8 bits ([`fp8`]); few weights are so small that they are looked up.
+/// Floats of 8 bits ([`fp8`]); few weights are so small that they are looked up. (The zeros that
+/// pad a last panel are, so it is slower.)
 pub(super) struct Fp8;
 
 impl Widen for Fp8 {
