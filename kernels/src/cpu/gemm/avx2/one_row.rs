@@ -8,7 +8,6 @@
     clippy::multiple_unsafe_ops_per_block,
     reason = "one promise, the instruction set, is what all intrinsics of a function need"
 )]
-use std::arch::asm;
 use std::arch::x86_64::{
     __m256, _MM_HINT_T0, _mm_prefetch, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps,
     _mm256_setzero_ps, _mm256_storeu_ps,
@@ -132,7 +131,7 @@ fn add_row<const Q: usize, const PAIRS: usize, const RARE: bool, W: Widen>(
 ) {
     unrolled!(q < Q => {
         unrolled!(pair < PAIRS => {
-            let words = widen.prepare(again(&quarters[q]));
+            let words = widen.prepare(&quarters[q]);
             let (at, [[even], [odd]]) = (At { quarter: first + q, pair }, acts[pair]);
             add(&mut sums[q], even, widen.widen::<false, RARE>(&words, at));
             add(&mut sums[q], odd, widen.widen::<true, RARE>(&words, at));
@@ -148,19 +147,6 @@ fn add([low, high]: &mut [__m256; 2], x: u32, w: [__m256; 2]) {
         *low = _mm256_fmadd_ps(x, w[0], *low);
         *high = _mm256_fmadd_ps(x, w[1], *high);
     }
-}
-
-/// The same reference, of which the compiler does not know that: it would keep words, and what it
-/// made of them, for other pairs, and sums in memory instead.
-#[inline(always)]
-fn again<T>(value: &T) -> &T {
-    let mut value: *const T = value;
-    // SAFETY: there is no instruction.
-    unsafe {
-        asm!("/* {0} */", inout(reg) value, options(readonly, nostack, preserves_flags));
-    }
-    // SAFETY: it is the reference that was given.
-    unsafe { &*value }
 }
 
 #[inline(always)]

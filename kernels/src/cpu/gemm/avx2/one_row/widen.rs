@@ -1,4 +1,5 @@
 //! Weights of a quarter of a panel, for one input of a pair, widened to f32 in registers. Exact.
+use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::super::super::super::fp8;
@@ -143,7 +144,7 @@ impl Widen for Fp8 {
 
     #[inline(always)]
     fn prepare(&self, bytes: &[i8; 32]) -> [__m256i; 2] {
-        load_bytes(bytes)
+        load_bytes(again(bytes))
     }
 
     #[inline(always)]
@@ -153,6 +154,19 @@ impl Widen for Fp8 {
             false => [fp8::<ODD>(bytes[0]), fp8::<ODD>(bytes[1])],
         }
     }
+}
+
+/// The same reference, of which the compiler does not know that. It would otherwise take what
+/// [`Widen::is_rare`] has loaded apart, with shuffles between lanes, which cost more than loads.
+#[inline(always)]
+fn again(bytes: &[i8; 32]) -> &[i8; 32] {
+    let mut bytes: *const [i8; 32] = bytes;
+    // SAFETY: there is no instruction.
+    unsafe {
+        asm!("/* {0} */", inout(reg) bytes, options(pure, readonly, nostack, preserves_flags));
+    }
+    // SAFETY: it is the reference that was given.
+    unsafe { &*bytes }
 }
 
 #[inline(always)]
