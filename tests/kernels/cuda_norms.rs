@@ -2,6 +2,7 @@
 use crate::cuda_emulation::{
     Arg, f32s, launch, poison_bf16, poison_f32, read_bf16, read_f32, some_f32s, u32s,
 };
+use crate::cuda_rmsnorm::is_live;
 use crate::norms::layernorm;
 use crate::support::{Random, assert_close, bits};
 
@@ -33,10 +34,7 @@ fn add_layernorm_is_its_definition() {
         for row in 0..rows {
             let at = row * width..(row + 1) * width;
             let out = &out[row * stride..(row + 1) * stride];
-            assert!(out[width..].iter().all(|x| x.is_nan()), "padding is written");
-            if row == 2 {
-                assert_eq!(bits(&residual[at.clone()]), bits(&x[at]), "not live");
-                assert!(out.iter().all(|x| x.is_nan()), "not live");
+            if !is_live(row, &x[at.clone()], &residual[at.clone()], out) {
                 continue;
             }
             let sums: Vec<f32> =

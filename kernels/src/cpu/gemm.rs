@@ -111,6 +111,28 @@ pub(crate) struct Output<'a> {
     pub(crate) column: usize,
 }
 
+/// An expression in which `$m` is the constant number of a tile's rows, at most [`TILE_ROWS`].
+macro_rules! with_rows {
+    ($rows:expr, $m:ident => $result:expr) => {
+        with_rows!($rows, $m => $result, 1 2 3 4 5)
+    };
+    ($rows:expr, $m:ident => $result:expr, $($number:literal)*) => {
+        match $rows {
+            $(
+                $number => {
+                    const $m: usize = $number;
+                    $result
+                }
+            )*
+            _ => {
+                const $m: usize = TILE_ROWS;
+                $result
+            }
+        }
+    };
+}
+use with_rows;
+
 /// Number of tiles for `rows` rows.
 fn num_tiles(rows: usize) -> usize {
     rows.div_ceil(TILE_ROWS)
@@ -258,21 +280,17 @@ impl Product<'_> {
         };
         for block in blocks(&self.weight, most) {
             let weights = match self.weight.panel(panel, block.pairs.clone()) {
-                weights if room.is_empty() => weights,
-                PairRows::Int8(weights) => PairRows::Bf16(int8::widen(self.isa, weights, room)),
-                PairRows::Fp8(weights) => PairRows::Bf16(fp8::widen(self.isa, weights, room)),
+                PairRows::Int8(weights) if !room.is_empty() => {
+                    PairRows::Bf16(int8::widen(self.isa, weights, room))
+                }
+                PairRows::Fp8(weights) if !room.is_empty() => {
+                    PairRows::Bf16(fp8::widen(self.isa, weights, room))
+                }
                 weights => weights,
             };
             for tile in 0..num_tiles(rows) {
                 let rows = tile_rows(rows, tile);
-                match rows.len() {
-                    1 => self.tile::<1>(rows, &block, panel, weights),
-                    2 => self.tile::<2>(rows, &block, panel, weights),
-                    3 => self.tile::<3>(rows, &block, panel, weights),
-                    4 => self.tile::<4>(rows, &block, panel, weights),
-                    5 => self.tile::<5>(rows, &block, panel, weights),
-                    _ => self.tile::<6>(rows, &block, panel, weights),
-                }
+                with_rows!(rows.len(), M => self.tile::<M>(rows, &block, panel, weights));
             }
         }
     }

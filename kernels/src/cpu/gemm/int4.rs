@@ -14,7 +14,7 @@ use super::super::isa::{Isa, multiversion};
 use super::super::pack::{Int4Group, Int4Row, MIDDLE, PANEL, PairRow, PairRows};
 use super::layout::Layout;
 use super::scaled::add_scaled;
-use super::{Acc, ConvertedWeights, Product, TILE_ROWS, num_tiles, tile_rows};
+use super::{Acc, ConvertedWeights, Product, TILE_ROWS, num_tiles, tile_rows, with_rows};
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -50,14 +50,7 @@ impl Product<'_> {
         }
         #[cfg(target_arch = "x86_64")]
         if super::widens_in_registers(self.isa, self.acts.rows) {
-            return match self.acts.rows {
-                1 => self.int4_in_registers::<1>(range),
-                2 => self.int4_in_registers::<2>(range),
-                3 => self.int4_in_registers::<3>(range),
-                4 => self.int4_in_registers::<4>(range),
-                5 => self.int4_in_registers::<5>(range),
-                _ => self.int4_in_registers::<6>(range),
-            };
+            return with_rows!(self.acts.rows, M => self.int4_in_registers::<M>(range));
         }
         let mut room = ConvertedWeights::<ROOM>::new();
         let mut sums = BlockSums([[[[0.0; 16]; 4]; TILE_ROWS]; BLOCK_TILES]);
@@ -132,14 +125,7 @@ impl Product<'_> {
         sums: &mut Sums,
         first: bool,
     ) {
-        match rows.len() {
-            1 => self.int4_sums::<1>(rows, pairs, weights, sums, first),
-            2 => self.int4_sums::<2>(rows, pairs, weights, sums, first),
-            3 => self.int4_sums::<3>(rows, pairs, weights, sums, first),
-            4 => self.int4_sums::<4>(rows, pairs, weights, sums, first),
-            5 => self.int4_sums::<5>(rows, pairs, weights, sums, first),
-            _ => self.int4_sums::<6>(rows, pairs, weights, sums, first),
-        }
+        with_rows!(rows.len(), M => self.int4_sums::<M>(rows, pairs, weights, sums, first));
     }
 
     /// `sums (+)= rows weights^T` over some pairs; overwrites `sums` if `first`.
