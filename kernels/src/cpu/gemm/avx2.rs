@@ -24,29 +24,32 @@ fn load_words(words: &[u32; 8]) -> __m256i {
     unsafe { _mm256_loadu_si256(words.as_ptr().cast()) }
 }
 
-/// Of pairs of bf16, those for the even or the odd input, as f32.
-#[inline(always)]
-fn of_pairs<const ODD: bool>(pairs: __m256i) -> __m256 {
-    // SAFETY: callers are compiled for these instructions.
-    #[expect(clippy::multiple_unsafe_ops_per_block, reason = "one promise, the instruction set")]
-    unsafe {
-        let high = _mm256_set1_epi32(0xFFFF_0000_u32.cast_signed());
-        _mm256_castsi256_ps(match ODD {
-            false => _mm256_slli_epi32::<16>(pairs),
-            true => _mm256_and_si256(pairs, high),
-        })
-    }
+/// Of these, those for the even input, as f32.
+#[target_feature(enable = "avx2,fma")]
+#[inline]
+fn even_of(words: __m256i) -> __m256 {
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words))
 }
 
-#[inline(always)]
+/// Of these, those for the odd input, as f32.
+#[target_feature(enable = "avx2,fma")]
+#[inline]
+fn odd_of(words: __m256i) -> __m256 {
+    let high = _mm256_set1_epi32(0xFFFF_0000_u32.cast_signed());
+    _mm256_castsi256_ps(_mm256_and_si256(words, high))
+}
+
+#[target_feature(enable = "avx2,fma")]
+#[inline]
 fn load(values: &[f32; 8]) -> __m256 {
-    // SAFETY: callers are compiled for this instruction; the array has 32 bytes.
+    // SAFETY: the array has 32 bytes.
     unsafe { _mm256_loadu_ps(values.as_ptr()) }
 }
 
-#[inline(always)]
+#[target_feature(enable = "avx2,fma")]
+#[inline]
 fn store(values: &mut [f32; 8], vector: __m256) {
-    // SAFETY: callers are compiled for this instruction; the array has 32 bytes.
+    // SAFETY: the array has 32 bytes.
     unsafe { _mm256_storeu_ps(values.as_mut_ptr(), vector) }
 }
 
@@ -144,11 +147,10 @@ fn columns<const M: usize, const Q: usize, const FETCH: bool>(
             if FETCH {
                 _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(pair * Q + q).cast());
             }
-            let (low, high) = (load_words(low), load_words(high));
+            let words = [load_words(low), load_words(high)];
             // One input after the other, and each activation for both halves at once: so 6 rows
             // find room in 16 registers.
-            let w_even = [of_pairs::<false>(low), of_pairs::<false>(high)];
-            let w_odd = [of_pairs::<true>(low), of_pairs::<true>(high)];
+            let (w_even, w_odd) = (words.map(|it| even_of(it)), words.map(|it| odd_of(it)));
             for (x, w) in [(even, w_even), (odd, w_odd)] {
                 for m in 0..M {
                     let x = _mm256_set1_ps(f32::from_bits(x[m]));

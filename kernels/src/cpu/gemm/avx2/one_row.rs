@@ -9,13 +9,13 @@
     reason = "one promise, the instruction set, is what all intrinsics of a function need"
 )]
 use std::arch::x86_64::{
-    __m256, _MM_HINT_T0, _mm_prefetch, _mm256_fmadd_ps, _mm256_set1_ps, _mm256_setzero_ps,
+    __m256, _MM_HINT_T0, _mm_prefetch, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps,
+    _mm256_setzero_ps, _mm256_storeu_ps,
 };
 
 use super::super::super::pack::{ByteRow, Int4Group};
 use super::super::int4::mantissa::Zeros;
 use super::super::{Acc, ActPair};
-use super::{load, store};
 use widen::{At, Float4, Fp8, Int4, Int8, MIDDLE, Widen};
 
 mod widen;
@@ -147,4 +147,16 @@ fn add([low, high]: &mut [__m256; 2], x: u32, w: [__m256; 2]) {
         *low = _mm256_fmadd_ps(x, w[0], *low);
         *high = _mm256_fmadd_ps(x, w[1], *high);
     }
+}
+
+#[inline(always)]
+fn load(values: &[f32; 8]) -> __m256 {
+    // SAFETY: see the module; the array has 32 bytes.
+    unsafe { _mm256_loadu_ps(values.as_ptr()) }
+}
+
+#[inline(always)]
+fn store(values: &mut [f32; 8], vector: __m256) {
+    // SAFETY: see the module; the array has 32 bytes.
+    unsafe { _mm256_storeu_ps(values.as_mut_ptr(), vector) }
 }
