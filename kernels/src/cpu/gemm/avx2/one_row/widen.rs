@@ -37,8 +37,8 @@ pub(super) struct At {
     pub(super) pair: usize,
 }
 
-/// Of pairs of bf16, those for an input. (With this in common with the loops for bf16, these took up
-/// to a sixth longer.)
+/// Of pairs of bf16, those for an input. (With this in common with the loops for bf16, these took
+/// up to a sixth longer.)
 #[inline(always)]
 fn of_pair<const ODD: bool>(pairs: __m256i) -> __m256 {
     // SAFETY: see `one_row`.
