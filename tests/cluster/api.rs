@@ -74,10 +74,11 @@ async fn keys_templates_and_the_access_log_are_for_coordinators_and_front_ends_a
                 .all(|it| line.contains(it))
         })
     };
-    for _ in 0..200 {
-        if !logged(&coordinator.log()) {
-            tokio::time::sleep(Duration::from_millis(20)).await;
+    for _ in 0..1500 {
+        if logged(&coordinator.log()) {
+            break;
         }
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
     assert!(logged(&coordinator.log()), "{}", coordinator.log());
     let trace = "0af7651916cd43dd8448eb211c80319c";
@@ -94,10 +95,11 @@ async fn keys_templates_and_the_access_log_are_for_coordinators_and_front_ends_a
             line.contains("prompt_tokens=4 output_tokens=12") && line.contains(&of_trace)
         })
     };
-    for _ in 0..200 {
-        if !counted(&coordinator.log()) {
-            tokio::time::sleep(Duration::from_millis(20)).await;
+    for _ in 0..1500 {
+        if counted(&coordinator.log()) {
+            break;
         }
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
     assert!(counted(&coordinator.log()), "{}", coordinator.log());
     let plain = coordinator.log();

@@ -41,7 +41,7 @@ async fn refuses(base: &str) {
     let client = Client::new(base).unwrap();
     let began = Instant::now();
     while client.get("/ready").await.unwrap().status != 503 {
-        assert!(began.elapsed() < Duration::from_secs(5), "/ready stays 200");
+        assert!(began.elapsed() < Duration::from_secs(20), "/ready stays 200");
     }
     assert_eq!(client.get("/live").await.unwrap().status, 200);
     for path in ["/v1/completions", "/v1/chat/completions"] {
@@ -104,7 +104,7 @@ async fn what_does_not_finish_in_time_ends_with_an_error() {
             assert!(rest.contains("shutting down") && !rest.contains("[DONE]"), "{rest}");
         }
         let took = told.elapsed();
-        assert!(took < Duration::from_secs(5), "{took:?}");
+        assert!(took < Duration::from_secs(20), "{took:?}");
         ended_well(&mut cluster);
     }
 }
@@ -134,7 +134,7 @@ async fn front_ends_finish_too_and_so_do_their_requests_when_the_coordinator_end
     assert_eq!(refused.status, 503, "{}", refused.body);
     let told = Instant::now();
     while clients[1].get("/ready").await.unwrap().status != 503 {
-        assert!(told.elapsed() < Duration::from_secs(5), "the front end is told");
+        assert!(told.elapsed() < Duration::from_secs(20), "the front end is told");
     }
     assert!(rest(stream).await.ends_with("data: [DONE]\n\n"));
     ended_well(&mut fleet.coordinator);
@@ -144,7 +144,7 @@ async fn front_ends_finish_too_and_so_do_their_requests_when_the_coordinator_end
 async fn a_worker_that_is_told_to_end_leaves_without_a_failure() {
     let mut fleet = Fleet::start(&["--replicas", "1"], 3, 0).await.unwrap();
     let client = fleet.client().unwrap();
-    let undisturbed = client.post("/v1/completions", &long(1, 600)).await.unwrap().body;
+    let undisturbed = client.post("/v1/completions", &long(1, 900)).await.unwrap().body;
     let there = |s: &testkit::scrape::Scrape| s.sum("tutti_worker_up", &[]) == 3.0;
     assert!(there(&client.scrape_until(Duration::from_secs(20), there).await.unwrap()));
     for index in 0..2_u32 {
@@ -155,7 +155,7 @@ async fn a_worker_that_is_told_to_end_leaves_without_a_failure() {
         let leaving: u32 = leaving.parse().unwrap();
         let running = {
             let client = client.clone();
-            tokio::spawn(async move { client.post("/v1/completions", &long(1, 600)).await })
+            tokio::spawn(async move { client.post("/v1/completions", &long(1, 900)).await })
         };
         let generated = client.scrape().await.unwrap().sum("tutti_generation_tokens_total", &[]);
         let begun = |s: &testkit::scrape::Scrape| {
@@ -167,7 +167,7 @@ async fn a_worker_that_is_told_to_end_leaves_without_a_failure() {
         let told = Instant::now();
         ended_well(process);
         let took = told.elapsed();
-        assert!(took < Duration::from_secs(5), "it is let go at once: {took:?}");
+        assert!(took < Duration::from_secs(20), "it is let go at once: {took:?}");
         let reply = running.await.unwrap().unwrap();
         assert_eq!(reply.status, 200, "{}", reply.body);
         assert_eq!(text(&reply.body), text(&undisturbed), "rank {index} left");

@@ -38,11 +38,11 @@ async fn the_urgent_go_first_whichever_front_end_they_come_by() {
     // client to tell which of two ends first.
     let first = ask(&client, -9, 8, 900);
     until("tutti_requests_running", 1.0).await;
-    let patient = ask(&client, 4, 1, 300);
+    let patient = ask(&client, 4, 1, 900);
     queued(1.0).await;
-    let urgent = ask(&fleet.frontends[0].client().unwrap(), -4, 1, 300);
+    let urgent = ask(&fleet.frontends[0].client().unwrap(), -4, 1, 900);
     queued(2.0).await;
-    let usual = ask(&fleet.frontends[0].client().unwrap(), 0, 1, 300);
+    let usual = ask(&fleet.frontends[0].client().unwrap(), 0, 1, 900);
     queued(3.0).await;
     let ends = [first, urgent, usual, patient];
     let mut at = Vec::new();

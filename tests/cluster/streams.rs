@@ -90,7 +90,7 @@ async fn stream(client: Client, (path, body): (String, Value), pieces: Arc<Atomi
 }
 
 fn completion(change: Value) -> (String, Value) {
-    let mut body = json!({"prompt": STORY, "max_tokens": 400, "temperature": 0, "stream": true,
+    let mut body = json!({"prompt": STORY, "max_tokens": 800, "temperature": 0, "stream": true,
         "ignore_eos": true, "stream_options": {"include_usage": true}, "return_token_ids": true});
     body.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
     ("/v1/completions".to_owned(), body)

@@ -253,12 +253,10 @@ fn an_abort_frees_a_rank_that_waits_and_the_next_group_works() {
     all_sum(&ranks);
     let waits = ranks.tell(0, |backend| sum(backend, 1.0));
     assert!(waits.recv_timeout(Duration::from_millis(300)).is_err(), "it has to wait");
-    let began = Instant::now();
     handles[0].abort();
+    // It usually takes about ten milliseconds.
     let error = waits.recv_timeout(SOON).unwrap().unwrap_err();
     assert!(aborted(&error), "{error}");
-    // It usually takes about ten milliseconds.
-    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
     handles[1].abort();
     // Memory and context still work.
     for _ in 0..3 {
@@ -300,8 +298,9 @@ fn a_rank_that_stands_still_holds_up_no_other() {
 #[test]
 fn a_deadline_ends_the_wait_and_the_next_group_works() {
     let ranks = Ranks::new(2);
-    ranks.join(Duration::from_secs(2));
-    let error = ranks.tell(0, |backend| sum(backend, 1.0)).recv_timeout(SOON).unwrap().unwrap_err();
+    // It holds for the ranks' connecting as well.
+    ranks.join(Duration::from_secs(5));
+    let error = ranks.tell(0, |backend| sum(backend, 1.0)).recv_timeout(LONG).unwrap().unwrap_err();
     let stalled = matches!(
         error,
         KernelError::Collective(CollectiveError::Stalled { algorithm: "nccl", .. })

@@ -44,7 +44,7 @@ fn an_abort_frees_every_rank_and_lasts() {
 fn a_rank_that_never_comes_is_named_within_the_deadline() {
     for kind in KINDS {
         // It holds for the ranks' connecting as well.
-        let timeout = Duration::from_secs(2);
+        let timeout = Duration::from_secs(5);
         // The missing rank stays until the others have given up.
         let given_up = Barrier::new(3);
         run(kind, 3, timeout, |rank, mut collective| {
@@ -57,7 +57,7 @@ fn a_rank_that_never_comes_is_named_within_the_deadline() {
             let waited = began.elapsed();
             given_up.wait();
             let error = ended.unwrap_err();
-            assert!(waited < Duration::from_secs(10), "{kind:?}: {error}");
+            assert!(waited < Duration::from_secs(20), "{kind:?}: {error}");
             match error {
                 CollectiveError::TimedOut { rank, .. } => assert_eq!(rank, 1, "{kind:?}"),
                 // The other rank timed out first, and said so.

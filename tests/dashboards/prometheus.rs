@@ -1,11 +1,11 @@
 //! A real Prometheus server that scrapes one address, and its HTTP API.
-use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use testkit::client::Client;
+use testkit::fleet::free_port;
 use testkit::tools;
 
 /// A `prometheus` process with its storage in a scratch folder. Killed on drop.
@@ -33,7 +33,7 @@ impl Prometheus {
         let file = folder.path().join("prometheus.yml");
         std::fs::write(&file, config).unwrap();
         // The server does not accept port 0, so use a port that was free a moment ago.
-        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let address = format!("127.0.0.1:{}", free_port());
         let Some(program) = tools::find("prometheus") else {
             assert!(std::env::var_os("CI").is_none(), "prometheus is needed in CI");
             crate::notice("prometheus is not here: no query was run (tests/run gets it)");

@@ -223,7 +223,7 @@ impl Rig {
 
     /// Waits until the engine has seen a cancellation.
     pub(crate) async fn cancelled(&self) -> bool {
-        for _ in 0..200 {
+        for _ in 0..6000 {
             if self.seen.lock().unwrap().cancelled > 0 {
                 return true;
             }

@@ -503,7 +503,7 @@ fn a_download_that_is_called_off_ends_at_once_and_keeps_what_has_come() {
     let began = Instant::now();
     watch.cancel();
     assert_eq!(thread.join().unwrap(), Err(HubError::Cancelled));
-    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
     let kept = files(&rig.blobs());
     assert!(kept.iter().any(|(name, bytes)| name.ends_with(".incomplete") && bytes.len() > 60_000));
 }

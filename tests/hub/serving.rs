@@ -269,7 +269,7 @@ async fn a_signal_ends_a_download_at_once() {
     LocalCluster::signal(server.pid(), "TERM").unwrap();
     let told = Instant::now();
     assert_eq!(server.wait_end().unwrap().code(), Some(0), "{}", server.log());
-    assert!(told.elapsed() < Duration::from_secs(5), "{:?} {:?}", began.elapsed(), told.elapsed());
+    assert!(told.elapsed() < Duration::from_secs(10), "{:?} {:?}", began.elapsed(), told.elapsed());
 }
 
 #[test]

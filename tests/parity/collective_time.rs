@@ -12,7 +12,7 @@ use testkit::relay::SharedRelay;
 use crate::rig::{fake_nccl_options, fake_peer, join_nccl};
 
 /// How much later rank 1 begins than rank 0.
-const LATE: Duration = Duration::from_millis(400);
+const LATE: Duration = Duration::from_secs(2);
 /// Time limit that is generous enough for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 const VOCAB: usize = 8;
@@ -89,7 +89,8 @@ fn a_rank_that_waits_for_a_late_one_reports_that_time() {
         reported(backend)
     };
     let times = on_two_ranks(make, say);
-    assert!(times[0] > LATE / 2, "{times:?}");
+    // Rank 0 may be held up for a while between its sign and the sum.
+    assert!(times[0] > LATE / 8, "{times:?}");
     assert!(times[1] > Duration::ZERO && times[1] < times[0], "{times:?}");
 }
 

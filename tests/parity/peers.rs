@@ -125,8 +125,9 @@ fn left_alone(timeout: Duration, abort_after: Option<Duration>) -> (KernelError,
 
 #[test]
 fn a_rank_that_waits_too_long_says_for_whom() {
-    let (error, took) = left_alone(Duration::from_secs(2), None);
-    assert!(took >= Duration::from_millis(1900), "{took:?}");
+    // It holds for the ranks' joining and their first sums as well.
+    let (error, took) = left_alone(Duration::from_secs(10), None);
+    assert!(took >= Duration::from_millis(9900), "{took:?}");
     let named =
         matches!(&error, KernelError::Collective(CollectiveError::TimedOut { rank: 1, .. }));
     let stalled = matches!(&error, KernelError::Collective(CollectiveError::Stalled { .. }));

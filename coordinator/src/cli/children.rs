@@ -546,30 +546,33 @@ mod tests {
         children.stop().await;
     }
 
-    /// Counts the events of workers that end at once while nobody listens: started, ended,
-    /// restarting, left.
+    /// Of workers that end at once while nobody listens, counts those of which each event is told:
+    /// started, ended, restarting, left.
     async fn told(program: &str, workers: u32, wanted: usize) -> [usize; 4] {
         let (children, mut ends, _kick) = start(program, &[], workers, 1);
-        let mut told = [0; 4];
-        while told.iter().sum::<usize>() < wanted {
+        let mut told = BTreeSet::<(usize, String)>::new();
+        while told.len() < wanted {
             let event = tokio::time::timeout(Duration::from_secs(30), ends.recv()).await;
             let event = event.unwrap_or_else(|_| panic!("{told:?}")).unwrap();
-            let at = match event {
-                ChildEvent::Started { .. } => 0,
-                ChildEvent::Ended(_) => 1,
-                ChildEvent::Restarting { .. } => 2,
-                ChildEvent::Left { .. } => 3,
+            let (kind, node) = match event {
+                ChildEvent::Started { node, .. } => (0, node),
+                ChildEvent::Ended(exit) => (1, exit.node),
+                ChildEvent::Restarting { node, .. } => (2, node),
+                ChildEvent::Left { node, .. } => (3, node),
                 ChildEvent::GaveUp { node, reason, .. } => panic!("{node}: {reason}"),
             };
-            told[at] += 1;
-            if told[0] == workers as usize && told[1..] == [0; 3] {
+            // One that is restarted ends again, perhaps before others are heard of.
+            let restarts = told.contains(&(2, node.clone()));
+            let is_new = told.insert((kind, node.clone()));
+            assert!(is_new || restarts, "{node} is told of twice: {told:?}");
+            if told.len() == workers as usize && told.iter().all(|(kind, _)| *kind == 0) {
                 // All processes end in the meantime.
                 tokio::time::sleep(Duration::from_millis(500)).await;
             }
         }
         drop(ends);
         children.stop().await;
-        told
+        [0, 1, 2, 3].map(|kind| told.iter().filter(|(of, _)| *of == kind).count())
     }
 
     #[test]

@@ -346,9 +346,9 @@ mod tests {
             assert_eq!(&bytes[..length], b"WATCHDOG=1");
         }
         drop(beats);
-        // What was under way is over after a while.
+        // What was under way, up to a full queue, is over after a while.
         listener.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
-        let late = (0..10).take_while(|_| listener.recv(&mut bytes).is_ok()).count();
-        assert!(late < 10, "it goes on");
+        let late = (0..40).take_while(|_| listener.recv(&mut bytes).is_ok()).count();
+        assert!(late < 40, "it goes on");
     }
 }

@@ -16,6 +16,9 @@ use shared::protocol::{
 use super::*;
 use crate::rank::{AdapterReading, FormError, RankReady};
 
+/// Time limit that is generous enough for a busy machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 #[derive(Debug)]
 struct Flag(Mutex<bool>, Condvar);
 
@@ -27,17 +30,16 @@ impl AbortHandle for Flag {
 }
 
 /// A rank with scripted behaviour. Loading `large` takes long, and so does loading `growing`, which
-/// goes on reporting progress. Step 13 hangs until it is aborted,
-/// as in a collective with a dead peer. Step 17 computes for long and then fails. Step 18 looks at
-/// the step that is queued behind it, and then computes until it is aborted. Step 21 returns
-/// in its timings which step is queued behind it. Step 24's result just fits into a frame, step
-/// 25's does not. From step 28 on, each step asks for its masks and returns in its timings the last
-/// mask's token.
+/// goes on reporting progress. Step 13 hangs until it is aborted, as in a collective with a dead
+/// peer. Step 17 computes until its sign is taken back, and then fails. Step 18 looks at the step
+/// that is queued behind it, and then computes until it is aborted. Step 21 returns in its timings
+/// which step is queued behind it. Step 24's result just fits into a frame, step 25's does not.
+/// From step 28 on, each step asks for its masks and returns in its timings the last mask's token.
 struct ScriptedRank {
     flag: Arc<Flag>,
     released: Arc<Mutex<u32>>,
-    /// Set when step 13 or 17 begins, or 18 has seen the next; loading `large` or `growing` ends
-    /// once it is set.
+    /// Set when step 13, 17 or one from 28 on begins, or 18 has seen the next; loading `large` or
+    /// `growing` ends once it is set, and step 17 once it is taken back.
     sign: Arc<AtomicBool>,
 }
 
@@ -62,7 +64,9 @@ impl ScriptedRank {
         }
         if plan.step == StepId(17) {
             self.sign.store(true, Ordering::Relaxed);
-            std::thread::sleep(Duration::from_millis(300));
+            while self.sign.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
             return Err("the collective was aborted".into());
         }
         let numbers = match plan.step {
@@ -133,6 +137,7 @@ impl Rank for ScriptedRank {
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<StepTimings, String> {
         if plan.step > StepId(27) {
+            self.sign.store(true, Ordering::Relaxed);
             let sample_us = match source.masks(plan.step)?.pop() {
                 Some(Some(TokenMask::Only(tokens))) => tokens[0].into(),
                 other => return Err(format!("{other:?}")),
@@ -242,7 +247,16 @@ fn next(receiver: &mpsc::Receiver<(u64, FromWorker)>) -> FromWorker {
 }
 
 fn next_over(receiver: &mpsc::Receiver<(u64, FromWorker)>) -> (u64, FromWorker) {
-    receiver.recv_timeout(Duration::from_secs(5)).expect("a message within 5 s")
+    receiver.recv_timeout(PATIENCE).expect("a message in time")
+}
+
+/// Waits until the rank sets its sign, which it does when it `does` something.
+fn wait_for(sign: &AtomicBool, does: &str) {
+    let began = Instant::now();
+    while !sign.load(Ordering::Relaxed) {
+        assert!(began.elapsed() < PATIENCE, "it never {does}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 #[test]
@@ -267,6 +281,9 @@ fn a_sign_of_life_does_not_end_idle_time() {
     executor.command(form(1, "m")).unwrap();
     assert!(matches!(next(&messages), FromWorker::Progress(_)));
     assert!(matches!(next(&messages), FromWorker::Formed(_)));
+    // Its idle time begins after that message, and before it answers another command.
+    executor.report().unwrap();
+    assert!(matches!(next(&messages), FromWorker::Stats(_)));
     let pause = Duration::from_millis(30);
     for count in 1..=3 {
         std::thread::sleep(pause);
@@ -306,11 +323,7 @@ fn an_abort_frees_a_hanging_step_and_the_next_epoch_works() {
     assert!(matches!(next(&messages), FromWorker::Progress(_)));
     assert!(matches!(next(&messages), FromWorker::Formed(_)));
     // A step that has not begun would send nothing.
-    let began = Instant::now();
-    while !sign.load(Ordering::Relaxed) {
-        assert!(began.elapsed() < Duration::from_secs(5), "it never begins");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait_for(&sign, "begins");
     executor.abort(Epoch(1));
     assert!(matches!(next(&messages), FromWorker::StepFailed(f) if f.step == StepId(13)));
     executor.command(step(1, 14)).unwrap();
@@ -398,13 +411,12 @@ fn what_waits_when_the_link_is_lost_does_not_run_over_the_next() {
     executor.command(step(8, 17)).unwrap();
     executor.command(form(9, "m")).unwrap();
     // A step that has not begun would not run at all.
-    while !sign.load(Ordering::Relaxed) {
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait_for(&sign, "begins");
     executor.abort_all();
     let link = executor.new_link();
-    // The old link's step fails only now, which must not affect this link's epochs.
     executor.command(form(1, "m")).unwrap();
+    // The old link's step fails only now, which must not affect this link's epochs.
+    sign.store(false, Ordering::Relaxed);
     // Nor is it reported over this link, whose coordinator may have an epoch 8 as well.
     let (over, failed) = next_over(&messages);
     assert!(over < link && matches!(failed, FromWorker::StepFailed(f) if f.epoch == Epoch(8)));
@@ -443,7 +455,7 @@ fn a_rank_that_is_being_formed_reports_its_stats() {
         executor.report().unwrap();
         let began = Instant::now();
         loop {
-            assert!(began.elapsed() < Duration::from_secs(5), "it does not report");
+            assert!(began.elapsed() < PATIENCE, "it does not report");
             if let (link, FromWorker::Stats(_)) = next_over(&messages) {
                 return link;
             }
@@ -496,11 +508,14 @@ fn dropping_the_executor_frees_a_hanging_step() {
 /// are not seen.
 #[test]
 fn a_step_sees_the_next_of_its_epoch_and_no_other_command() {
-    let (executor, messages) = executor();
-    executor.command(form(1, "m")).unwrap();
+    let sign = Arc::new(AtomicBool::new(false));
+    let (executor, messages) = executor_with(sign.clone());
+    // It is loading until all of them are queued.
+    executor.command(form(1, "large")).unwrap();
     for command in [step(1, 21), step(1, 22), step(1, 21), step(2, 23), step(1, 21), form(3, "m")] {
         executor.command(command).unwrap();
     }
+    sign.store(true, Ordering::Relaxed);
     let mut seen = Vec::new();
     loop {
         match next(&messages) {
@@ -519,11 +534,7 @@ fn a_step_that_was_looked_at_is_not_run_when_its_epoch_is_over() {
     for command in [form(1, "m"), step(1, 18), step(1, 19)] {
         executor.command(command).unwrap();
     }
-    let began = Instant::now();
-    while !sign.load(Ordering::Relaxed) {
-        assert!(began.elapsed() < Duration::from_secs(5), "it never looks");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait_for(&sign, "looks");
     executor.abort(Epoch(1));
     executor.command(form(2, "m")).unwrap();
     let mut run = Vec::new();

@@ -70,9 +70,14 @@ fn those_of_another_step_epoch_or_link_are_not_taken() {
 
 #[test]
 fn waiting_for_them_ends_with_the_epoch_and_with_the_link() {
-    let (executor, messages) = formed(1);
+    let sign = Arc::new(AtomicBool::new(false));
+    let (executor, messages) = executor_with(sign.clone());
+    form_again(&executor, &messages, 1);
     let waits = |epoch: u64, number: u64| {
+        sign.store(false, Ordering::Relaxed);
         executor.command(step(epoch, number)).unwrap();
+        // One that has not begun would end without a word.
+        wait_for(&sign, "begins");
         assert!(messages.recv_timeout(Duration::from_millis(50)).is_err(), "it waits");
     };
     let failed = |message: FromWorker| match message {
