@@ -19,10 +19,20 @@ pub const GEMMA3: &str = "Gemma3ForCausalLM";
 
 /// Multimodal architectures with a text model in their `text_config`: the architecture, the
 /// `model_type` of its `text_config`, and the text model's own architecture.
-const WRAPPERS: [(&str, &str, &str); 2] = [
+const WRAPPERS: [(&str, &str, &str); 9] = [
     ("Gemma3ForConditionalGeneration", "gemma3_text", GEMMA3),
+    ("Glm46VForConditionalGeneration", "glm4v_text", "Glm4ForCausalLM"),
+    ("Glm4vForConditionalGeneration", "glm4v_text", "Glm4ForCausalLM"),
+    ("Glm4vMoeForConditionalGeneration", "glm4v_moe_text", "Glm4MoeForCausalLM"),
     ("Mistral3ForConditionalGeneration", "mistral", "MistralForCausalLM"),
+    ("Mistral3ForConditionalGeneration", "ministral3", "Ministral3ForCausalLM"),
+    ("Qwen2VLForConditionalGeneration", "qwen2_vl_text", "Qwen2ForCausalLM"),
+    ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", "Qwen2ForCausalLM"),
+    ("Qwen3VLForConditionalGeneration", "qwen3_vl_text", "Qwen3ForCausalLM"),
 ];
+
+/// Of these, those whose files may have the text model's keys beside the others.
+const FLAT: [&str; 2] = ["Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"];
 
 /// Keys usually found outside `text_config` that apply to the text model.
 const OUTER: [&str; 6] = [
@@ -50,7 +60,8 @@ pub struct Positions {
 
 /// Returns the multimodal architectures that [`text_model`] unwraps.
 pub fn wrappers() -> impl Iterator<Item = &'static str> {
-    WRAPPERS.iter().map(|(wrapper, ..)| *wrapper)
+    let is_new = |at: &usize| *at == 0 || WRAPPERS[*at].0 != WRAPPERS[at - 1].0;
+    (0..WRAPPERS.len()).filter(is_new).map(|at| WRAPPERS[at].0)
 }
 
 /// Returns the configuration of the text model alone: the `text_config` of a multimodal model, or
@@ -70,7 +81,11 @@ pub fn text_model(config: Value) -> Result<Value, String> {
 fn extract_text_config(mut config: Value) -> Result<Value, String> {
     let architecture = config["architectures"][0].as_str().unwrap_or_default();
     let known: Vec<_> = WRAPPERS.iter().filter(|(outer, ..)| *outer == architecture).collect();
-    let Some((wrapper, usual, _)) = known.first() else { return Ok(config) };
+    let Some((wrapper, usual, own)) = known.first() else { return Ok(config) };
+    if FLAT.contains(wrapper) && config["text_config"].is_null() {
+        config["architectures"] = serde_json::json!([own]);
+        return Ok(config);
+    }
     let mut text = match config.get_mut("text_config").map(Value::take) {
         Some(text @ Value::Object(_)) => text,
         _ => return Err(format!("key text_config of {wrapper} is missing, or not a table")),
@@ -83,7 +98,17 @@ fn extract_text_config(mut config: Value) -> Result<Value, String> {
             kinds.join(", ")
         ));
     };
+    let is_glm = kind == "glm4v_text";
     text["architectures"] = serde_json::json!([own]);
+    if is_glm {
+        // Unlike GLM-4's own code, that of the text model beside a vision tower reads neither key.
+        text["attention_bias"] = true.into();
+        let sizes = ["hidden_size", "num_attention_heads"].map(|key| text[key].as_u64());
+        text["head_dim"] = match sizes {
+            [Some(hidden), Some(heads)] => hidden.checked_div(heads).into(),
+            _ => Value::Null,
+        };
+    }
     for key in OUTER {
         if text[key].is_null() && !config[key].is_null() {
             text[key] = config[key].take();
@@ -95,11 +120,12 @@ fn extract_text_config(mut config: Value) -> Result<Value, String> {
 /// Whether the output head of an architecture is its embedding if the file does not say.
 #[must_use]
 pub fn is_tied_by_default(architecture: &str) -> bool {
-    const TIED: [&str; 6] = [
+    const TIED: [&str; 7] = [
         "Cohere2ForCausalLM",
         "CohereForCausalLM",
         "Ernie4_5ForCausalLM",
         "Gemma2ForCausalLM",
+        "GemmaForCausalLM",
         "SmolLM3ForCausalLM",
         "Starcoder2ForCausalLM",
     ];
@@ -130,7 +156,15 @@ pub fn rope_scaling(config: &Value) -> Option<(&Value, &str)> {
     let kind = table["rope_type"].as_str().or(table["type"].as_str()).unwrap_or("default");
     // Earlier names of longrope, used only by Phi-3.
     let is_long = kind == "su" || (kind == "yarn" && !table["long_factor"].is_null());
-    Some((table, if is_long { "longrope" } else { kind }))
+    Some((
+        table,
+        match kind {
+            _ if is_long => "longrope",
+            // Positions in time, height and width, which are one and the same in a text.
+            "mrope" => "default",
+            _ => kind,
+        },
+    ))
 }
 
 /// Returns the context length that a model was trained on before its RoPE was stretched, if given.
@@ -171,6 +205,10 @@ pub fn positions(config: &Value) -> Result<Positions, String> {
         ));
     }
     let original = original_positions(config).map_or(said, |n| n as u32).max(1);
+    // Ministral 3 multiplies q by a factor that grows with the position, and is 1 up to this one.
+    if table["llama_4_scaling_beta"].as_f64().is_some_and(|beta| beta != 0.0) {
+        return Ok(Positions { most: said.min(original), usual: said.min(original) });
+    }
     Ok(match (kind, table["factor"].as_f64()) {
         // `max_position_embeddings` may be the length before or after stretching.
         ("yarn", Some(factor)) => {
@@ -217,12 +255,40 @@ mod tests {
         );
         let text = text_model(outer(json!({"hidden_size": 64}))).unwrap();
         assert_eq!(text["architectures"], json!(["MistralForCausalLM"]), "the usual kind");
-        let error = text_model(outer(json!({"model_type": "ministral3"}))).unwrap_err();
-        assert!(error.contains("\"ministral3\"; supported is: mistral"), "{error}");
+        let error = text_model(outer(json!({"model_type": "pixtral"}))).unwrap_err();
+        assert!(error.contains("\"pixtral\"; supported is: mistral, ministral3"), "{error}");
         for missing in [Value::Null, json!([1])] {
             let error = text_model(outer(missing)).unwrap_err();
             assert!(error.contains("text_config of Mistral3ForConditionalGeneration"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_text_model_may_be_beside_what_it_is_for() {
+        // As published for Qwen2.5-VL.
+        let flat = json!({"architectures": ["Qwen2_5_VLForConditionalGeneration"],
+            "hidden_size": 8, "max_position_embeddings": 128_000, "model_type": "qwen2_5_vl",
+            "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"}});
+        let text = text_model(flat.clone()).unwrap();
+        assert_eq!(
+            (&text["architectures"], &text["hidden_size"]),
+            (&json!(["Qwen2ForCausalLM"]), &json!(8))
+        );
+        assert_eq!(rope_scaling(&text).unwrap().1, "default");
+        assert_eq!(positions(&text).unwrap().most, 128_000);
+        // As transformers saves it since.
+        let mut newer = flat;
+        newer["text_config"] = json!({"hidden_size": 16, "model_type": "qwen2_5_vl_text"});
+        assert_eq!(text_model(newer).unwrap()["hidden_size"], 16);
+        let other = json!({"architectures": ["Qwen3VLForConditionalGeneration"], "hidden_size": 8});
+        assert!(text_model(other).unwrap_err().contains("text_config of Qwen3VL"));
+        let glm = json!({"architectures": ["Glm4vForConditionalGeneration"], "text_config": {
+            "attention_bias": false, "head_dim": 64, "hidden_size": 4096,
+            "model_type": "glm4v_text", "num_attention_heads": 32}});
+        let text = text_model(glm).unwrap();
+        assert_eq!((&text["attention_bias"], &text["head_dim"]), (&json!(true), &json!(128)));
+        let all: Vec<&str> = wrappers().collect();
+        assert_eq!(all.iter().filter(|it| **it == "Mistral3ForConditionalGeneration").count(), 1);
     }
 
     #[test]
@@ -302,6 +368,13 @@ mod tests {
         let mut command_r7b = command_r;
         command_r7b["architectures"] = json!(["Cohere2ForCausalLM"]);
         assert_eq!(bounds(command_r7b), Ok((131_072, 8192)));
+
+        let ministral = json!({"rope_type": "yarn", "factor": 16.0, "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 16384});
+        assert_eq!(of(262_144, ministral.clone()), Ok((16384, 16384)));
+        let mut unscaled = ministral;
+        unscaled["llama_4_scaling_beta"] = json!(0);
+        assert_eq!(of(262_144, unscaled), Ok((262_144, 262_144)));
 
         let error = bounds(json!({"max_position_embeddings": 0})).unwrap_err();
         assert!(error.contains("max_position_embeddings must be a positive integer"), "{error}");

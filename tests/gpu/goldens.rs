@@ -29,7 +29,7 @@ pub(crate) const PLANNING: Duration = Duration::from_secs(10);
 /// Error caused by bf16 inputs of products in small random models; measured in emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
-pub(crate) const VARIANTS: [&str; 42] = [
+pub(crate) const VARIANTS: [&str; 52] = [
     "llama-gqa",
     "llama-gqa-sharded",
     "llama-tied",
@@ -55,6 +55,11 @@ pub(crate) const VARIANTS: [&str; 42] = [
     "starcoder2",
     "nemotron",
     "stablelm",
+    "ministral3",
+    "granite-4",
+    "qwen2_5-vl",
+    "qwen3-vl",
+    "gemma",
     "gemma2",
     "gemma3",
     "mixtral",
@@ -65,6 +70,11 @@ pub(crate) const VARIANTS: [&str; 42] = [
     "glm4-moe",
     "deepseek-v2",
     "deepseek-v3",
+    "glm4-moe-lite",
+    "hy-v3",
+    "exaone-moe",
+    "dots1",
+    "solar-open",
     "qwen3-moe",
     "qwen3-moe-stacked",
     "llama-gptq",

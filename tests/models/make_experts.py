@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Makes the variants with experts (mixtral, qwen2-moe, qwen3-moe, qwen3-moe-stacked, glm4-moe,
-granite-moe, olmoe, minimax-m2, deepseek-v2, deepseek-v3) and their golden.json.
+granite-moe, olmoe, minimax-m2, deepseek-v2, deepseek-v3, glm4-moe-lite, hy-v3, exaone-moe, dots1, solar-open)
+and their golden.json.
 
 Random weights, but for the routers: an expert is chosen by the direction that it has in the embedding,
 and every token has the directions of as many experts as it is sent to. So no choice hangs on rounding:
 golden.json says how small the gap between the last chosen and the first not chosen expert gets.
-glm4-moe, minimax-m2 and deepseek-v3 have an expert that is chosen because of its bias, whatever the token.
+Those in BIASED have an expert that is chosen because of its bias, whatever the token.
 DeepSeek's choose in groups: every token has an expert that would be chosen if its group were.
 Needs torch and transformers 5; tokenizer and templates are those of the variant qwen3.
 usage: make_experts.py OUT_DIR [NAME ..]        (SEEDS=12 seeds are tried for each)
@@ -18,8 +19,9 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    AutoModelForCausalLM, AutoTokenizer, DeepseekV2Config, DeepseekV3Config, Glm4MoeConfig,
-    GraniteMoeConfig, MiniMaxM2Config, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig,
+    AutoModelForCausalLM, AutoTokenizer, DeepseekV2Config, DeepseekV3Config, Dots1Config, ExaoneMoeConfig,
+    Glm4MoeConfig, Glm4MoeLiteConfig, GraniteMoeConfig, HYV3Config, MiniMaxM2Config, MixtralConfig,
+    OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig, SolarOpenConfig,
 )
 
 import routing
@@ -28,6 +30,7 @@ HERE = Path(__file__).resolve().parent
 # How much of what layers add in the routers' directions stays.
 KEPT = 0.01
 ROUTERS = ("mlp.gate", "block_sparse_moe.router")
+BIASED = ("glm4_moe", "minimax_m2", "deepseek_v3", "glm4_moe_lite", "hy_v3", "exaone_moe", "dots1", "solar_open")
 torch.set_num_threads(1)
 
 BASE = dict(
@@ -138,6 +141,60 @@ VARIANTS = {
         ),
         {"old": True},
     ),
+    # Multi-head latent attention with a router in one group, pairs next to each other, a list of layers
+    # with experts.
+    "glm4-moe-lite": (
+        Glm4MoeLiteConfig(
+            **{**BASE, "num_key_value_heads": 4}, num_hidden_layers=3, intermediate_size=96,
+            moe_intermediate_size=32, rms_norm_eps=1e-5, q_lora_rank=40, kv_lora_rank=48,
+            qk_nope_head_dim=24, qk_rope_head_dim=16, v_head_dim=32, n_routed_experts=7,
+            num_experts_per_tok=3, n_shared_experts=1, routed_scaling_factor=1.8,
+            mlp_layer_types=["dense", "sparse", "sparse"], tie_word_embeddings=False,
+            rope_parameters=rope(1000000.0),
+        ),
+        {"old": True},
+    ),
+    # Names of its own for the router, its bias and what is shared.
+    "hy-v3": (
+        HYV3Config(
+            **BASE, num_hidden_layers=3, intermediate_size=96, moe_intermediate_size=32, head_dim=32,
+            rms_norm_eps=1e-5, num_experts=7, num_experts_per_tok=3, num_shared_experts=1,
+            router_scaling_factor=1.7, mlp_layer_types=["dense", "sparse", "sparse"],
+            tie_word_embeddings=False, rope_parameters=rope(10000.0),
+        ),
+        {"old": True},
+    ),
+    # EXAONE 4's windows and norms of heads, Llama's norms of layers, two shared experts.
+    "exaone-moe": (
+        ExaoneMoeConfig(
+            **BASE, num_hidden_layers=3, intermediate_size=96, moe_intermediate_size=32,
+            rms_norm_eps=1e-5, num_experts=6, num_experts_per_tok=3, num_shared_experts=2, routed_scaling_factor=1.4, first_k_dense_replace=1,
+            sliding_window=24, sliding_window_pattern=2,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            tie_word_embeddings=False, rope_parameters=rope(10000.0),
+        ),
+        {"old": True},
+    ),
+    # Norms of heads, biases of all of attention's projections, weights that do not add up to one.
+    "dots1": (
+        Dots1Config(
+            **BASE, num_hidden_layers=3, intermediate_size=96, moe_intermediate_size=32,
+            rms_norm_eps=1e-6, n_routed_experts=7, num_experts_per_tok=3, n_shared_experts=2,
+            routed_scaling_factor=1.3, first_k_dense_replace=1, norm_topk_prob=False,
+            attention_bias=True, sliding_window=24, max_window_layers=2, tie_word_embeddings=False,
+            rope_parameters=rope(10000.0),
+        ),
+        {"old": True},
+    ),
+    # Experts in every layer.
+    "solar-open": (
+        SolarOpenConfig(
+            **BASE, num_hidden_layers=2, intermediate_size=96, moe_intermediate_size=32, head_dim=32,
+            rms_norm_eps=1e-5, n_routed_experts=6, num_experts_per_tok=3, n_shared_experts=1,
+            routed_scaling_factor=1.2, tie_word_embeddings=False, rope_parameters=rope(10000.0),
+        ),
+        {"old": True},
+    ),
     # Every second layer has experts, whose weights do not add up to one; saved as transformers 5
     # holds them, all experts in one tensor.
     "qwen3-moe-stacked": (
@@ -184,7 +241,7 @@ def initialised(config, seed):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     experts = getattr(config, "num_local_experts", None) or config.num_experts
     # The first is chosen by its bias, not by tokens.
-    biased = int(config.model_type in ("glm4_moe", "minimax_m2", "deepseek_v3"))
+    biased = int(config.model_type in BIASED)
     chosen = config.num_experts_per_tok - biased
     # Where the strengths of directions are compared, nothing else has a part in them.
     is_grouped = (getattr(config, "n_group", None) or 1) > 1

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the variants gemma2 and gemma3 and their golden.json.
+"""Makes the variants gemma, gemma2 and gemma3 and their golden.json.
 
 Random weights; a tokenizer in the form of Gemma's (BPE of characters, bytes where a character has no
 token of its own), with few merges. The configuration is written as published ones are: in the dialect
@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig,
+    AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GemmaConfig,
+    GemmaForCausalLM,
 )
 
 import golden
@@ -29,6 +30,12 @@ ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
 }
+GEMMA = GemmaConfig(
+    vocab_size=VOCAB, hidden_size=96, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=1, head_dim=32, max_position_embeddings=512, rms_norm_eps=1e-6,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, bos_token_id=2,
+    eos_token_id=[1, 106], pad_token_id=0,
+)
 # Caps that most scores and logits come near to; the first and the third layer slide.
 GEMMA2 = Gemma2Config(
     vocab_size=VOCAB, hidden_size=96, intermediate_size=96, num_hidden_layers=3,
@@ -47,7 +54,10 @@ GEMMA3 = Gemma3TextConfig(
     ],
     hidden_activation="gelu_pytorch_tanh", bos_token_id=2, eos_token_id=[1, 106], pad_token_id=0,
 )
-VARIANTS = {"gemma2": (Gemma2ForCausalLM, GEMMA2), "gemma3": (Gemma3ForCausalLM, GEMMA3)}
+VARIANTS = {
+    "gemma": (GemmaForCausalLM, GEMMA), "gemma2": (Gemma2ForCausalLM, GEMMA2),
+    "gemma3": (Gemma3ForCausalLM, GEMMA3),
+}
 MERGES = """t h;h e;th e;▁ t;▁ a;▁ s;i n;e r;o u;▁t he;▁ w;▁ l;a n;an d;▁ and;e n;in g;▁ f;▁ b;a r;o r;▁ o"""
 TEMPLATE = """\
 {{ bos_token }}
@@ -213,6 +223,9 @@ def rename_for_transformers_4(path):
     for key in ("layer_types", "tie_word_embeddings", "use_bidirectional_attention"):
         config.pop(key, None)
     config.pop("_sliding_window_pattern", None)
+    if config["model_type"] == "gemma":
+        # As in the first files, for which transformers takes the other.
+        config["hidden_act"] = "gelu"
     config["torch_dtype"] = config.pop("dtype")
     config["transformers_version"] = "4.50.0"
     path.write_text(json.dumps(config, indent=2, sort_keys=True))

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Makes the variants phi3, phi4-mini, qwen3-yarn, smollm3, mistral3, granite, seed-oss, glm4, exaone4,
-ernie4_5, olmo2, olmo3, cohere, cohere2, starcoder2, nemotron and stablelm with their golden.json, and tests/parity/rope.json: what transformers makes of scaled rotary embeddings.
+ernie4_5, olmo2, olmo3, cohere, cohere2, starcoder2, nemotron, stablelm, ministral3, granite-4, qwen2_5-vl and
+qwen3-vl with their golden.json, and tests/parity/rope.json: what transformers makes of scaled rotary embeddings.
 
 Random weights, in bf16; of some seeds the one whose greedy choices are the clearest. Sets of LongRoPE's
 divisors are chosen by the served length here, not by how long a sequence has become: golden.json is of
@@ -18,9 +19,11 @@ import torch
 from transformers import (
     AutoTokenizer, Cohere2Config, Cohere2ForCausalLM, CohereConfig, CohereForCausalLM, Ernie4_5Config,
     Ernie4_5ForCausalLM, Exaone4Config, Exaone4ForCausalLM, Glm4Config, Glm4ForCausalLM, GraniteConfig,
-    GraniteForCausalLM, LlamaConfig, Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig,
-    NemotronConfig, NemotronForCausalLM, Olmo2Config, Olmo2ForCausalLM, Olmo3Config, Olmo3ForCausalLM,
-    Phi3Config, Phi3ForCausalLM, PixtralVisionConfig, Qwen3Config, Qwen3ForCausalLM, SeedOssConfig,
+    GraniteForCausalLM, GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, LlamaConfig,
+    Ministral3Config, Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig, NemotronConfig, 
+    NemotronForCausalLM, Olmo2Config, Olmo2ForCausalLM, Olmo3Config, Olmo3ForCausalLM,
+    Phi3Config, Phi3ForCausalLM, PixtralVisionConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config, Qwen3ForCausalLM, Qwen3VLConfig, Qwen3VLForConditionalGeneration, SeedOssConfig,
     SeedOssForCausalLM, SmolLM3Config, SmolLM3ForCausalLM, StableLmConfig, StableLmForCausalLM,
     Starcoder2Config, Starcoder2ForCausalLM,
 )
@@ -151,6 +154,49 @@ VARIANTS = {
             hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
             image_size=16, patch_size=8),
         tie_word_embeddings=False, **IDS)),
+    # The same with the text model of Ministral 3, whose q grow from the original length on.
+    "ministral3": (Mistral3ForConditionalGeneration, lambda: Mistral3Config(
+        text_config=Ministral3Config(
+            **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+            rms_norm_eps=1e-5, max_position_embeddings=1024, tie_word_embeddings=False,
+            rope_parameters={"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0,
+                             "original_max_position_embeddings": 256, "beta_fast": 32.0,
+                             "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                             "llama_4_scaling_beta": 0.1}),
+        vision_config=PixtralVisionConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            image_size=16, patch_size=8),
+        tie_word_embeddings=False, **IDS)),
+    # Granite's factors; gate and up in one tensor under names of their own.
+    "granite-4": (GraniteMoeHybridForCausalLM, lambda: GraniteMoeHybridConfig(
+        **{**BASE, "intermediate_size": 8}, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, rms_norm_eps=1e-5, max_position_embeddings=512,
+        shared_intermediate_size=128, num_local_experts=0, num_experts_per_tok=0,
+        layer_types=["attention"] * 3, position_embedding_type="rope", mamba_n_heads=8,
+        mamba_d_head=16, embedding_multiplier=0.6, attention_multiplier=0.11,
+        residual_multiplier=0.7, logits_scaling=1.3, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0})),
+    # A text model beside a vision tower; its keys are beside the others in published files.
+    "qwen2_5-vl": (Qwen2_5_VLForConditionalGeneration, lambda: Qwen2_5_VLConfig(
+        text_config=dict(
+            **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            rms_norm_eps=1e-6, max_position_embeddings=512, tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0,
+                             "mrope_section": [2, 3, 3]}),
+        vision_config=dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64,
+                           fullatt_block_indexes=[0], patch_size=4),
+        tie_word_embeddings=False, image_token_id=380, video_token_id=381, vision_start_token_id=382,
+        vision_end_token_id=383, **IDS)),
+    "qwen3-vl": (Qwen3VLForConditionalGeneration, lambda: Qwen3VLConfig(
+        text_config=dict(
+            **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+            rms_norm_eps=1e-6, max_position_embeddings=512, tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 5000000.0,
+                             "mrope_section": [6, 5, 5], "mrope_interleaved": True}),
+        vision_config=dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64,
+                           deepstack_visual_indexes=[0], patch_size=4, num_position_embeddings=16),
+        tie_word_embeddings=True, image_token_id=380, video_token_id=381, vision_start_token_id=382,
+        vision_end_token_id=383, **IDS)),
 }
 LAYER_NORMS = ("cohere", "cohere2", "starcoder2", "nemotron", "stablelm")
 PROMPTS = [
@@ -241,11 +287,20 @@ def rename_for_transformers_4(path, version):
                 part["partial_rotary_factor"] = parameters.pop("partial_rotary_factor")
             parameters.pop("original_max_position_embeddings", None)
             kind = parameters.pop("rope_type")
-            part["rope_scaling"] = {"type": kind, **parameters} if kind != "default" else None
+            part["rope_scaling"] = {"type": kind, **parameters} if kind != "default" or parameters else None
         if "dtype" in part:
             part["torch_dtype"] = part.pop("dtype")
     config["transformers_version"] = version
     path.write_text(json.dumps(config, indent=2, sort_keys=True))
+
+
+def flatten(path):
+    """The text model's keys beside the others, as in published checkpoints of Qwen2-VL and 2.5-VL."""
+    config = json.loads(path.read_text())
+    text = config.pop("text_config")
+    text["rope_scaling"]["type"] = "mrope"
+    text.pop("model_type")
+    path.write_text(json.dumps({**text, **config}, indent=2, sort_keys=True))
 
 
 def ropes():
@@ -309,8 +364,11 @@ def main():
         goldens(folder, kind, True, "golden.json")
         if name == "phi3":
             goldens(folder, kind, False, "golden-short.json")
-        if name in ("phi4-mini", "mistral3", "granite", "glm4", "ernie4_5", "cohere", "starcoder2", "stablelm"):
+        if name in ("phi4-mini", "mistral3", "granite", "glm4", "ernie4_5", "cohere", "starcoder2", "stablelm",
+                    "qwen2_5-vl", "qwen3-vl"):
             rename_for_transformers_4(folder / "config.json", "4.51.0")
+        if name == "qwen2_5-vl":
+            flatten(folder / "config.json")
 
 
 main()

@@ -75,6 +75,8 @@ variants! {
     cohere2_tp2: "cohere2", 2;
     starcoder2: "starcoder2", 1;
     nemotron: "nemotron", 1;
+    granite_4_tp2: "granite-4", 2;
+    gemma: "gemma", 1;
     gemma2_tp2: "gemma2", 2;
     gemma3: "gemma3", 1;
     gemma3_tp2: "gemma3", 2;
@@ -84,6 +86,9 @@ variants! {
     glm4_moe: "glm4-moe", 1;
     deepseek_v2: "deepseek-v2", 1;
     deepseek_v3_tp2: "deepseek-v3", 2;
+    glm4_moe_lite: "glm4-moe-lite", 1;
+    hy_v3_tp2: "hy-v3", 2;
+    exaone_moe: "exaone-moe", 1;
     minimax_m2_tp2: "minimax-m2", 2;
     qwen3_moe: "qwen3-moe", 1;
     qwen3_moe_stacked_tp2: "qwen3-moe-stacked", 2;

@@ -5,7 +5,8 @@
 //! - `rope`, `windows`, `experts`: the keys for rotary embeddings, sliding windows and experts
 //! - `gemma`, `gpt_oss`, `granite`: the keys that only these architectures have; `latent`: those of
 //!   DeepSeek V2 and V3; `layer_norms`: those of architectures with LayerNorms
-//! - `published`, `layered`: tests with configurations as published
+//! - `published`, `layered`: tests with configurations as published; `relatives`: of architectures
+//!   that differ from others by defaults and names
 use std::path::Path;
 
 use kernels::backend::{Activation, ExpertActivation, PlainActivation};
@@ -170,6 +171,9 @@ struct Raw {
     norm_topk_prob: Option<bool>,
     decoder_sparse_step: Option<usize>,
     mlp_only_layers: Option<Vec<usize>>,
+    mlp_layer_types: Option<Vec<String>>,
+    num_shared_experts: Option<usize>,
+    router_scaling_factor: Option<f32>,
     quantization_config: Option<Value>,
     dtype: Option<String>,
     torch_dtype: Option<String>,
@@ -254,6 +258,9 @@ impl ModelConfig {
         if architecture == Architecture::Olmoe && !clip.is_null() {
             return Err(format!("clip_qkv is {clip}, only null is supported"));
         }
+        if architecture == Architecture::HyV3 && raw.mlp_bias == Some(true) {
+            return Err("mlp_bias is true, only false is supported for HYV3ForCausalLM".to_owned());
+        }
         let experts = experts::read(&config, &raw, architecture, num_layers)?;
         let positions = model_config::positions(&config)?;
         let told = rope::told(&config, &raw, architecture, num_layers)?;
@@ -272,6 +279,9 @@ impl ModelConfig {
         let layer_norms = LayerNorms::read(&config, architecture)?;
         let is_dense = experts.as_ref().is_none_or(|experts| experts.layers.contains(&false));
         let intermediate_size = match is_dense {
+            true if architecture == Architecture::GraniteMoeHybrid => {
+                granite::attention_only(&config)?
+            }
             true => size("intermediate_size", raw.intermediate_size)?,
             false => 0,
         };
@@ -426,5 +436,7 @@ fn size(key: &str, value: Option<usize>) -> Result<usize, String> {
 mod layered;
 #[cfg(test)]
 mod published;
+#[cfg(test)]
+mod relatives;
 #[cfg(test)]
 mod tests;

@@ -71,6 +71,8 @@ enum Names {
     Stacked,
     /// The same as `block_sparse_moe.input_linear`, `output_linear`.
     Granite,
+    /// As in Qwen, with names of its own for the router and what is shared.
+    HunYuan,
 }
 
 impl Names {
@@ -84,6 +86,8 @@ impl Names {
             Self::Mixtral
         } else if has("block_sparse_moe.input_linear.weight") {
             Self::Granite
+        } else if has("mlp.router.gate.weight") {
+            Self::HunYuan
         } else if has("mlp.experts.gate_up_proj") {
             Self::Stacked
         } else {
@@ -116,6 +120,7 @@ impl<'a> ExpertParts<'a> {
             Names::Mixtral => ("block_sparse_moe", "gate"),
             Names::Granite => ("block_sparse_moe", "router.layer"),
             Names::Qwen | Names::Stacked => ("mlp", "gate"),
+            Names::HunYuan => ("mlp", "router.gate"),
         };
         let router = files.tensor(&format!("{layer}.{block}.{router}.weight"), &[count, hidden])?;
         let mut router = vec![router.cut(0..count, 0..hidden)];
@@ -124,7 +129,7 @@ impl<'a> ExpertParts<'a> {
         let stacked = match names {
             Names::Stacked => Some(["experts.gate_up_proj", "experts.down_proj"]),
             Names::Granite => Some(["input_linear.weight", "output_linear.weight"]),
-            Names::Mixtral | Names::Qwen => None,
+            Names::Mixtral | Names::Qwen | Names::HunYuan => None,
         };
         if let Some([both, down]) = stacked {
             let both = format!("{layer}.{block}.{both}");
@@ -155,6 +160,7 @@ impl<'a> ExpertParts<'a> {
         // become several of the others' width.
         if let Some(shared) = config.shared {
             let count = config.routing.shared;
+            let shared = if matches!(names, Names::HunYuan) { "shared_mlp" } else { shared };
             let name = |part: &str| format!("{layer}.{block}.{shared}.{part}_proj.weight");
             let gate = tensors.weight(&name("gate"), &[count * inner, hidden])?;
             let up = tensors.weight(&name("up"), &[count * inner, hidden])?;
@@ -183,7 +189,11 @@ impl<'a> ExpertParts<'a> {
                 let [of_router, of_block] =
                     ["gate.", ""].map(|of| format!("{layer}.{block}.{of}e_score_correction_bias"));
                 let is_of_block = matches!(names, Names::Mixtral) || files.has(&of_block);
-                let name = if is_of_block { of_block } else { of_router };
+                let name = match names {
+                    Names::HunYuan => format!("{layer}.{block}.expert_bias"),
+                    _ if is_of_block => of_block,
+                    _ => of_router,
+                };
                 Some(files.numbers(&name, &[count])?)
             }
         };

@@ -55,7 +55,7 @@ impl Module {
             (Self::Q | Self::K | Self::V, true) => {
                 ("self_attn.qkv_proj", &[Self::Q, Self::K, Self::V])
             }
-            (Self::Gate | Self::Up, true) => ("mlp.gate_up_proj", &[Self::Gate, Self::Up]),
+            (Self::Gate | Self::Up, true) => (config.mlp_names.gate_up, &[Self::Gate, Self::Up]),
             (Self::Q, false) => ("self_attn.q_proj", &[Self::Q]),
             (Self::K, false) => ("self_attn.k_proj", &[Self::K]),
             (Self::V, false) => ("self_attn.v_proj", &[Self::V]),

@@ -13,92 +13,82 @@ use super::{MlpActivation, Raw};
 
 mod differences;
 
-/// An architecture.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Architecture {
-    Arcee,
-    Cohere,
-    Cohere2,
-    DeepseekV2,
-    DeepseekV3,
-    Ernie45,
-    Exaone4,
-    Gemma2,
-    Gemma3,
-    Glm,
-    Glm4,
-    Glm4Moe,
-    GptOss,
-    Granite,
-    GraniteMoe,
-    Helium,
-    InternLm3,
-    Llama,
-    MiniMaxM2,
-    Ministral,
-    Mistral,
-    Mixtral,
-    Nemotron,
-    Olmo2,
-    Olmo3,
-    Olmoe,
-    Phi3,
-    Qwen2,
-    Qwen2Moe,
-    Qwen3,
-    Qwen3Moe,
-    SeedOss,
-    SmolLm3,
-    StableLm,
-    Starcoder2,
+/// Defines the architectures with their names in `architectures`.
+macro_rules! architectures {
+    ($($architecture:ident: $name:expr,)*) => {
+        /// An architecture.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(super) enum Architecture {
+            $($architecture,)*
+        }
+
+        impl Architecture {
+            const ALL: &[Self] = &[$(Self::$architecture,)*];
+
+            /// Returns its name in `architectures`.
+            pub(super) fn name(self) -> &'static str {
+                match self {
+                    $(Self::$architecture => $name,)*
+                }
+            }
+        }
+    };
+}
+
+architectures! {
+    Arcee: "ArceeForCausalLM",
+    Cohere: "CohereForCausalLM",
+    Cohere2: "Cohere2ForCausalLM",
+    DeepseekV2: "DeepseekV2ForCausalLM",
+    DeepseekV3: "DeepseekV3ForCausalLM",
+    Dots1: "Dots1ForCausalLM",
+    Ernie45: "Ernie4_5ForCausalLM",
+    Exaone4: "Exaone4ForCausalLM",
+    ExaoneMoe: "ExaoneMoeForCausalLM",
+    Gemma: "GemmaForCausalLM",
+    Gemma2: "Gemma2ForCausalLM",
+    Gemma3: model_config::GEMMA3,
+    Glm: "GlmForCausalLM",
+    Glm4: "Glm4ForCausalLM",
+    Glm4Moe: "Glm4MoeForCausalLM",
+    Glm4MoeLite: "Glm4MoeLiteForCausalLM",
+    GptOss: "GptOssForCausalLM",
+    Granite: "GraniteForCausalLM",
+    GraniteMoe: "GraniteMoeForCausalLM",
+    GraniteMoeHybrid: "GraniteMoeHybridForCausalLM",
+    Helium: "HeliumForCausalLM",
+    HyV3: "HYV3ForCausalLM",
+    InternLm3: "InternLM3ForCausalLM",
+    Llama: "LlamaForCausalLM",
+    MiniMaxM2: "MiniMaxM2ForCausalLM",
+    Ministral: "MinistralForCausalLM",
+    Ministral3: "Ministral3ForCausalLM",
+    Mistral: "MistralForCausalLM",
+    Mixtral: "MixtralForCausalLM",
+    Nemotron: "NemotronForCausalLM",
+    Olmo2: "Olmo2ForCausalLM",
+    Olmo3: "Olmo3ForCausalLM",
+    Olmoe: "OlmoeForCausalLM",
+    Phi3: "Phi3ForCausalLM",
+    Qwen2: "Qwen2ForCausalLM",
+    Qwen2Moe: "Qwen2MoeForCausalLM",
+    Qwen3: "Qwen3ForCausalLM",
+    Qwen3Moe: "Qwen3MoeForCausalLM",
+    SeedOss: "SeedOssForCausalLM",
+    SmolLm3: "SmolLM3ForCausalLM",
+    SolarOpen: "SolarOpenForCausalLM",
+    StableLm: "StableLmForCausalLM",
+    Starcoder2: "Starcoder2ForCausalLM",
 }
 
 impl Architecture {
-    const ALL: [Self; 35] = [
-        Self::Arcee,
-        Self::Cohere,
-        Self::Cohere2,
-        Self::DeepseekV2,
-        Self::DeepseekV3,
-        Self::Ernie45,
-        Self::Exaone4,
-        Self::Gemma2,
-        Self::Gemma3,
-        Self::Glm,
-        Self::Glm4,
-        Self::Glm4Moe,
-        Self::GptOss,
-        Self::Granite,
-        Self::GraniteMoe,
-        Self::Helium,
-        Self::InternLm3,
-        Self::Llama,
-        Self::MiniMaxM2,
-        Self::Ministral,
-        Self::Mistral,
-        Self::Mixtral,
-        Self::Nemotron,
-        Self::Olmo2,
-        Self::Olmo3,
-        Self::Olmoe,
-        Self::Phi3,
-        Self::Qwen2,
-        Self::Qwen2Moe,
-        Self::Qwen3,
-        Self::Qwen3Moe,
-        Self::SeedOss,
-        Self::SmolLm3,
-        Self::StableLm,
-        Self::Starcoder2,
-    ];
-
     /// Finds the architecture with this name.
     ///
     /// # Errors
     /// One sentence that lists the supported names.
     pub(super) fn parse(name: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|known| known.name() == name).ok_or_else(|| {
-            let known = Self::ALL.into_iter().map(Self::name).chain(model_config::wrappers());
+        Self::ALL.iter().copied().find(|known| known.name() == name).ok_or_else(|| {
+            let known = Self::ALL.iter().map(|known| known.name()).chain(model_config::wrappers());
             let known: Vec<&str> = known.collect();
             let known = known.join(", ");
             format!(
@@ -106,47 +96,6 @@ impl Architecture {
                  ForSequenceClassification in place of ForCausalLM"
             )
         })
-    }
-
-    /// Returns its name in `architectures`.
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Arcee => "ArceeForCausalLM",
-            Self::Cohere => "CohereForCausalLM",
-            Self::Cohere2 => "Cohere2ForCausalLM",
-            Self::DeepseekV2 => "DeepseekV2ForCausalLM",
-            Self::DeepseekV3 => "DeepseekV3ForCausalLM",
-            Self::Ernie45 => "Ernie4_5ForCausalLM",
-            Self::Exaone4 => "Exaone4ForCausalLM",
-            Self::Gemma2 => "Gemma2ForCausalLM",
-            Self::Gemma3 => model_config::GEMMA3,
-            Self::Glm => "GlmForCausalLM",
-            Self::Glm4 => "Glm4ForCausalLM",
-            Self::Glm4Moe => "Glm4MoeForCausalLM",
-            Self::GptOss => "GptOssForCausalLM",
-            Self::Granite => "GraniteForCausalLM",
-            Self::GraniteMoe => "GraniteMoeForCausalLM",
-            Self::Helium => "HeliumForCausalLM",
-            Self::InternLm3 => "InternLM3ForCausalLM",
-            Self::Llama => "LlamaForCausalLM",
-            Self::MiniMaxM2 => "MiniMaxM2ForCausalLM",
-            Self::Ministral => "MinistralForCausalLM",
-            Self::Mistral => "MistralForCausalLM",
-            Self::Mixtral => "MixtralForCausalLM",
-            Self::Nemotron => "NemotronForCausalLM",
-            Self::Olmo2 => "Olmo2ForCausalLM",
-            Self::Olmo3 => "Olmo3ForCausalLM",
-            Self::Olmoe => "OlmoeForCausalLM",
-            Self::Phi3 => "Phi3ForCausalLM",
-            Self::Qwen2 => "Qwen2ForCausalLM",
-            Self::Qwen2Moe => "Qwen2MoeForCausalLM",
-            Self::Qwen3 => "Qwen3ForCausalLM",
-            Self::Qwen3Moe => "Qwen3MoeForCausalLM",
-            Self::SeedOss => "SeedOssForCausalLM",
-            Self::SmolLm3 => "SmolLM3ForCausalLM",
-            Self::StableLm => "StableLmForCausalLM",
-            Self::Starcoder2 => "Starcoder2ForCausalLM",
-        }
     }
 
     /// Which projections have biases.
@@ -159,9 +108,13 @@ impl Architecture {
             }
             Self::Cohere
             | Self::Cohere2
+            | Self::Dots1
+            | Self::Gemma
             | Self::Gemma2
             | Self::Gemma3
             | Self::GraniteMoe
+            | Self::GraniteMoeHybrid
+            | Self::HyV3
             | Self::Olmo2
             | Self::Olmo3
             | Self::Olmoe
@@ -178,7 +131,7 @@ impl Architecture {
                 (raw.qkv_bias.unwrap_or(attention(false)), others, others)
             }
             Self::GptOss => (attention(true), attention(true), false),
-            Self::Glm4Moe => (attention(false), false, false),
+            Self::Glm4Moe | Self::SolarOpen => (attention(false), false, false),
             Self::Qwen2Moe => (raw.qkv_bias.unwrap_or(true), false, false),
             Self::StableLm => (raw.use_qkv_bias.unwrap_or(false), false, false),
             Self::SeedOss => (attention(true), raw.attention_out_bias.unwrap_or(false), mlp),
@@ -187,8 +140,11 @@ impl Architecture {
             Self::DeepseekV2
             | Self::DeepseekV3
             | Self::Exaone4
+            | Self::ExaoneMoe
+            | Self::Glm4MoeLite
             | Self::MiniMaxM2
             | Self::Ministral
+            | Self::Ministral3
             | Self::Mistral
             | Self::Mixtral
             | Self::Phi3 => (false, false, false),
@@ -199,15 +155,18 @@ impl Architecture {
     /// Head size if the file does not give it; `None` means that heads divide `hidden_size`.
     pub(super) fn usual_head_dim(self) -> Option<usize> {
         match self {
-            Self::Gemma2 => Some(256),
+            Self::Gemma | Self::Gemma2 => Some(256),
             Self::Ernie45
             | Self::Glm
             | Self::Glm4
             | Self::Helium
+            | Self::HyV3
             | Self::InternLm3
             | Self::MiniMaxM2
+            | Self::Ministral3
             | Self::Qwen3
-            | Self::SeedOss => Some(128),
+            | Self::SeedOss
+            | Self::SolarOpen => Some(128),
             Self::GptOss => Some(64),
             _ => None,
         }
@@ -215,19 +174,19 @@ impl Architecture {
 
     /// Whether it is of the Gemma family, which has its own keys and factors.
     pub(super) fn is_gemma(self) -> bool {
-        matches!(self, Self::Gemma2 | Self::Gemma3)
+        matches!(self, Self::Gemma | Self::Gemma2 | Self::Gemma3)
     }
 
     /// Whether it has Granite's factors.
     pub(super) fn is_granite(self) -> bool {
-        matches!(self, Self::Granite | Self::GraniteMoe)
+        matches!(self, Self::Granite | Self::GraniteMoe | Self::GraniteMoeHybrid)
     }
 
     /// Which projections are one tensor in checkpoints.
     pub(super) fn fused(self) -> Fused {
         match self {
             Self::Phi3 => Fused { qkv: true, gate_up: true },
-            Self::Glm | Self::Glm4 => Fused { qkv: false, gate_up: true },
+            Self::Glm | Self::Glm4 | Self::GraniteMoeHybrid => Fused { qkv: false, gate_up: true },
             _ => Fused::default(),
         }
     }
@@ -267,7 +226,7 @@ impl Architecture {
             Self::Starcoder2 => {
                 ("gelu_pytorch_tanh", MlpActivation::Plain(PlainActivation::GeluTanh))
             }
-            Self::Gemma2 | Self::Gemma3 => {
+            Self::Gemma | Self::Gemma2 | Self::Gemma3 => {
                 ("gelu_pytorch_tanh", MlpActivation::Gated(Activation::GeluTanh))
             }
             _ => ("silu", MlpActivation::Gated(Activation::Silu)),
@@ -277,8 +236,13 @@ impl Architecture {
     /// Names of the projections of its MLPs.
     pub(super) fn mlp_names(self) -> MlpNames {
         match self {
-            Self::Starcoder2 => MlpNames { up: "mlp.c_fc", down: "mlp.c_proj" },
-            _ => MlpNames { up: "mlp.up_proj", down: "mlp.down_proj" },
+            Self::Starcoder2 => MlpNames { up: "mlp.c_fc", down: "mlp.c_proj", ..MlpNames::USUAL },
+            Self::GraniteMoeHybrid => MlpNames {
+                gate_up: "shared_mlp.input_linear",
+                down: "shared_mlp.output_linear",
+                ..MlpNames::USUAL
+            },
+            _ => MlpNames::USUAL,
         }
     }
 
@@ -296,7 +260,13 @@ impl Architecture {
     pub(super) fn normalises_heads(self, raw: &Raw) -> bool {
         match self {
             Self::Glm4Moe => raw.use_qk_norm.unwrap_or(false),
-            Self::Exaone4 | Self::Gemma3 | Self::Qwen3 | Self::Qwen3Moe => true,
+            Self::Dots1
+            | Self::Exaone4
+            | Self::ExaoneMoe
+            | Self::Gemma3
+            | Self::HyV3
+            | Self::Qwen3
+            | Self::Qwen3Moe => true,
             _ => false,
         }
     }
@@ -315,15 +285,17 @@ impl Architecture {
             Self::Qwen3Moe => Some(ExpertKeys::SomeLayers),
             Self::Qwen2Moe => Some(ExpertKeys::GatedShared),
             Self::DeepseekV2 => Some(ExpertKeys::AfterFirstGroupedSoftmax),
-            Self::DeepseekV3 => Some(ExpertKeys::AfterFirstGrouped),
-            Self::Glm4Moe => Some(ExpertKeys::AfterFirst),
+            Self::DeepseekV3 | Self::Dots1 | Self::ExaoneMoe | Self::Glm4MoeLite | Self::HyV3 => {
+                Some(ExpertKeys::AfterFirstGrouped)
+            }
+            Self::Glm4Moe | Self::SolarOpen => Some(ExpertKeys::AfterFirst),
             _ => None,
         }
     }
 
     /// Whether its attention is multi-head latent attention.
     pub(super) fn has_latents(self) -> bool {
-        matches!(self, Self::DeepseekV2 | Self::DeepseekV3)
+        matches!(self, Self::DeepseekV2 | Self::DeepseekV3 | Self::Glm4MoeLite)
     }
 
     /// Whether `sliding_window` applies only with `use_sliding_window`: files of these
@@ -340,12 +312,16 @@ impl Architecture {
             | Self::DeepseekV2
             | Self::DeepseekV3
             | Self::Ernie45
+            | Self::Gemma
             | Self::Glm
             | Self::Glm4
             | Self::Glm4Moe
+            | Self::Glm4MoeLite
             | Self::Granite
             | Self::GraniteMoe
+            | Self::GraniteMoeHybrid
             | Self::Helium
+            | Self::HyV3
             | Self::InternLm3
             | Self::Llama
             | Self::MiniMaxM2
@@ -353,18 +329,23 @@ impl Architecture {
             | Self::Olmo2
             | Self::Olmoe
             | Self::SeedOss
+            | Self::SolarOpen
             | Self::StableLm => Windows::Nowhere,
-            Self::Mistral | Self::Mixtral | Self::Phi3 | Self::Qwen3Moe | Self::Starcoder2 => {
-                Windows::Everywhere
-            }
+            Self::Ministral3
+            | Self::Mistral
+            | Self::Mixtral
+            | Self::Phi3
+            | Self::Qwen3Moe
+            | Self::Starcoder2 => Windows::Everywhere,
             Self::Ministral => Windows::Listed(Usual::All),
-            Self::Cohere2 | Self::Exaone4 | Self::Olmo3 => {
+            Self::Cohere2 | Self::Exaone4 | Self::ExaoneMoe | Self::Olmo3 => {
                 Windows::Listed(Usual::ButEachPatternth(4))
             }
             Self::Gemma3 => Windows::Listed(Usual::ButEachPatternth(6)),
             Self::Gemma2 | Self::GptOss => Windows::Listed(Usual::EverySecond),
-            Self::Qwen2Moe => Windows::Listed(Usual::EverySecondUpToMaxWindowLayers),
-            Self::Qwen2 | Self::Qwen3 => Windows::Listed(Usual::FromMaxWindowLayers),
+            Self::Qwen2Moe => Windows::Listed(Usual::EverySecondUpToMaxWindowLayers(28)),
+            Self::Dots1 => Windows::Listed(Usual::FromMaxWindowLayers(62)),
+            Self::Qwen2 | Self::Qwen3 => Windows::Listed(Usual::FromMaxWindowLayers(28)),
             Self::SmolLm3 => Windows::Listed(Usual::WithoutRope),
         }
     }
@@ -373,7 +354,8 @@ impl Architecture {
     pub(super) fn unrotated(self) -> Unrotated {
         match self {
             Self::SmolLm3 => Unrotated::Listed,
-            Self::Exaone4 => Unrotated::BesideWindows,
+            Self::Exaone4 | Self::ExaoneMoe => Unrotated::BesideWindows,
+            Self::GraniteMoeHybrid => Unrotated::UnlessSaid,
             Self::Cohere2 => Unrotated::WithoutWindow,
             _ => Unrotated::None,
         }
@@ -390,6 +372,7 @@ impl Architecture {
                 | Self::Ernie45
                 | Self::Glm
                 | Self::Glm4
+                | Self::Glm4MoeLite
                 | Self::Helium
         )
     }
@@ -404,6 +387,7 @@ impl Architecture {
                 | Self::MiniMaxM2
                 | Self::Nemotron
                 | Self::Phi3
+                | Self::SolarOpen
                 | Self::StableLm
         )
     }
@@ -423,8 +407,9 @@ impl Architecture {
             Self::SmolLm3 => 2e6,
             Self::Cohere | Self::Ernie45 | Self::Olmo3 => 5e5,
             Self::Helium => 1e5,
+            Self::HyV3 => 11_158_840.0,
             Self::MiniMaxM2 => 5e6,
-            Self::Mixtral => 1e6,
+            Self::Mixtral | Self::SolarOpen => 1e6,
             Self::GptOss => 150_000.0,
             _ => 1e4,
         }
@@ -443,6 +428,6 @@ impl Architecture {
     /// Whether the file must say how the rotary embedding is scaled, because the default of
     /// transformers is that of one particular model.
     pub(super) fn needs_rope_scaling(self) -> bool {
-        self == Self::GptOss
+        matches!(self, Self::GptOss | Self::Ministral3)
     }
 }

@@ -22,6 +22,11 @@ pub(super) fn read(
         ExpertKeys::EveryLayerAsSaid | ExpertKeys::SomeLayers | ExpertKeys::GatedShared => {
             "num_experts"
         }
+        ExpertKeys::AfterFirstGrouped
+            if matches!(architecture, Architecture::ExaoneMoe | Architecture::HyV3) =>
+        {
+            "num_experts"
+        }
         ExpertKeys::AfterFirst
         | ExpertKeys::AfterFirstGrouped
         | ExpertKeys::AfterFirstGroupedSoftmax => "n_routed_experts",
@@ -65,10 +70,13 @@ pub(super) fn read(
         }
         ExpertKeys::AfterFirstGrouped | ExpertKeys::AfterFirstGroupedSoftmax => {
             let usual = grouped(config, raw, architecture, &mut routing)?;
-            share(&mut routing, raw.n_shared_experts.unwrap_or(usual.shared), "n_shared_experts")?;
+            let (key, shared) = match raw.num_shared_experts {
+                Some(shared) if key == "num_experts" => ("num_shared_experts", shared),
+                _ => ("n_shared_experts", raw.n_shared_experts.unwrap_or(usual.shared)),
+            };
+            share(&mut routing, shared, key)?;
             routing.check_groups().map_err(|error| format!("n_group or topk_group: {error}"))?;
-            let first = raw.first_k_dense_replace.unwrap_or(usual.first);
-            let layers = (0..num_layers).map(|layer| layer >= first).collect();
+            let layers = after_first(raw, architecture, num_layers, usual.first)?;
             (width()?, layers, (routing.shared > 0).then_some("shared_experts"))
         }
         ExpertKeys::AfterFirst => {
@@ -82,13 +90,15 @@ pub(super) fn read(
             }
             let (key, shared) = ("n_shared_experts", raw.n_shared_experts.unwrap_or(1));
             share(&mut routing, shared, key)?;
-            let first = raw.first_k_dense_replace.unwrap_or(1);
-            let layers = (0..num_layers).map(|layer| layer >= first).collect();
+            // Whatever files of Solar Open say.
+            let usual = usize::from(architecture != Architecture::SolarOpen);
+            let layers = after_first(raw, architecture, num_layers, usual)?;
             (width()?, layers, (shared > 0).then_some("shared_experts"))
         }
     };
     if !layers.contains(&true) {
         return Err(match key {
+            _ if raw.mlp_layer_types.is_some() => "mlp_layer_types leaves no layer with experts",
             "n_routed_experts" => "first_k_dense_replace leaves no layer with experts",
             _ => "mlp_only_layers and decoder_sparse_step leave no layer with experts",
         }
@@ -104,7 +114,7 @@ pub(super) fn read(
     Ok(Some(experts))
 }
 
-/// What DeepSeek's models have where their files do not say it.
+/// What DeepSeek's models, and those made like them, have where their files do not say it.
 struct Usual {
     /// Number of shared experts.
     shared: usize,
@@ -114,25 +124,76 @@ struct Usual {
     scale: f32,
     /// Number of groups, and how many of them experts are chosen from.
     groups: (usize, usize),
+    /// Whether the weights are divided by their sum.
+    normalise: bool,
 }
 
-/// How DeepSeek's models choose experts.
+impl Usual {
+    fn of(architecture: Architecture) -> Self {
+        let one = Self { shared: 1, first: 1, scale: 1.0, groups: (1, 1), normalise: true };
+        match architecture {
+            Architecture::DeepseekV2 => Self { shared: 2, first: 0, normalise: false, ..one },
+            Architecture::DeepseekV3 => Self { first: 3, scale: 2.5, groups: (8, 4), ..one },
+            Architecture::Dots1 => Self { first: 0, normalise: false, ..one },
+            Architecture::ExaoneMoe => Self { scale: 2.5, ..one },
+            Architecture::Glm4MoeLite => Self { scale: 1.8, ..one },
+            Architecture::HyV3 => Self { scale: 2.826, ..one },
+            _ => one,
+        }
+    }
+}
+
+/// The layers with experts: from the `usual` one on, or as the file says in the keys that the
+/// architecture's code reads.
+fn after_first(
+    raw: &Raw,
+    architecture: Architecture,
+    num_layers: usize,
+    usual: usize,
+) -> Result<Vec<bool>, String> {
+    use Architecture::{ExaoneMoe, Glm4MoeLite, HyV3, SolarOpen};
+    let (lists, counts) = match architecture {
+        ExaoneMoe => (true, true),
+        Glm4MoeLite | HyV3 => (true, false),
+        SolarOpen => (false, false),
+        _ => (false, true),
+    };
+    let Some(kinds) = raw.mlp_layer_types.as_ref().filter(|_| lists) else {
+        let first = raw.first_k_dense_replace.filter(|_| counts).unwrap_or(usual);
+        return Ok((0..num_layers).map(|layer| layer >= first).collect());
+    };
+    if kinds.len() != num_layers {
+        let len = kinds.len();
+        return Err(format!(
+            "mlp_layer_types has {len} entries, num_hidden_layers is {num_layers}"
+        ));
+    }
+    kinds
+        .iter()
+        .map(|kind| match kind.as_str() {
+            "sparse" => Ok(true),
+            "dense" => Ok(false),
+            _ => Err(format!("mlp_layer_types has \"{kind}\"; supported are: dense, sparse")),
+        })
+        .collect()
+}
+
+/// How DeepSeek's models, and those made like them, choose experts.
 fn grouped(
     config: &Value,
     raw: &Raw,
     architecture: Architecture,
     routing: &mut Routing,
 ) -> Result<Usual, String> {
-    let is_third = architecture == Architecture::DeepseekV3;
-    let usual = match is_third {
-        true => Usual { shared: 1, first: 3, scale: 2.5, groups: (8, 4) },
-        false => Usual { shared: 2, first: 0, scale: 1.0, groups: (1, 1) },
+    let is_second = architecture == Architecture::DeepseekV2;
+    let usual = Usual::of(architecture);
+    let (methods, scores): (&[&str], &[&str]) = match architecture {
+        Architecture::DeepseekV2 => (&["greedy", "group_limited_greedy"], &["softmax"]),
+        // Files of dots.llm1 have the method's name in both keys.
+        Architecture::Dots1 => (&["noaux_tc"], &["sigmoid", "noaux_tc"]),
+        _ => (&["noaux_tc"], &["sigmoid"]),
     };
-    let (methods, scores): (&[&str], _) = match is_third {
-        true => (&["noaux_tc"], "sigmoid"),
-        false => (&["greedy", "group_limited_greedy"], "softmax"),
-    };
-    for (key, known) in [("topk_method", methods), ("scoring_func", &[scores][..])] {
+    for (key, known) in [("topk_method", methods), ("scoring_func", scores)] {
         if let Some(other) = config[key].as_str().filter(|said| !known.contains(said)) {
             let known: Vec<String> = known.iter().map(|name| format!("\"{name}\"")).collect();
             let known = known.join(" and ");
@@ -142,15 +203,19 @@ fn grouped(
     if let Some(other) = config["moe_layer_freq"].as_u64().filter(|every| *every != 1) {
         return Err(format!("moe_layer_freq is {other}, only 1 is supported"));
     }
-    routing.normalise = raw.norm_topk_prob.unwrap_or(is_third);
-    routing.scale = factor("routed_scaling_factor", raw.routed_scaling_factor, usual.scale)?;
-    if is_third {
+    routing.normalise = raw.norm_topk_prob.unwrap_or(usual.normalise);
+    let (key, scale) = match architecture {
+        Architecture::HyV3 => ("router_scaling_factor", raw.router_scaling_factor),
+        _ => ("routed_scaling_factor", raw.routed_scaling_factor),
+    };
+    routing.scale = factor(key, scale, usual.scale)?;
+    if !is_second {
         routing.scores = Scores::Sigmoid;
     } else if routing.normalise {
         let name = architecture.name();
         return Err(format!("norm_topk_prob is true, only false is supported for {name}"));
     }
-    if is_third || config["topk_method"] == "group_limited_greedy" {
+    if !is_second || config["topk_method"] == "group_limited_greedy" {
         routing.groups = raw.n_group.unwrap_or(usual.groups.0);
         routing.kept_groups = raw.topk_group.unwrap_or(usual.groups.1);
     }

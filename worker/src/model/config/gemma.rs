@@ -42,7 +42,11 @@ impl Gemma {
         let own: Own = keys(config)?;
         let acts = [("hidden_activation", &own.hidden_activation), ("hidden_act", &own.hidden_act)];
         for (key, act) in acts {
-            if let Some(act) = act.as_deref().filter(|act| *act != ACTIVATION) {
+            // Early files of Gemma 1 have another name for it, which transformers corrects.
+            let is_known = |act: &str| {
+                act == ACTIVATION || (architecture == Architecture::Gemma && act == "gelu")
+            };
+            if let Some(act) = act.as_deref().filter(|act| !is_known(act)) {
                 return Err(format!("{key} is \"{act}\", only \"{ACTIVATION}\" is supported"));
             }
         }

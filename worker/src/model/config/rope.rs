@@ -93,6 +93,9 @@ pub(super) fn told(
 ) -> Result<Vec<bool>, String> {
     match (architecture.unrotated(), architecture.windows()) {
         (Unrotated::Listed, _) => {}
+        (Unrotated::UnlessSaid, _) => {
+            return Ok(vec![config["position_embedding_type"] == "rope"; num_layers]);
+        }
         (Unrotated::BesideWindows, Windows::Listed(usual)) if raw.sliding_window.is_some() => {
             return windows::slides(raw, usual, &vec![true; num_layers]);
         }
@@ -172,9 +175,9 @@ fn rope(config: &Value, architecture: Architecture, head_dim: usize) -> Result<R
             ));
         }
     };
-    // DeepSeek V3's own key.
-    let may_interleave = config["rope_interleave"].as_bool() != Some(false)
-        || architecture != Architecture::DeepseekV3;
+    // A key of DeepSeek V3 and of models made like it.
+    let is_read = matches!(architecture, Architecture::DeepseekV3 | Architecture::Glm4MoeLite);
+    let may_interleave = !is_read || config["rope_interleave"].as_bool() != Some(false);
     let is_interleaved = architecture.interleaves_pairs() && may_interleave;
     Ok(RopeConfig { dim, theta, scaling, is_interleaved })
 }

@@ -22,10 +22,11 @@ pub(super) enum Usual {
     ButEachPatternth(usize),
     /// Every second layer, starting with the first.
     EverySecond,
-    /// Every second layer of the first `max_window_layers`, starting with the first.
-    EverySecondUpToMaxWindowLayers,
-    /// Layers from `max_window_layers` on.
-    FromMaxWindowLayers,
+    /// Every second layer of the first `max_window_layers`, by default of so many, starting with
+    /// the first.
+    EverySecondUpToMaxWindowLayers(usize),
+    /// Layers from `max_window_layers` on, or from this one by default.
+    FromMaxWindowLayers(usize),
     /// Layers without a rotary embedding.
     WithoutRope,
     /// All.
@@ -35,9 +36,11 @@ pub(super) enum Usual {
 /// Adds the window that transformers' own configurations have where a file has no key for it. With
 /// null there is none.
 pub(super) fn completed(mut config: Value) -> Value {
-    const USUAL: [(&str, u32); 8] = [
+    const USUAL: [(&str, u32); 10] = [
         ("Cohere2ForCausalLM", 4096),
+        ("Dots1ForCausalLM", 4096),
         ("Exaone4ForCausalLM", 4096),
+        ("ExaoneMoeForCausalLM", 4096),
         ("Gemma2ForCausalLM", 4096),
         ("GptOssForCausalLM", 128),
         ("MinistralForCausalLM", 4096),
@@ -52,9 +55,6 @@ pub(super) fn completed(mut config: Value) -> Value {
     }
     config
 }
-
-/// `max_window_layers` if the file does not give it.
-const USUAL_WINDOW_LAYERS: usize = 28;
 
 /// Returns the sliding window of each layer, `None` for full attention; `told` says which layers
 /// have a rotary embedding.
@@ -94,12 +94,14 @@ pub(super) fn slides(raw: &Raw, usual: Usual, told: &[bool]) -> Result<Vec<bool>
         Usual::ButEachPatternth(step) => pattern(raw)?.unwrap_or(step),
         _ => 1,
     };
-    let first = raw.max_window_layers.unwrap_or(USUAL_WINDOW_LAYERS);
+    let first = |usual| raw.max_window_layers.unwrap_or(usual);
     let slides = |layer: usize| match usual {
         Usual::ButEachPatternth(_) => !(layer + 1).is_multiple_of(step),
         Usual::EverySecond => layer.is_multiple_of(2),
-        Usual::EverySecondUpToMaxWindowLayers => layer.is_multiple_of(2) && layer < first,
-        Usual::FromMaxWindowLayers => layer >= first,
+        Usual::EverySecondUpToMaxWindowLayers(usual) => {
+            layer.is_multiple_of(2) && layer < first(usual)
+        }
+        Usual::FromMaxWindowLayers(usual) => layer >= first(usual),
         Usual::WithoutRope => !told[layer],
         Usual::All => true,
     };

@@ -18,13 +18,21 @@ pub struct Fused {
     pub gate_up: bool,
 }
 
-/// Names of an MLP's projections within a layer, where they are tensors of their own.
+/// Names of an MLP's projections within a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MlpNames {
     /// Up.
     pub up: &'static str,
+    /// Gate and up, where they are one tensor.
+    pub gate_up: &'static str,
     /// Down.
     pub down: &'static str,
+}
+
+impl MlpNames {
+    /// As in Llama.
+    pub(super) const USUAL: Self =
+        Self { up: "mlp.up_proj", gate_up: "mlp.gate_up_proj", down: "mlp.down_proj" };
 }
 
 /// What the norms of the residual stream are.
@@ -96,6 +104,8 @@ pub(in crate::model::config) enum Unrotated {
     BesideWindows,
     /// Those without a sliding window.
     WithoutWindow,
+    /// All, unless `position_embedding_type` is "rope".
+    UnlessSaid,
 }
 
 /// How a configuration describes its mixtures of experts.
@@ -115,7 +125,8 @@ pub(in crate::model::config) enum ExpertKeys {
     /// The layers from `first_k_dense_replace` on have experts, and shared ones without a gate.
     /// Their scores are sigmoids.
     AfterFirst,
-    /// As `AfterFirst`, in groups of experts (DeepSeek V3).
+    /// As `AfterFirst`, in groups of experts (DeepSeek V3); `mlp_layer_types` may list the layers
+    /// that have them.
     AfterFirstGrouped,
     /// The same with a softmax (DeepSeek V2).
     AfterFirstGroupedSoftmax,
