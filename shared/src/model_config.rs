@@ -19,7 +19,7 @@ pub const GEMMA3: &str = "Gemma3ForCausalLM";
 
 /// Multimodal architectures with a text model in their `text_config`: the architecture, the
 /// `model_type` of its `text_config`, and the text model's own architecture.
-const WRAPPERS: [(&str, &str, &str); 9] = [
+const WRAPPERS: [(&str, &str, &str); 10] = [
     ("Gemma3ForConditionalGeneration", "gemma3_text", GEMMA3),
     ("Glm46VForConditionalGeneration", "glm4v_text", "Glm4ForCausalLM"),
     ("Glm4vForConditionalGeneration", "glm4v_text", "Glm4ForCausalLM"),
@@ -29,6 +29,7 @@ const WRAPPERS: [(&str, &str, &str); 9] = [
     ("Qwen2VLForConditionalGeneration", "qwen2_vl_text", "Qwen2ForCausalLM"),
     ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", "Qwen2ForCausalLM"),
     ("Qwen3VLForConditionalGeneration", "qwen3_vl_text", "Qwen3ForCausalLM"),
+    ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", "Qwen3MoeForCausalLM"),
 ];
 
 /// Of these, those whose files may have the text model's keys beside the others.
@@ -98,10 +99,13 @@ fn extract_text_config(mut config: Value) -> Result<Value, String> {
             kinds.join(", ")
         ));
     };
-    let is_glm = kind == "glm4v_text";
+    let (is_glm, is_qwen_moe) = (kind == "glm4v_text", kind == "qwen3_vl_moe_text");
     text["architectures"] = serde_json::json!([own]);
+    // Keys that the text model's own code reads, and that of the same beside a vision tower does not.
+    if is_qwen_moe {
+        text["norm_topk_prob"] = true.into();
+    }
     if is_glm {
-        // Unlike GLM-4's own code, that of the text model beside a vision tower reads neither key.
         text["attention_bias"] = true.into();
         let sizes = ["hidden_size", "num_attention_heads"].map(|key| text[key].as_u64());
         text["head_dim"] = match sizes {
@@ -287,6 +291,9 @@ mod tests {
             "model_type": "glm4v_text", "num_attention_heads": 32}});
         let text = text_model(glm).unwrap();
         assert_eq!((&text["attention_bias"], &text["head_dim"]), (&json!(true), &json!(128)));
+        let moe = json!({"architectures": ["Qwen3VLMoeForConditionalGeneration"], "text_config": {
+            "model_type": "qwen3_vl_moe_text", "norm_topk_prob": false}});
+        assert_eq!(text_model(moe).unwrap()["norm_topk_prob"], true);
         let all: Vec<&str> = wrappers().collect();
         assert_eq!(all.iter().filter(|it| **it == "Mistral3ForConditionalGeneration").count(), 1);
     }

@@ -29,7 +29,7 @@ pub(crate) const PLANNING: Duration = Duration::from_secs(10);
 /// Error caused by bf16 inputs of products in small random models; measured in emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
-pub(crate) const VARIANTS: [&str; 52] = [
+pub(crate) const VARIANTS: [&str; 53] = [
     "llama-gqa",
     "llama-gqa-sharded",
     "llama-tied",
@@ -77,6 +77,7 @@ pub(crate) const VARIANTS: [&str; 52] = [
     "solar-open",
     "qwen3-moe",
     "qwen3-moe-stacked",
+    "qwen3-vl-moe",
     "llama-gptq",
     "llama-w4a16",
     "qwen3-awq",

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the variants with experts (mixtral, qwen2-moe, qwen3-moe, qwen3-moe-stacked, glm4-moe,
-granite-moe, olmoe, minimax-m2, deepseek-v2, deepseek-v3, glm4-moe-lite, hy-v3, exaone-moe, dots1, solar-open)
-and their golden.json.
+granite-moe, olmoe, minimax-m2, deepseek-v2, deepseek-v3, glm4-moe-lite, hy-v3, exaone-moe, dots1, solar-open,
+qwen3-vl-moe) and their golden.json.
 
 Random weights, but for the routers: an expert is chosen by the direction that it has in the embedding,
 and every token has the directions of as many experts as it is sent to. So no choice hangs on rounding:
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    AutoModelForCausalLM, AutoTokenizer, DeepseekV2Config, DeepseekV3Config, Dots1Config, ExaoneMoeConfig,
+    AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, DeepseekV2Config, DeepseekV3Config, Dots1Config, ExaoneMoeConfig,
     Glm4MoeConfig, Glm4MoeLiteConfig, GraniteMoeConfig, HYV3Config, MiniMaxM2Config, MixtralConfig,
-    OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig, SolarOpenConfig,
+    OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig, Qwen3VLMoeConfig, SolarOpenConfig,
 )
 
 import routing
@@ -195,6 +195,24 @@ VARIANTS = {
         ),
         {"old": True},
     ),
+    # A text model beside a vision tower; all experts of a layer in two tensors, inputs before outputs.
+    "qwen3-vl-moe": (
+        Qwen3VLMoeConfig(
+            text_config=dict(
+                **BASE, num_hidden_layers=2, intermediate_size=64, moe_intermediate_size=24, head_dim=32,
+                rms_norm_eps=1e-6, num_experts=6, num_experts_per_tok=3, tie_word_embeddings=False,
+                rope_parameters={**rope(5000000.0), "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+            ),
+            vision_config=dict(
+                depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64,
+                deepstack_visual_indexes=[0], patch_size=4, num_position_embeddings=16,
+            ),
+            tie_word_embeddings=False, image_token_id=380, video_token_id=381,
+            vision_start_token_id=382, vision_end_token_id=383, bos_token_id=1, eos_token_id=2,
+            pad_token_id=0,
+        ),
+        {"old": True},
+    ),
     # Every second layer has experts, whose weights do not add up to one; saved as transformers 5
     # holds them, all experts in one tensor.
     "qwen3-moe-stacked": (
@@ -236,9 +254,14 @@ def strengths(config, tokens, experts, biased, chosen):
     return strength + 0.1 * torch.rand(tokens, experts)
 
 
+def kind(config):
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
 def initialised(config, seed):
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = kind(config).from_config(config, dtype=torch.float32)
+    config = config.get_text_config()
     experts = getattr(config, "num_local_experts", None) or config.num_experts
     # The first is chosen by its bias, not by tokens.
     biased = int(config.model_type in BIASED)
@@ -252,7 +275,7 @@ def initialised(config, seed):
                 # Routers read the one after attention.
                 spread = 0.002 if is_grouped and "post_attention" in name else 0.04
                 p.copy_(1 + spread * torch.randn_like(p))
-            elif "embed" in name:
+            elif "embed_tokens" in name:
                 strength = strengths(config, p.shape[0], experts, biased, chosen)
                 noise = 0.2 * torch.randn_like(p)
                 if is_grouped:
@@ -277,11 +300,11 @@ def initialised(config, seed):
     return model.to(torch.bfloat16)
 
 
-def goldens(folder):
+def goldens(folder, kind):
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def load(dtype):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        model = kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
         return model.eval()
 
     routing.write(
@@ -324,10 +347,10 @@ def main():
         model.save_pretrained(folder, save_original_format=how["old"])
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(HERE / "qwen3" / file, folder / file)
-        if how["old"]:
+        if how["old"] and kind(config) is AutoModelForCausalLM:
             rename_for_transformers_4(folder / "config.json")
         print(name, "seed", seed, "quality", round(best, 5), flush=True)
-        goldens(folder)
+        goldens(folder, kind(config))
 
 
 main()

@@ -23,7 +23,7 @@ def in_groups(module, keys):
 def logits_and_gaps(model, ids, router):
     """Logits of every position, and each position's smallest gap of router logits over the layers.
     `router` is what the names of the modules that choose end with."""
-    top = model.config.num_experts_per_tok
+    top = model.config.get_text_config().num_experts_per_tok
     gaps, hooks = [], []
 
     def look(module, inputs, outputs):

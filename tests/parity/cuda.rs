@@ -92,6 +92,7 @@ variants! {
     minimax_m2_tp2: "minimax-m2", 2;
     qwen3_moe: "qwen3-moe", 1;
     qwen3_moe_stacked_tp2: "qwen3-moe-stacked", 2;
+    qwen3_vl_moe: "qwen3-vl-moe", 1;
     gpt_oss: "gpt-oss", 1;
     gpt_oss_tp2: "gpt-oss", 2;
     gpt_oss_mxfp4: "gpt-oss-mxfp4", 1;

@@ -176,6 +176,7 @@ variants! {
     minimax_m2: "minimax-m2",
     qwen3_moe: "qwen3-moe",
     qwen3_moe_stacked: "qwen3-moe-stacked",
+    qwen3_vl_moe: "qwen3-vl-moe",
     qwen2_fp8: "qwen2-fp8",
     qwen3_fp8_blocks: "qwen3-fp8-blocks",
     qwen3_moe_fp8: "qwen3-moe-fp8",

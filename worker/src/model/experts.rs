@@ -2,11 +2,12 @@
 //!
 //! Published checkpoints have a tensor for each projection of each expert, named as in Mixtral or
 //! in Qwen. transformers 5 keeps all experts of a layer in two tensors, and can save them that way;
-//! gpt-oss always has two, in its own layout (`interleaved`).
+//! Qwen3-VL always has two, inputs before outputs, and gpt-oss in its own layout (`interleaved`).
 use std::ops::Range;
 
 use kernels::backend::{ExpertActivation, HostMatrix, Routing, Scores};
 
+use self::interleaved::Projection;
 use super::ModelError;
 use super::quantization::{PACKED, Tensors};
 use super::safetensors::{TensorView, WeightFiles};
@@ -131,7 +132,22 @@ impl<'a> ExpertParts<'a> {
             Names::Granite => Some(["input_linear.weight", "output_linear.weight"]),
             Names::Mixtral | Names::Qwen | Names::HunYuan => None,
         };
-        if let Some([both, down]) = stacked {
+        let down_of = |name: &str| format!("{layer}.{block}.{name}");
+        let is_turned = |name: &str| {
+            let [turned, plain] = [[count, inner, hidden], [count, hidden, inner]];
+            files.shape(&down_of(name)).is_some_and(|shape| shape == turned && shape != plain)
+        };
+        if let Some([both, down]) = stacked.filter(|[_, down]| is_turned(down)) {
+            let find = |name: &str, size| Projection::find(files, &down_of(name), count, size);
+            let both = find(both, [2 * inner, hidden])?;
+            let down = find(down, [hidden, inner])?;
+            for expert in 0..count {
+                for first in [own.start, inner + own.start] {
+                    gate_up.push(both.cut(expert, (first, 1, own.len()), &(0..hidden)));
+                }
+                downs.push(Down::Turned { projection: down, expert });
+            }
+        } else if let Some([both, down]) = stacked {
             let both = format!("{layer}.{block}.{both}");
             let both = files.tensor(&both, &[count, 2 * inner, hidden])?;
             let down = files.tensor(&format!("{layer}.{block}.{down}"), &[count, hidden, inner])?;
@@ -139,7 +155,7 @@ impl<'a> ExpertParts<'a> {
                 let rows = expert * 2 * inner + own.start..expert * 2 * inner + own.end;
                 gate_up.push(both.cut(rows.clone(), 0..hidden));
                 gate_up.push(both.cut(rows.start + inner..rows.end + inner, 0..hidden));
-                downs.push(Down { tensor: down, row: expert * hidden, column: 0 });
+                downs.push(Down::Plain { tensor: down, row: expert * hidden, column: 0 });
             }
         } else {
             let [gate, up, down] = match names {
@@ -153,7 +169,7 @@ impl<'a> ExpertParts<'a> {
                     gate_up.push(tensor.cut(own.clone(), 0..hidden));
                 }
                 let tensor = tensors.weight(&name(down), &[hidden, inner])?;
-                downs.push(Down { tensor, row: 0, column: 0 });
+                downs.push(Down::Plain { tensor, row: 0, column: 0 });
             }
         }
         // An MLP is the sum of MLPs over parts of its inner width: shared experts of another width
@@ -168,7 +184,7 @@ impl<'a> ExpertParts<'a> {
             for expert in 0..count {
                 let rows = expert * inner + own.start..expert * inner + own.end;
                 gate_up.extend([gate, up].map(|tensor| tensor.cut(rows.clone(), 0..hidden)));
-                downs.push(Down { tensor: down, row: 0, column: expert * inner });
+                downs.push(Down::Plain { tensor: down, row: 0, column: expert * inner });
             }
             if config.routing.gated {
                 let gate = format!("{layer}.{block}.{shared}_gate.weight");
@@ -203,17 +219,22 @@ impl<'a> ExpertParts<'a> {
 }
 
 /// An expert's down projection within a tensor.
-struct Down<'a> {
-    tensor: TensorView<'a>,
-    /// Its first row and column there.
-    row: usize,
-    column: usize,
+enum Down<'a> {
+    /// From this row and column on.
+    Plain { tensor: TensorView<'a>, row: usize, column: usize },
+    /// One of those whose inputs come before their outputs.
+    Turned { projection: Projection<'a>, expert: usize },
 }
 
 impl<'a> Down<'a> {
     fn cut(&self, hidden: usize, columns: &Range<usize>) -> HostMatrix<'a> {
-        let columns = self.column + columns.start..self.column + columns.end;
-        self.tensor.cut(self.row..self.row + hidden, columns)
+        match self {
+            Self::Plain { tensor, row, column } => {
+                let columns = column + columns.start..column + columns.end;
+                tensor.cut(*row..row + hidden, columns)
+            }
+            Self::Turned { projection, expert } => projection.cut(*expert, (0, 1, hidden), columns),
+        }
     }
 }
 

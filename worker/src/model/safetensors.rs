@@ -375,6 +375,11 @@ impl WeightFiles {
         Ok(IntegersView { shape: &info.shape, size, data, file })
     }
 
+    /// Returns the shape of a tensor, if there is one of this name.
+    pub(crate) fn shape(&self, tensor: &str) -> Option<&[usize]> {
+        self.find(tensor).ok().map(|found| found.info.shape.as_slice())
+    }
+
     /// Locates a tensor.
     fn find(&self, tensor: &str) -> Result<Found<'_>, ModelError> {
         let place = self.tensors.get(tensor);

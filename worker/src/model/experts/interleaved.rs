@@ -13,14 +13,15 @@ use super::super::shard::Shard;
 use super::{Biases, ExpertParts, ExpertsConfig, MXFP4_GROUP as GROUP, columns};
 
 /// A projection of all experts; each has `size` `[out, in]`.
-enum Projection<'a> {
+#[derive(Clone, Copy)]
+pub(super) enum Projection<'a> {
     Plain { tensor: TensorView<'a>, size: [usize; 2] },
     Mxfp4 { blocks: &'a [u8], scales: &'a [u8], count: usize, size: [usize; 2] },
 }
 
 impl<'a> Projection<'a> {
     /// Finds the projection `name` of `count` experts.
-    fn find(
+    pub(super) fn find(
         files: &'a WeightFiles,
         name: &str,
         count: usize,
@@ -46,7 +47,7 @@ impl<'a> Projection<'a> {
     }
 
     /// Cuts out of one expert `rows` outputs from `first` on, `step` apart, and a range of inputs.
-    fn cut(
+    pub(super) fn cut(
         &self,
         expert: usize,
         (first, step, rows): (usize, usize, usize),
