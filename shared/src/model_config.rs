@@ -101,7 +101,7 @@ fn extract_text_config(mut config: Value) -> Result<Value, String> {
     };
     let (is_glm, is_qwen_moe) = (kind == "glm4v_text", kind == "qwen3_vl_moe_text");
     text["architectures"] = serde_json::json!([own]);
-    // Keys that the text model's own code reads, and that of the same beside a vision tower does not.
+    // What the text model's own code reads, and that of the same beside a vision tower does not.
     if is_qwen_moe {
         text["norm_topk_prob"] = true.into();
     }

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, DeepseekV2Config, DeepseekV3Config, Dots1Config, ExaoneMoeConfig,
     Glm4MoeConfig, Glm4MoeLiteConfig, GraniteMoeConfig, HYV3Config, MiniMaxM2Config, MixtralConfig,
@@ -312,6 +313,15 @@ def goldens(folder, kind):
     )
 
 
+def turn(path):
+    """Stacks of experts as published for Qwen3-VL: inputs before outputs."""
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if ".mlp.experts." in name:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+    save_file(tensors, path, {"format": "pt"})
+
+
 def rename_for_transformers_4(path):
     """Key names as in most published checkpoints."""
     config = json.loads(path.read_text())
@@ -351,6 +361,8 @@ def main():
             rename_for_transformers_4(folder / "config.json")
         print(name, "seed", seed, "quality", round(best, 5), flush=True)
         goldens(folder, kind(config))
+        if name == "qwen3-vl-moe":
+            turn(folder / "model.safetensors")
 
 
 main()
