@@ -351,14 +351,15 @@ __global__ void tutti_peer_gather(const TuttiPeers* peers, const float* local, f
 
 /* All that follows the fused QKV product: adds the bias (f32 [width], or null), applies RMSNorm per
  * q and k head (q_norm, k_norm: f32 [head_dim], or null) and RoPE (cos, sin: f32 [positions,
- * head_dim / 2]), and writes K and V to the cache, q to q_out.
+ * head_dim / 2]), multiplies q by a factor of its position (q_scale: f32 [positions], or null), and
+ * writes K and V to the cache, q to q_out.
  * qkv f32 [rows, (num_heads + 2 * num_kv_heads) * head_dim] contiguous: q, k, v;
  * positions, slots u32 [rows]; q_out bf16 [rows, num_heads * head_dim] contiguous.
  * head_dim even, at most 256. grid (rows, ceil((num_heads + 2 * num_kv_heads) / 8)), block 256. */
 #define TUTTI_QKV_IN_ARGUMENTS                                                                     \
     const float *qkv, const float *bias, const float *q_norm, const float *k_norm,                 \
-        const float *cos, const float *sin, const uint32_t *positions, const uint32_t *slots,      \
-        tutti_bf16 *q_out
+        const float *cos, const float *sin, const float *q_scale, const uint32_t *positions,       \
+        const uint32_t *slots, tutti_bf16 *q_out
 #define TUTTI_QKV_SIZE_ARGUMENTS                                                                   \
     uint32_t num_heads, uint32_t num_kv_heads, uint32_t head_dim, uint32_t block_shift, float eps, \
         const uint32_t *live

@@ -2,6 +2,7 @@
 //
 //   x = qkv + bias;  q, k: x = x / sqrt(mean(x^2) + eps) * norm (if the model has it), then
 //   x[i], x[i + h/2] = x[i] cos - x[i + h/2] sin, x[i + h/2] cos + x[i] sin   (h = head_dim)
+//   q = q * q_scale[position] (if the model has it)
 //
 // One warp per row and head; a lane holds the pairs lane, lane + 32, .. of the head, both halves,
 // so that RoPE needs no exchange. Limits: head_dim even, at most 256. Rounded once, at the end: q to
@@ -42,9 +43,14 @@ __device__ __forceinline__ void qkv_finish(TUTTI_QKV_IN_ARGUMENTS, Kv* k_cache, 
     // The row's slot, cos and sin are read while the product still runs.
     float c[PAIRS];
     float s[PAIRS];
+    float factor = 1.0f;
     uint32_t slot = 0;
     if (!idle) {
-        const size_t table = static_cast<size_t>(load_input(positions + row)) * half;
+        const uint32_t position = load_input(positions + row);
+        const size_t table = static_cast<size_t>(position) * half;
+        if (q_scale != nullptr && head < num_heads) {
+            factor = load_constant(q_scale + position);
+        }
         slot = load_input(slots + row);
 #pragma unroll
         for (uint32_t i = 0; i < PAIRS; i++) {
@@ -99,8 +105,8 @@ __device__ __forceinline__ void qkv_finish(TUTTI_QKV_IN_ARGUMENTS, Kv* k_cache, 
 #pragma unroll
         for (uint32_t i = 0; i < PAIRS; i++) {
             const float x = a[i];
-            a[i] = x * c[i] - b[i] * s[i];
-            b[i] = b[i] * c[i] + x * s[i];
+            a[i] = (x * c[i] - b[i] * s[i]) * factor;
+            b[i] = (b[i] * c[i] + x * s[i]) * factor;
         }
     }
 
@@ -121,8 +127,8 @@ __device__ __forceinline__ void qkv_finish(TUTTI_QKV_IN_ARGUMENTS, Kv* k_cache, 
 #define QKV_FINISH(name, kv)                                                                       \
     extern "C" __global__ void __launch_bounds__(256)                                              \
         name(TUTTI_QKV_IN_ARGUMENTS, kv* k_cache, kv* v_cache, TUTTI_QKV_SIZE_ARGUMENTS) {         \
-        tutti::qkv_finish<kv>(qkv, bias, q_norm, k_norm, cos, sin, positions, slots, q_out,        \
-                              k_cache, v_cache, num_heads, num_kv_heads, head_dim, block_shift,    \
+        tutti::qkv_finish<kv>(qkv, bias, q_norm, k_norm, cos, sin, q_scale, positions, slots,      \
+                              q_out, k_cache, v_cache, num_heads, num_kv_heads, head_dim, block_shift,    \
                               eps, live);                                                          \
     }
 QKV_FINISH(tutti_qkv_finish, tutti_bf16)

@@ -100,6 +100,7 @@ fn main() -> Result<(), KernelError> {
     let rope = RopeTable {
         cos: backend.load_vector(&angles(f64::cos))?,
         sin: backend.load_vector(&angles(f64::sin))?,
+        q_scale: None,
     };
     let table: Vec<u32> = (0..rows.div_ceil(BLOCK) as u32).collect();
     let mut cache = backend.new_kv_cache(KvShape {

@@ -209,10 +209,6 @@ pub fn positions(config: &Value) -> Result<Positions, String> {
         ));
     }
     let original = original_positions(config).map_or(said, |n| n as u32).max(1);
-    // Ministral 3 multiplies q by a factor that grows with the position, and is 1 up to this one.
-    if table["llama_4_scaling_beta"].as_f64().is_some_and(|beta| beta != 0.0) {
-        return Ok(Positions { most: said.min(original), usual: said.min(original) });
-    }
     Ok(match (kind, table["factor"].as_f64()) {
         // `max_position_embeddings` may be the length before or after stretching.
         ("yarn", Some(factor)) => {
@@ -375,13 +371,6 @@ mod tests {
         let mut command_r7b = command_r;
         command_r7b["architectures"] = json!(["Cohere2ForCausalLM"]);
         assert_eq!(bounds(command_r7b), Ok((131_072, 8192)));
-
-        let ministral = json!({"rope_type": "yarn", "factor": 16.0, "llama_4_scaling_beta": 0.1,
-            "original_max_position_embeddings": 16384});
-        assert_eq!(of(262_144, ministral.clone()), Ok((16384, 16384)));
-        let mut unscaled = ministral;
-        unscaled["llama_4_scaling_beta"] = json!(0);
-        assert_eq!(of(262_144, unscaled), Ok((262_144, 262_144)));
 
         let error = bounds(json!({"max_position_embeddings": 0})).unwrap_err();
         assert!(error.contains("max_position_embeddings must be a positive integer"), "{error}");

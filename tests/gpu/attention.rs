@@ -59,6 +59,7 @@ impl Case for Attention {
         let rope = RopeTable {
             cos: backend.load_vector(&table(f32::cos))?,
             sin: backend.load_vector(&table(f32::sin))?,
+            q_scale: None,
         };
         let kv = KvShape {
             num_layers: 2,

@@ -223,6 +223,7 @@ impl Shape {
             ropes: vec![RopeTable {
                 cos: backend.load_vector(&cos)?,
                 sin: backend.load_vector(&sin)?,
+                q_scale: None,
             }],
             bytes: size::weight_bytes(&config, &shard, quantization),
         })

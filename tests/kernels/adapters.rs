@@ -169,7 +169,7 @@ fn an_addend_comes_before_norms_and_rotation() {
         let x = random.vec(rows * hidden);
         let mut run = |biased: bool| {
             let mut vector = |values: &[f32]| backend.load_vector(values).unwrap();
-            let rope = RopeTable { cos: vector(&cos), sin: vector(&sin) };
+            let rope = RopeTable { cos: vector(&cos), sin: vector(&sin), q_scale: None };
             let bias_vector = biased.then(|| vector(&bias));
             let (q_norm, k_norm) = (Some(vector(&norms.0)), Some(vector(&norms.1)));
             let weight = weight.load(&mut backend);

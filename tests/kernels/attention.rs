@@ -28,6 +28,7 @@ pub(crate) struct Case {
     sinks: Option<Vec<f32>>,
     cos: Vec<f32>,
     sin: Vec<f32>,
+    q_scale: Option<Vec<f32>>,
 }
 
 /// The same layer, loaded into a backend.
@@ -74,6 +75,7 @@ impl Case {
             sinks: extras.then(|| random.vec(shape.num_heads).iter().map(|x| 5.0 * x).collect()),
             cos: (0..MAX_POSITIONS * half).map(|i| angle(i).cos() as f32).collect(),
             sin: (0..MAX_POSITIONS * half).map(|i| angle(i).sin() as f32).collect(),
+            q_scale: extras.then(|| random.vec(MAX_POSITIONS).iter().map(|x| 1.0 + x).collect()),
         }
     }
 
@@ -83,7 +85,9 @@ impl Case {
         let q_norm = self.norms.as_ref().map(|norms| vector(&norms.0));
         let k_norm = self.norms.as_ref().map(|norms| vector(&norms.1));
         let sinks = self.sinks.as_ref().map(|sinks| vector(sinks));
-        let rope = RopeTable { cos: vector(&self.cos), sin: vector(&self.sin) };
+        let (cos, sin) = (vector(&self.cos), vector(&self.sin));
+        let q_scale = self.q_scale.as_ref().map(|scale| vector(scale));
+        let rope = RopeTable { cos, sin, q_scale };
         let weight = self.weight.load(backend);
         let kv = KvShape {
             num_layers: LAYERS,
@@ -189,7 +193,9 @@ impl Case {
         for (position, x) in x.chunks(self.hidden).enumerate() {
             let row = self.weight.product(&as_taken(precision, x), self.bias.as_deref());
             for head in 0..num_heads {
-                q.extend(self.head(&row, head, q_norm, Some(position)));
+                let scale = self.q_scale.as_ref().map_or(1.0, |scale| f64::from(scale[position]));
+                let head = self.head(&row, head, q_norm, Some(position));
+                q.extend(head.into_iter().map(|x| x * scale));
             }
             for head in 0..num_kv_heads {
                 k.extend(self.head(&row, num_heads + head, k_norm, Some(position)));

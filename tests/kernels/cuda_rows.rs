@@ -377,6 +377,7 @@ impl Qkv {
         let bias = random.vec(all * head_dim);
         let (q_norm, k_norm) = (random.vec(head_dim), random.vec(head_dim));
         let (cos, sin) = (random.vec(positions_max * half), random.vec(positions_max * half));
+        let q_scale: Vec<f32> = random.vec(positions_max).iter().map(|x| 1.0 + 0.5 * x).collect();
         let positions: Vec<u32> = (0..rows).map(|_| random.below(positions_max) as u32).collect();
         // Distinct slots.
         let slots: Vec<u32> =
@@ -393,6 +394,7 @@ impl Qkv {
             some_f32s(with_norms.then_some(&k_norm)),
             f32s(&cos),
             f32s(&sin),
+            some_f32s(with_bias.then_some(&q_scale)),
             u32s(&positions),
             u32s(&slots),
             poison_bf16(rows * heads * head_dim),
@@ -442,6 +444,10 @@ impl Qkv {
                         x[i] = a * c - b * s;
                         x[i + half] = b * c + a * s;
                     }
+                }
+                if with_bias && head < heads {
+                    let scale = f64::from(q_scale[positions[row] as usize]);
+                    x.iter_mut().for_each(|x| *x *= scale);
                 }
                 let got = if head < heads {
                     &q_out[(row * heads + head) * head_dim..][..head_dim]
@@ -495,6 +501,7 @@ fn k_and_v_are_rounded_to_fp8() {
         Arg::Null,
         f32s(&vec![1.0; head_dim / 2]),
         f32s(&vec![0.0; head_dim / 2]),
+        Arg::Null,
         u32s(&vec![0; rows]),
         u32s(&(0..rows as u32).collect::<Vec<_>>()),
         poison_bf16(len),

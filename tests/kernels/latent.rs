@@ -151,7 +151,8 @@ impl Case {
             all.collect()
         };
         let mut vector = |values: &[f32]| backend.load_vector(values).unwrap();
-        let rope = RopeTable { cos: vector(&table(f64::cos)), sin: vector(&table(f64::sin)) };
+        let (cos, sin) = (vector(&table(f64::cos)), vector(&table(f64::sin)));
+        let rope = RopeTable { cos, sin, q_scale: None };
         let norm = vector(&self.norm);
         let mut stack = |all: &[Weight]| {
             backend.load_stack(&all.iter().map(Weight::host).collect::<Vec<_>>()).unwrap()

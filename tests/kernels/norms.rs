@@ -231,6 +231,7 @@ fn what_is_projected_before_is_rotated_and_written_as_always() {
             let rope = RopeTable {
                 cos: backend.load_vector(&angles[0]).unwrap(),
                 sin: backend.load_vector(&angles[1]).unwrap(),
+                q_scale: None,
             };
             let bias = Some(backend.load_vector(&bias).unwrap());
             let mut cache = backend.new_kv_cache(kv).unwrap();

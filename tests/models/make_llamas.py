@@ -159,10 +159,10 @@ VARIANTS = {
         text_config=Ministral3Config(
             **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
             rms_norm_eps=1e-5, max_position_embeddings=1024, tie_word_embeddings=False,
-            rope_parameters={"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0,
-                             "original_max_position_embeddings": 256, "beta_fast": 32.0,
+            rope_parameters={"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0,
+                             "original_max_position_embeddings": 64, "beta_fast": 32.0,
                              "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-                             "llama_4_scaling_beta": 0.1}),
+                             "llama_4_scaling_beta": 0.3}),
         vision_config=PixtralVisionConfig(
             hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
             image_size=16, patch_size=8),

@@ -75,6 +75,7 @@ variants! {
     cohere2_tp2: "cohere2", 2;
     starcoder2: "starcoder2", 1;
     nemotron: "nemotron", 1;
+    ministral3_tp2: "ministral3", 2;
     granite_4_tp2: "granite-4", 2;
     gemma: "gemma", 1;
     gemma2_tp2: "gemma2", 2;

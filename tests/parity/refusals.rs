@@ -34,6 +34,7 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
     let rope = |backend: &mut B| RopeTable {
         cos: backend.load_vector(&[1.0; 16]).unwrap(),
         sin: backend.load_vector(&[0.0; 16]).unwrap(),
+        q_scale: None,
     };
     let rope = rope(backend);
     let kv = KvShape {

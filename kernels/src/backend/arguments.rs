@@ -79,6 +79,8 @@ pub struct RopeTable<V> {
     pub cos: V,
     /// `[max_positions, head_dim / 2]`, row-major.
     pub sin: V,
+    /// `[max_positions]`: factors of q, after it is rotated (Ministral 3). Not for latents.
+    pub q_scale: Option<V>,
 }
 
 /// Weights of the fused QKV projection of one layer on one rank.

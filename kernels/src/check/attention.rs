@@ -97,7 +97,9 @@ pub(crate) fn bounds<V: Vector>(
     shape: &AttentionShape,
     kv: &KvShape,
 ) -> (usize, usize) {
-    (rope.cos.len() / (shape.head_dim / 2).max(1), kv.num_blocks * kv.block_size)
+    let rotated = rope.cos.len() / (shape.head_dim / 2).max(1);
+    let positions = rope.q_scale.as_ref().map_or(rotated, |scale| rotated.min(scale.len()));
+    (positions, kv.num_blocks * kv.block_size)
 }
 
 /// Checks that all positions and slots exist.

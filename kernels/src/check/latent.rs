@@ -64,6 +64,7 @@ pub(crate) fn write<B: Buffer, V: Vector>(
     width(op, "plain", plain, num_heads * parts.plain)?;
     width(op, "q_out", q_out, num_heads * head_dim)?;
     attention::rotated(op, rows, at.batch, rope)?;
+    ensure!(op, rope.q_scale.is_none(), "q with latents has no factors by position");
     Ok(parts)
 }
 

@@ -59,6 +59,10 @@ impl Heads<'_> {
                     }
                     let Some(kv_head) = head.checked_sub(num_heads) else {
                         norm_rope(isa, x, q_norm, eps, cos, sin);
+                        if let Some(scale) = &rope.q_scale {
+                            let scale = scale[batch.positions[row] as usize];
+                            x.iter_mut().for_each(|x| *x *= scale);
+                        }
                         // SAFETY: as above.
                         let q =
                             unsafe { q_out.slice((row * num_heads + head) * head_dim, head_dim) };

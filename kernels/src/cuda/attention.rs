@@ -98,6 +98,7 @@ impl AttentionOps for CudaBackend {
             k_norm: weights.k_norm.as_ref().map(CudaVector::ptr),
             cos: rope.cos.ptr(),
             sin: rope.sin.ptr(),
+            q_scale: rope.q_scale.as_ref().map(CudaVector::ptr),
             positions: self.step.at(layout.positions),
             slots: self.step.at(layout.slots),
             q_out: q,

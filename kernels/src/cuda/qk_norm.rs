@@ -89,6 +89,7 @@ impl QkNormOps for CudaBackend {
             k_norm: None,
             cos: rope.cos.ptr(),
             sin: rope.sin.ptr(),
+            q_scale: rope.q_scale.as_ref().map(CudaVector::ptr),
             positions: self.step.at(layout.positions),
             slots: self.step.at(layout.slots),
             q_out: q,

@@ -31,6 +31,7 @@ impl AttentionOps for ReferenceBackend {
             let (k, v) = kv.split_at_mut(kv_width);
             let (cos, sin) = rope_row(rope, shape.head_dim, batch.positions[i]);
             finish_heads(q, weights.q_norm.as_deref(), cos, sin, shape);
+            scale_q(q, rope, batch.positions[i]);
             finish_heads(k, weights.k_norm.as_deref(), cos, sin, shape);
             q_out.row_mut(i).copy_from_slice(q);
             cache.store(layer, batch.slots[i] as usize, k, v);
@@ -107,6 +108,13 @@ pub(super) fn finish_heads(
             rmsnorm(&plain, norm, shape.norm_eps, head);
         }
         rotate(head, cos, sin);
+    }
+}
+
+/// Multiplies q by the factor of its position, if there are any.
+pub(super) fn scale_q(q: &mut [f32], rope: &RopeTable<Vec<f32>>, position: u32) {
+    if let Some(scale) = &rope.q_scale {
+        q.iter_mut().for_each(|x| *x *= scale[position as usize]);
     }
 }
 

@@ -1,5 +1,5 @@
 //! The norm of q and k over all heads.
-use super::attention::{finish_heads, rope_row};
+use super::attention::{finish_heads, rope_row, scale_q};
 use super::{ReferenceBackend, dot};
 use crate::backend::{AttentionAt, Buffer as _, QkNorm, QkNormOps, RopeTable};
 use crate::check::{self, attention};
@@ -72,6 +72,7 @@ impl QkNormOps for ReferenceBackend {
             let (cos, sin) = rope_row(rope, shape.head_dim, batch.positions[i]);
             let (rotated, v) = qkv.row_mut(i).split_at_mut(q + kv);
             finish_heads(rotated, None, cos, sin, shape);
+            scale_q(&mut rotated[..q], rope, batch.positions[i]);
             q_out.row_mut(i).copy_from_slice(&rotated[..q]);
             cache.store(layer, batch.slots[i] as usize, &rotated[q..], v);
         }

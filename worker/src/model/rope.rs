@@ -14,6 +14,17 @@ pub struct RopeConfig {
     pub scaling: RopeScaling,
     /// Whether checkpoints have the two elements of a rotated pair next to each other.
     pub is_interleaved: bool,
+    /// A factor of q that grows with the position (Ministral 3).
+    pub growth: Option<Growth>,
+}
+
+/// The factor `1 + beta * ln(1 + floor(position / original_positions))`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Growth {
+    /// How much it grows.
+    pub beta: f64,
+    /// Original context length, in tokens: up to it the factor is 1.
+    pub original_positions: f64,
 }
 
 /// Supported scaling methods.
@@ -82,7 +93,16 @@ impl RopeConfig {
     /// For layers without RoPE (NoPE).
     #[must_use]
     pub fn none() -> Self {
-        Self { dim: 0, theta: 1.0, scaling: RopeScaling::None, is_interleaved: false }
+        Self { dim: 0, theta: 1.0, scaling: RopeScaling::None, is_interleaved: false, growth: None }
+    }
+
+    /// Returns the factors of q, `[positions]`, if not all are 1.
+    #[must_use]
+    pub fn q_scale(&self, positions: usize) -> Option<Vec<f32>> {
+        let Growth { beta, original_positions: original } = self.growth?;
+        let factor = |position: usize| beta * (position as f64 / original).floor().ln_1p() + 1.0;
+        (positions as f64 > original)
+            .then(|| (0..positions).map(|position| factor(position) as f32).collect())
     }
 
     /// Returns the angle per position of each rotated pair of elements, `[dim / 2]`, for sequences

@@ -231,7 +231,12 @@ pub fn load<B: Backend>(
                     let scale = config.query_scale.sqrt();
                     cos.iter_mut().chain(&mut sin).for_each(|value| *value *= scale);
                 }
-                Ok(RopeTable { cos: loader.vector(&cos)?, sin: loader.vector(&sin)? })
+                let q_scale = rope.q_scale(max_positions);
+                Ok(RopeTable {
+                    cos: loader.vector(&cos)?,
+                    sin: loader.vector(&sin)?,
+                    q_scale: q_scale.map(|scale| loader.vector(&scale)).transpose()?,
+                })
             })
             .collect::<Result<_, KernelError>>()?,
         bytes: loader.held + class_head.as_ref().map_or(0, ClassHead::bytes),

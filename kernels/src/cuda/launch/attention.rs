@@ -31,6 +31,8 @@ pub struct QkvFinish {
     pub cos: DevicePtr,
     /// f32 [positions, head_dim / 2]
     pub sin: DevicePtr,
+    /// `f32 [positions]`
+    pub q_scale: Option<DevicePtr>,
     /// `u32 [rows]`
     pub positions: DevicePtr,
     /// `u32 [rows]`
@@ -90,6 +92,7 @@ pub fn qkv_finish(io: &QkvFinish, shape: &AttentionShape, rows: usize, live: Dev
         .maybe(io.k_norm)
         .ptr(io.cos)
         .ptr(io.sin)
+        .maybe(io.q_scale)
         .ptr(io.positions)
         .ptr(io.slots)
         .ptr(io.q_out)

@@ -118,6 +118,7 @@ fn all(sizes: Sizes) -> Vec<Call> {
         k_norm: None,
         cos: ptr,
         sin: ptr,
+        q_scale: None,
         positions: ptr,
         slots: ptr,
         q_out: ptr,

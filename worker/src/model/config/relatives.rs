@@ -226,10 +226,20 @@ fn ministral_3() {
     let config = read(&three).unwrap();
     assert_eq!((config.head_dim, config.sliding_windows[0]), (128, None));
     assert_eq!(config.ropes[0].attention_factor(), 1.0);
-    // Longer sequences would need a factor of q.
-    assert_eq!(config.max_positions, 16384);
+    assert_eq!(config.max_positions, 16 * 16384);
+    let rope = &config.ropes[0];
+    assert_eq!(rope.q_scale(16384), None, "all are 1");
+    let scale = rope.q_scale(50_000).unwrap();
+    // As transformers computes them.
+    let want = [(0, 1.0), (16383, 1.0), (16384, 1.0693147), (32768, 1.1098612), (49999, 1.1386294)];
+    for (position, factor) in want {
+        assert!((scale[position] - factor).abs() < 1e-6, "{position}: {}", scale[position]);
+    }
     let mut unscaled = three.clone();
     unscaled["rope_parameters"]["llama_4_scaling_beta"] = json!(0.0);
-    assert_eq!(read(&unscaled).unwrap().max_positions, 16 * 16384);
+    assert_eq!(read(&unscaled).unwrap().ropes[0].q_scale(50_000), None);
+    unscaled["rope_parameters"]["llama_4_scaling_beta"] = json!(-0.1);
+    let error = read(&unscaled).unwrap_err();
+    assert_eq!(error, "rope llama_4_scaling_beta is -0.1, it must be in 0..=10");
     refuses(&three, &[("rope_parameters", Value::Null, "key rope_scaling (or rope_parameters)")]);
 }

@@ -3,7 +3,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use shared::model_config;
 
-use super::super::rope::{RopeConfig, RopeScaling};
+use super::super::rope::{Growth, RopeConfig, RopeScaling};
 use super::architecture::{Architecture, Unrotated};
 use super::keys;
 use super::windows::{self, Windows};
@@ -22,6 +22,7 @@ struct Raw {
     mscale: Option<f64>,
     mscale_all_dim: Option<f64>,
     truncate: Option<bool>,
+    llama_4_scaling_beta: Option<f64>,
     short_factor: Option<Vec<f64>>,
     long_factor: Option<Vec<f64>>,
 }
@@ -161,6 +162,18 @@ fn rope(config: &Value, architecture: Architecture, head_dim: usize) -> Result<R
              must be an even number in 2..={head_dim}"
         ));
     }
+    // Only the code of this architecture reads the key.
+    let beta = raw.llama_4_scaling_beta.filter(|_| architecture == Architecture::Ministral3);
+    let growth = match beta {
+        None | Some(0.0) => None,
+        Some(beta) if (0.0..=10.0).contains(&beta) => Some(Growth {
+            beta,
+            original_positions: original(model_config::original_positions(config))?,
+        }),
+        Some(beta) => {
+            return Err(format!("rope llama_4_scaling_beta is {beta}, it must be in 0..=10"));
+        }
+    };
     let scaling = match kind {
         // "dynamic" has no effect up to the original length, and longer sequences are not served.
         "default" | "dynamic" => RopeScaling::None,
@@ -179,7 +192,7 @@ fn rope(config: &Value, architecture: Architecture, head_dim: usize) -> Result<R
     let is_read = matches!(architecture, Architecture::DeepseekV3 | Architecture::Glm4MoeLite);
     let may_interleave = !is_read || config["rope_interleave"].as_bool() != Some(false);
     let is_interleaved = architecture.interleaves_pairs() && may_interleave;
-    Ok(RopeConfig { dim, theta, scaling, is_interleaved })
+    Ok(RopeConfig { dim, theta, scaling, is_interleaved, growth })
 }
 
 fn positive(key: &str, value: Option<f64>) -> Result<f64, String> {

@@ -41,7 +41,13 @@ fn gemma_3_is_what_its_three_dialects_say() {
     assert_eq!((config.norm_offset, config.query_scale), (1.0, 1.0));
     assert_eq!(config.embedding_scale, 1152f64.sqrt());
     assert_eq!(config.activation, MlpActivation::Gated(Activation::GeluTanh));
-    let rope = |theta, scaling| RopeConfig { dim: 256, theta, scaling, is_interleaved: false };
+    let rope = |theta, scaling| RopeConfig {
+        dim: 256,
+        theta,
+        scaling,
+        is_interleaved: false,
+        growth: None,
+    };
     for layer in 0..26 {
         let is_full = layer % 6 == 5;
         assert_eq!(config.sliding_windows[layer], (!is_full).then_some(512));
