@@ -31,12 +31,13 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
     let experts = backend.load_stack(&vec![matrix(&zeros, WIDTH, WIDTH); 4]).unwrap();
     let ones = backend.load_vector(&[1.0; WIDTH]).unwrap();
     let long = backend.load_vector(&[1.0; WIDTH + 1]).unwrap();
-    let rope = |backend: &mut B| RopeTable {
+    let rope = |backend: &mut B, q_scale: Option<&[f32]>| RopeTable {
         cos: backend.load_vector(&[1.0; 16]).unwrap(),
         sin: backend.load_vector(&[0.0; 16]).unwrap(),
-        q_scale: None,
+        q_scale: q_scale.map(|scale| backend.load_vector(scale).unwrap()),
     };
-    let rope = rope(backend);
+    // With factors of q for fewer positions than can be rotated.
+    let (rope, short) = (rope(backend, None), rope(backend, Some(&[1.0])));
     let kv = KvShape {
         num_layers: 1,
         num_kv_heads: 1,
@@ -146,6 +147,8 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
     ] {
         says(backend.qkv_rope_write(qkv(&weights, None), at(&shape, &good), cache, q));
     }
+    let few = QkvInput { rope: &short, ..qkv(&weights, None) };
+    says(backend.qkv_rope_write(few, at(&shape, &good), cache, q));
     let layer = AttentionAt { layer: 1, ..at(&shape, &good) };
     says(backend.qkv_rope_write(qkv(&weights, None), layer, cache, q));
     says(backend.qkv_rope_write(qkv(&biased, None), at(&shape, &good), cache, q));
