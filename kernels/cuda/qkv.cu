@@ -128,8 +128,8 @@ __device__ __forceinline__ void qkv_finish(TUTTI_QKV_IN_ARGUMENTS, Kv* k_cache, 
     extern "C" __global__ void __launch_bounds__(256)                                              \
         name(TUTTI_QKV_IN_ARGUMENTS, kv* k_cache, kv* v_cache, TUTTI_QKV_SIZE_ARGUMENTS) {         \
         tutti::qkv_finish<kv>(qkv, bias, q_norm, k_norm, cos, sin, q_scale, positions, slots,      \
-                              q_out, k_cache, v_cache, num_heads, num_kv_heads, head_dim, block_shift,    \
-                              eps, live);                                                          \
+                              q_out, k_cache, v_cache, num_heads, num_kv_heads, head_dim,          \
+                              block_shift, eps, live);                                             \
     }
 QKV_FINISH(tutti_qkv_finish, tutti_bf16)
 QKV_FINISH(tutti_qkv_finish_fp8, tutti_fp8)

@@ -5,45 +5,20 @@
 //! - `classifier`: models that sort texts into classes
 //! - `gemma3`: defaults of Gemma 3
 //! - `overrides`: keys that go before those of the file
+//! - `wrappers`: multimodal models whose text model is supported
 use serde_json::Value;
 
 mod classifier;
 mod gemma3;
 mod overrides;
+mod wrappers;
 
 pub use self::classifier::{Activation, CLASSES_MAX, ClassHeadSource, Classifier, classifier};
 pub use self::overrides::{ConfigOverrides, OVERRIDES_BYTES_MAX};
+pub use self::wrappers::wrappers;
 
 /// Gemma 3's text model.
 pub const GEMMA3: &str = "Gemma3ForCausalLM";
-
-/// Multimodal architectures with a text model in their `text_config`: the architecture, the
-/// `model_type` of its `text_config`, and the text model's own architecture.
-const WRAPPERS: [(&str, &str, &str); 10] = [
-    ("Gemma3ForConditionalGeneration", "gemma3_text", GEMMA3),
-    ("Glm46VForConditionalGeneration", "glm4v_text", "Glm4ForCausalLM"),
-    ("Glm4vForConditionalGeneration", "glm4v_text", "Glm4ForCausalLM"),
-    ("Glm4vMoeForConditionalGeneration", "glm4v_moe_text", "Glm4MoeForCausalLM"),
-    ("Mistral3ForConditionalGeneration", "mistral", "MistralForCausalLM"),
-    ("Mistral3ForConditionalGeneration", "ministral3", "Ministral3ForCausalLM"),
-    ("Qwen2VLForConditionalGeneration", "qwen2_vl_text", "Qwen2ForCausalLM"),
-    ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", "Qwen2ForCausalLM"),
-    ("Qwen3VLForConditionalGeneration", "qwen3_vl_text", "Qwen3ForCausalLM"),
-    ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", "Qwen3MoeForCausalLM"),
-];
-
-/// Of these, those whose files may have the text model's keys beside the others.
-const FLAT: [&str; 2] = ["Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"];
-
-/// Keys usually found outside `text_config` that apply to the text model.
-const OUTER: [&str; 6] = [
-    "quantization_config",
-    "dtype",
-    "torch_dtype",
-    "tie_word_embeddings",
-    "eos_token_id",
-    "bos_token_id",
-];
 
 /// Names of the embedding where the base model was saved, without the name that a model with a head
 /// has for it; alone, and within a multimodal model.
@@ -59,12 +34,6 @@ pub struct Positions {
     pub usual: u32,
 }
 
-/// Returns the multimodal architectures that [`text_model`] unwraps.
-pub fn wrappers() -> impl Iterator<Item = &'static str> {
-    let is_new = |at: &usize| *at == 0 || WRAPPERS[*at].0 != WRAPPERS[at - 1].0;
-    (0..WRAPPERS.len()).filter(is_new).map(|at| WRAPPERS[at].0)
-}
-
 /// Returns the configuration of the text model alone: the `text_config` of a multimodal model, or
 /// `config` itself; completed with the architecture's defaults. A model that sorts texts into
 /// classes has the architecture of the one that generates text.
@@ -72,51 +41,13 @@ pub fn wrappers() -> impl Iterator<Item = &'static str> {
 /// # Errors
 /// One sentence if `text_config` is missing or of an unknown type.
 pub fn text_model(config: Value) -> Result<Value, String> {
-    let mut text = extract_text_config(classifier::as_decoder(config))?;
+    let mut text = wrappers::extract_text_config(classifier::as_decoder(config))?;
+    // As LG's own files have it.
+    if text["architectures"][0] == "ExaoneMoEForCausalLM" {
+        text["architectures"] = serde_json::json!(["ExaoneMoeForCausalLM"]);
+    }
     if text["architectures"][0] == GEMMA3 {
         gemma3::complete(&mut text);
-    }
-    Ok(text)
-}
-
-fn extract_text_config(mut config: Value) -> Result<Value, String> {
-    let architecture = config["architectures"][0].as_str().unwrap_or_default();
-    let known: Vec<_> = WRAPPERS.iter().filter(|(outer, ..)| *outer == architecture).collect();
-    let Some((wrapper, usual, own)) = known.first() else { return Ok(config) };
-    if FLAT.contains(wrapper) && config["text_config"].is_null() {
-        config["architectures"] = serde_json::json!([own]);
-        return Ok(config);
-    }
-    let mut text = match config.get_mut("text_config").map(Value::take) {
-        Some(text @ Value::Object(_)) => text,
-        _ => return Err(format!("key text_config of {wrapper} is missing, or not a table")),
-    };
-    let kind = text["model_type"].as_str().unwrap_or(usual);
-    let Some((.., own)) = known.iter().find(|(_, known, _)| *known == kind) else {
-        let kinds: Vec<&str> = known.iter().map(|(_, kind, _)| *kind).collect();
-        return Err(format!(
-            "text_config of {wrapper} has model_type \"{kind}\"; supported is: {}",
-            kinds.join(", ")
-        ));
-    };
-    let (is_glm, is_qwen_moe) = (kind == "glm4v_text", kind == "qwen3_vl_moe_text");
-    text["architectures"] = serde_json::json!([own]);
-    // What the text model's own code reads, and that of the same beside a vision tower does not.
-    if is_qwen_moe {
-        text["norm_topk_prob"] = true.into();
-    }
-    if is_glm {
-        text["attention_bias"] = true.into();
-        let sizes = ["hidden_size", "num_attention_heads"].map(|key| text[key].as_u64());
-        text["head_dim"] = match sizes {
-            [Some(hidden), Some(heads)] => hidden.checked_div(heads).into(),
-            _ => Value::Null,
-        };
-    }
-    for key in OUTER {
-        if text[key].is_null() && !config[key].is_null() {
-            text[key] = config[key].take();
-        }
     }
     Ok(text)
 }
@@ -234,65 +165,6 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-
-    #[test]
-    fn a_text_model_is_taken_out_of_what_holds_it() {
-        let alone = json!({"architectures": ["LlamaForCausalLM"], "text_config": {"a": 1}});
-        assert_eq!(text_model(alone.clone()).unwrap(), alone);
-        let outer = |text: Value| {
-            json!({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text,
-                "vision_config": {"hidden_size": 8}, "torch_dtype": "bfloat16",
-                "quantization_config": {"quant_method": "fp8"}, "eos_token_id": 2,
-                "tie_word_embeddings": true, "hidden_size": 8})
-        };
-        let inner = json!({"model_type": "mistral", "hidden_size": 64, "eos_token_id": null,
-            "tie_word_embeddings": false});
-        assert_eq!(
-            text_model(outer(inner)).unwrap(),
-            json!({"architectures": ["MistralForCausalLM"], "model_type": "mistral",
-                "hidden_size": 64, "torch_dtype": "bfloat16", "eos_token_id": 2,
-                "quantization_config": {"quant_method": "fp8"}, "tie_word_embeddings": false})
-        );
-        let text = text_model(outer(json!({"hidden_size": 64}))).unwrap();
-        assert_eq!(text["architectures"], json!(["MistralForCausalLM"]), "the usual kind");
-        let error = text_model(outer(json!({"model_type": "pixtral"}))).unwrap_err();
-        assert!(error.contains("\"pixtral\"; supported is: mistral, ministral3"), "{error}");
-        for missing in [Value::Null, json!([1])] {
-            let error = text_model(outer(missing)).unwrap_err();
-            assert!(error.contains("text_config of Mistral3ForConditionalGeneration"), "{error}");
-        }
-    }
-
-    #[test]
-    fn a_text_model_may_be_beside_what_it_is_for() {
-        // As published for Qwen2.5-VL.
-        let flat = json!({"architectures": ["Qwen2_5_VLForConditionalGeneration"],
-            "hidden_size": 8, "max_position_embeddings": 128_000, "model_type": "qwen2_5_vl",
-            "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"}});
-        let text = text_model(flat.clone()).unwrap();
-        assert_eq!(
-            (&text["architectures"], &text["hidden_size"]),
-            (&json!(["Qwen2ForCausalLM"]), &json!(8))
-        );
-        assert_eq!(rope_scaling(&text).unwrap().1, "default");
-        assert_eq!(positions(&text).unwrap().most, 128_000);
-        // As transformers saves it since.
-        let mut newer = flat;
-        newer["text_config"] = json!({"hidden_size": 16, "model_type": "qwen2_5_vl_text"});
-        assert_eq!(text_model(newer).unwrap()["hidden_size"], 16);
-        let other = json!({"architectures": ["Qwen3VLForConditionalGeneration"], "hidden_size": 8});
-        assert!(text_model(other).unwrap_err().contains("text_config of Qwen3VL"));
-        let glm = json!({"architectures": ["Glm4vForConditionalGeneration"], "text_config": {
-            "attention_bias": false, "head_dim": 64, "hidden_size": 4096,
-            "model_type": "glm4v_text", "num_attention_heads": 32}});
-        let text = text_model(glm).unwrap();
-        assert_eq!((&text["attention_bias"], &text["head_dim"]), (&json!(true), &json!(128)));
-        let moe = json!({"architectures": ["Qwen3VLMoeForConditionalGeneration"], "text_config": {
-            "model_type": "qwen3_vl_moe_text", "norm_topk_prob": false}});
-        assert_eq!(text_model(moe).unwrap()["norm_topk_prob"], true);
-        let all: Vec<&str> = wrappers().collect();
-        assert_eq!(all.iter().filter(|it| **it == "Mistral3ForConditionalGeneration").count(), 1);
-    }
 
     #[test]
     fn only_base_models_may_lack_a_head() {

@@ -29,7 +29,7 @@ pub(crate) const PLANNING: Duration = Duration::from_secs(10);
 /// Error caused by bf16 inputs of products in small random models; measured in emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
-pub(crate) const VARIANTS: [&str; 53] = [
+pub(crate) const VARIANTS: [&str; 55] = [
     "llama-gqa",
     "llama-gqa-sharded",
     "llama-tied",
@@ -59,6 +59,7 @@ pub(crate) const VARIANTS: [&str; 53] = [
     "granite-4",
     "qwen2_5-vl",
     "qwen3-vl",
+    "glm4v",
     "gemma",
     "gemma2",
     "gemma3",
@@ -78,6 +79,7 @@ pub(crate) const VARIANTS: [&str; 53] = [
     "qwen3-moe",
     "qwen3-moe-stacked",
     "qwen3-vl-moe",
+    "glm4v-moe",
     "llama-gptq",
     "llama-w4a16",
     "qwen3-awq",

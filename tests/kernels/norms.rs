@@ -231,7 +231,7 @@ fn what_is_projected_before_is_rotated_and_written_as_always() {
             let rope = RopeTable {
                 cos: backend.load_vector(&angles[0]).unwrap(),
                 sin: backend.load_vector(&angles[1]).unwrap(),
-                q_scale: None,
+                q_scale: Some(backend.load_vector(&[1.0, 1.5, 0.5, 2.0, 3.0]).unwrap()),
             };
             let bias = Some(backend.load_vector(&bias).unwrap());
             let mut cache = backend.new_kv_cache(kv).unwrap();

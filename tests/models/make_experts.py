@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the variants with experts (mixtral, qwen2-moe, qwen3-moe, qwen3-moe-stacked, glm4-moe,
 granite-moe, olmoe, minimax-m2, deepseek-v2, deepseek-v3, glm4-moe-lite, hy-v3, exaone-moe, dots1, solar-open,
-qwen3-vl-moe) and their golden.json.
+qwen3-vl-moe, glm4v-moe) and their golden.json.
 
 Random weights, but for the routers: an expert is chosen by the direction that it has in the embedding,
 and every token has the directions of as many experts as it is sent to. So no choice hangs on rounding:
@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, DeepseekV2Config, DeepseekV3Config, Dots1Config, ExaoneMoeConfig,
-    Glm4MoeConfig, Glm4MoeLiteConfig, GraniteMoeConfig, HYV3Config, MiniMaxM2Config, MixtralConfig,
+    Glm4MoeConfig, Glm4MoeLiteConfig, Glm4vMoeConfig, GraniteMoeConfig, HYV3Config, MiniMaxM2Config, MixtralConfig,
     OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig, Qwen3VLMoeConfig, SolarOpenConfig,
 )
 
@@ -31,7 +31,8 @@ HERE = Path(__file__).resolve().parent
 # How much of what layers add in the routers' directions stays.
 KEPT = 0.01
 ROUTERS = ("mlp.gate", "block_sparse_moe.router")
-BIASED = ("glm4_moe", "minimax_m2", "deepseek_v3", "glm4_moe_lite", "hy_v3", "exaone_moe", "dots1", "solar_open")
+BIASED = ("glm4_moe", "minimax_m2", "deepseek_v3", "glm4_moe_lite", "hy_v3", "exaone_moe", "dots1", "solar_open",
+          "glm4v_moe_text")
 torch.set_num_threads(1)
 
 BASE = dict(
@@ -201,7 +202,7 @@ VARIANTS = {
         Qwen3VLMoeConfig(
             text_config=dict(
                 **BASE, num_hidden_layers=2, intermediate_size=64, moe_intermediate_size=24, head_dim=32,
-                rms_norm_eps=1e-6, num_experts=6, num_experts_per_tok=3, tie_word_embeddings=False,
+                rms_norm_eps=1e-6, num_experts=6, num_experts_per_tok=3,
                 rope_parameters={**rope(5000000.0), "mrope_section": [6, 5, 5], "mrope_interleaved": True},
             ),
             vision_config=dict(
@@ -211,6 +212,26 @@ VARIANTS = {
             tie_word_embeddings=False, image_token_id=380, video_token_id=381,
             vision_start_token_id=382, vision_end_token_id=383, bos_token_id=1, eos_token_id=2,
             pad_token_id=0,
+        ),
+        {"old": True},
+    ),
+    # As glm4-moe, without norms of heads.
+    "glm4v-moe": (
+        Glm4vMoeConfig(
+            text_config=dict(
+                **BASE, num_hidden_layers=3, intermediate_size=96, moe_intermediate_size=32, head_dim=32,
+                rms_norm_eps=1e-5, n_routed_experts=7, num_experts_per_tok=3, n_shared_experts=1,
+                routed_scaling_factor=1.5, first_k_dense_replace=1, norm_topk_prob=True,
+                tie_word_embeddings=False,
+                rope_parameters={**rope(10000.0), "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]},
+            ),
+            vision_config=dict(
+                depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64,
+                patch_size=4, image_size=16,
+            ),
+            tie_word_embeddings=False, image_token_id=380, video_token_id=381, image_start_token_id=376,
+            image_end_token_id=377, video_start_token_id=378, video_end_token_id=379, bos_token_id=1,
+            eos_token_id=2, pad_token_id=0,
         ),
         {"old": True},
     ),
@@ -272,6 +293,8 @@ def initialised(config, seed):
     directions = torch.linalg.qr(torch.randn(config.hidden_size, experts))[0].T
     with torch.no_grad():
         for name, p in model.named_parameters():
+            if "visual" in name:
+                continue
             if name.endswith("norm.weight"):
                 # Routers read the one after attention.
                 spread = 0.002 if is_grouped and "post_attention" in name else 0.04

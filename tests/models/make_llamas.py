@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the variants phi3, phi4-mini, qwen3-yarn, smollm3, mistral3, granite, seed-oss, glm4, exaone4,
-ernie4_5, olmo2, olmo3, cohere, cohere2, starcoder2, nemotron, stablelm, ministral3, granite-4, qwen2_5-vl and
-qwen3-vl with their golden.json, and tests/parity/rope.json: what transformers makes of scaled rotary embeddings.
+ernie4_5, olmo2, olmo3, cohere, cohere2, starcoder2, nemotron, stablelm, ministral3, granite-4, qwen2_5-vl,
+qwen3-vl and glm4v with their golden.json, and tests/parity/rope.json: what transformers makes of scaled rotary embeddings.
 
 Random weights, in bf16; of some seeds the one whose greedy choices are the clearest. Sets of LongRoPE's
 divisors are chosen by the served length here, not by how long a sequence has become: golden.json is of
@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoTokenizer, Cohere2Config, Cohere2ForCausalLM, CohereConfig, CohereForCausalLM, Ernie4_5Config,
-    Ernie4_5ForCausalLM, Exaone4Config, Exaone4ForCausalLM, Glm4Config, Glm4ForCausalLM, GraniteConfig,
+    Ernie4_5ForCausalLM, Exaone4Config, Exaone4ForCausalLM, Glm4Config, Glm4ForCausalLM, Glm4vConfig,
+    Glm4vForConditionalGeneration, GraniteConfig,
     GraniteForCausalLM, GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, LlamaConfig,
-    Ministral3Config, Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig, NemotronConfig, 
+    Ministral3Config, Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig, NemotronConfig,
     NemotronForCausalLM, Olmo2Config, Olmo2ForCausalLM, Olmo3Config, Olmo3ForCausalLM,
     Phi3Config, Phi3ForCausalLM, PixtralVisionConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration,
     Qwen3Config, Qwen3ForCausalLM, Qwen3VLConfig, Qwen3VLForConditionalGeneration, SeedOssConfig,
@@ -197,6 +198,17 @@ VARIANTS = {
                            deepstack_visual_indexes=[0], patch_size=4, num_position_embeddings=16),
         tie_word_embeddings=True, image_token_id=380, video_token_id=381, vision_start_token_id=382,
         vision_end_token_id=383, **IDS)),
+    # As glm4, with biases of q, k and v although its key says otherwise.
+    "glm4v": (Glm4vForConditionalGeneration, lambda: Glm4vConfig(
+        text_config=dict(
+            **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5,
+            max_position_embeddings=512, tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+                             "mrope_section": [1, 1, 2]}),
+        vision_config=dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64,
+                           patch_size=4, image_size=16),
+        tie_word_embeddings=False, image_token_id=380, video_token_id=381, image_start_token_id=376,
+        image_end_token_id=377, video_start_token_id=378, video_end_token_id=379, **IDS)),
 }
 LAYER_NORMS = ("cohere", "cohere2", "starcoder2", "nemotron", "stablelm")
 PROMPTS = [

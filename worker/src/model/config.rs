@@ -4,7 +4,7 @@
 //! - `architecture`: the differences between architectures
 //! - `rope`, `windows`, `experts`: the keys for rotary embeddings, sliding windows and experts
 //! - `gemma`, `gpt_oss`, `granite`: the keys that only these architectures have; `latent`: those of
-//!   DeepSeek V2 and V3; `layer_norms`: those of architectures with LayerNorms
+//!   models with latent attention; `layer_norms`: those of architectures with LayerNorms
 //! - `published`, `layered`: tests with configurations as published; `relatives`: of architectures
 //!   that differ from others by defaults and names
 use std::path::Path;
@@ -55,7 +55,7 @@ pub struct ModelConfig {
     pub num_kv_heads: usize,
     /// Elements per head; even. With latents, those that the cache has of a token.
     pub head_dim: usize,
-    /// Multi-head latent attention (DeepSeek V2 and V3), if the model has it.
+    /// Multi-head latent attention (DeepSeek's models and those made like them), if it has it.
     pub latent: Option<Latent>,
     /// Size of the vocabulary, in tokens.
     pub vocab_size: usize,
@@ -280,7 +280,7 @@ impl ModelConfig {
         let is_dense = experts.as_ref().is_none_or(|experts| experts.layers.contains(&false));
         let intermediate_size = match is_dense {
             true if architecture == Architecture::GraniteMoeHybrid => {
-                granite::attention_only(&config)?
+                granite::attention_only(&config, num_layers)?
             }
             true => size("intermediate_size", raw.intermediate_size)?,
             false => 0,

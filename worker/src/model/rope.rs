@@ -96,12 +96,18 @@ impl RopeConfig {
         Self { dim: 0, theta: 1.0, scaling: RopeScaling::None, is_interleaved: false, growth: None }
     }
 
+    /// Whether not all factors of q are 1.
+    #[must_use]
+    pub fn scales_q(&self, positions: usize) -> bool {
+        self.growth.is_some_and(|growth| positions as f64 > growth.original_positions)
+    }
+
     /// Returns the factors of q, `[positions]`, if not all are 1.
     #[must_use]
     pub fn q_scale(&self, positions: usize) -> Option<Vec<f32>> {
         let Growth { beta, original_positions: original } = self.growth?;
         let factor = |position: usize| beta * (position as f64 / original).floor().ln_1p() + 1.0;
-        (positions as f64 > original)
+        self.scales_q(positions)
             .then(|| (0..positions).map(|position| factor(position) as f32).collect())
     }
 

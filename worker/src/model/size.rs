@@ -74,13 +74,14 @@ fn layers(config: &ModelConfig) -> (u64, u64) {
     ((config.num_layers - sparse) as u64, sparse as u64)
 }
 
-/// Size of the rotary tables, in bytes: cosines and sines of each position, for each kind of
-/// rotary embedding that layers have.
+/// Size of the rotary tables, in bytes: cosines and sines of each position, and factors of q, for
+/// each kind of rotary embedding that layers have.
 #[must_use]
 pub fn table_bytes(config: &ModelConfig, sizes: &EngineConfig) -> u64 {
     let positions = config.max_positions.min(sizes.max_model_len as usize);
-    let table = positions * config.rope_dim() * size_of::<f32>();
-    (distinct(&config.ropes).len() * table) as u64
+    let ropes = distinct(&config.ropes);
+    let scales = ropes.iter().filter(|rope| rope.scales_q(positions)).count();
+    ((ropes.len() * config.rope_dim() + scales) * positions * size_of::<f32>()) as u64
 }
 
 /// Size of the activations of the largest step, in bytes. `widens` tells whether some products

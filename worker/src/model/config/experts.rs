@@ -97,12 +97,17 @@ pub(super) fn read(
         }
     };
     if !layers.contains(&true) {
-        return Err(match key {
-            _ if raw.mlp_layer_types.is_some() => "mlp_layer_types leaves no layer with experts",
-            "n_routed_experts" => "first_k_dense_replace leaves no layer with experts",
-            _ => "mlp_only_layers and decoder_sparse_step leave no layer with experts",
-        }
-        .into());
+        let keys = match keys {
+            ExpertKeys::SomeLayers | ExpertKeys::GatedShared => {
+                "mlp_only_layers and decoder_sparse_step leave"
+            }
+            _ => match reads(architecture) {
+                (true, _) if raw.mlp_layer_types.is_some() => "mlp_layer_types leaves",
+                (_, true) => "first_k_dense_replace leaves",
+                _ => "num_hidden_layers leaves",
+            },
+        };
+        return Err(format!("{keys} no layer with experts"));
     }
     let is_interleaved = architecture == Architecture::GptOss;
     let activation = match is_interleaved {
@@ -143,6 +148,18 @@ impl Usual {
     }
 }
 
+/// Whether the architecture's code reads a list of the layers with experts, and the number of those
+/// without them in front.
+fn reads(architecture: Architecture) -> (bool, bool) {
+    use Architecture::{ExaoneMoe, Glm4MoeLite, HyV3, SolarOpen};
+    match architecture {
+        ExaoneMoe => (true, true),
+        Glm4MoeLite | HyV3 => (true, false),
+        SolarOpen => (false, false),
+        _ => (false, true),
+    }
+}
+
 /// The layers with experts: from the `usual` one on, or as the file says in the keys that the
 /// architecture's code reads.
 fn after_first(
@@ -151,13 +168,7 @@ fn after_first(
     num_layers: usize,
     usual: usize,
 ) -> Result<Vec<bool>, String> {
-    use Architecture::{ExaoneMoe, Glm4MoeLite, HyV3, SolarOpen};
-    let (lists, counts) = match architecture {
-        ExaoneMoe => (true, true),
-        Glm4MoeLite | HyV3 => (true, false),
-        SolarOpen => (false, false),
-        _ => (false, true),
-    };
+    let (lists, counts) = reads(architecture);
     let Some(kinds) = raw.mlp_layer_types.as_ref().filter(|_| lists) else {
         let first = raw.first_k_dense_replace.filter(|_| counts).unwrap_or(usual);
         return Ok((0..num_layers).map(|layer| layer >= first).collect());
@@ -203,7 +214,9 @@ fn grouped(
     if let Some(other) = config["moe_layer_freq"].as_u64().filter(|every| *every != 1) {
         return Err(format!("moe_layer_freq is {other}, only 1 is supported"));
     }
-    routing.normalise = raw.norm_topk_prob.unwrap_or(usual.normalise);
+    // The code of Hy3 reads none of the keys for sums and groups.
+    let is_read = architecture != Architecture::HyV3;
+    routing.normalise = raw.norm_topk_prob.filter(|_| is_read).unwrap_or(usual.normalise);
     let (key, scale) = match architecture {
         Architecture::HyV3 => ("router_scaling_factor", raw.router_scaling_factor),
         _ => ("routed_scaling_factor", raw.routed_scaling_factor),
@@ -216,8 +229,8 @@ fn grouped(
         return Err(format!("norm_topk_prob is true, only false is supported for {name}"));
     }
     if !is_second || config["topk_method"] == "group_limited_greedy" {
-        routing.groups = raw.n_group.unwrap_or(usual.groups.0);
-        routing.kept_groups = raw.topk_group.unwrap_or(usual.groups.1);
+        routing.groups = raw.n_group.filter(|_| is_read).unwrap_or(usual.groups.0);
+        routing.kept_groups = raw.topk_group.filter(|_| is_read).unwrap_or(usual.groups.1);
     }
     Ok(usual)
 }

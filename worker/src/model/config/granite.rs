@@ -30,13 +30,17 @@ struct OwnLayers {
 ///
 /// # Errors
 /// The key, its value's problem and the bound.
-pub(super) fn attention_only(config: &Value) -> Result<usize, String> {
+pub(super) fn attention_only(config: &Value, num_layers: usize) -> Result<usize, String> {
     let OwnLayers { layer_types, num_local_experts, shared_intermediate_size } = keys(config)?;
     let Some(types) = layer_types else {
         return Err("key layer_types is missing, which means layers with state (Mamba); only \
                     attention is supported"
             .to_owned());
     };
+    if types.len() != num_layers {
+        let len = types.len();
+        return Err(format!("layer_types has {len} entries, num_hidden_layers is {num_layers}"));
+    }
     let is_known = |kind: &str| matches!(kind, "attention" | "full_attention");
     if let Some(other) = types.iter().find(|kind| !is_known(kind)) {
         return Err(format!("layer_types has \"{other}\", only \"attention\" is supported"));

@@ -1,4 +1,4 @@
-//! The keys of `config.json` for multi-head latent attention (DeepSeek V2 and V3).
+//! The keys of `config.json` for multi-head latent attention (DeepSeek V2, V3, GLM-4.7-Flash).
 use serde_json::Value;
 use shared::model_config;
 

@@ -88,6 +88,16 @@ fn glm_4_moe_lite() {
     );
 }
 
+fn with_published(moe: &Value) -> Value {
+    let mut published = moe.clone();
+    published["architectures"] = json!(["ExaoneMoEForCausalLM"]);
+    published["sliding_window_pattern"] = json!("LLLG");
+    let kinds = [true, true, true, false, true];
+    let kind = |slides| if slides { "sliding_attention" } else { "full_attention" };
+    published["layer_types"] = json!(kinds.map(kind));
+    published
+}
+
 #[test]
 fn k_exaone() {
     let moe = of(
@@ -109,9 +119,15 @@ fn k_exaone() {
     assert_eq!(layers(&with(&moe, "first_k_dense_replace", json!(0)).unwrap()), [true; 5]);
     let two = with(&moe, "num_shared_experts", json!(2)).unwrap();
     assert_eq!((routing(&two).shared, routing(&two).num_experts), (2, 130));
+    // As LG's own files have it.
+    let mut published = with_published(&moe);
+    assert_eq!(read(&published).unwrap(), config);
+    published["sliding_window"] = Value::Null;
+    assert_eq!(read(&published).unwrap().sliding_windows, [None; 5]);
     refuses(
         &moe,
         &[
+            ("first_k_dense_replace", json!(5), "first_k_dense_replace leaves no layer"),
             ("num_experts", Value::Null, "key num_experts is missing"),
             ("num_shared_experts", json!(100), "num_shared_experts makes 100 shared experts"),
         ],
@@ -131,6 +147,12 @@ fn hy_3() {
     assert_eq!(layers(&config), [false, true, true, true, true]);
     let scaled = with(&hy, "router_scaling_factor", json!(1.5)).unwrap();
     assert_eq!(routing(&scaled).scale, 1.5);
+    for (key, value) in [("norm_topk_prob", json!(false)), ("n_group", json!(2))] {
+        assert_eq!(with(&hy, key, value).unwrap(), config, "{key} is not read");
+    }
+    let kinds = json!(vec!["dense"; 5]);
+    refuses(&hy, &[("mlp_layer_types", kinds, "mlp_layer_types leaves no layer with experts")]);
+    refuses(&hy, &[("num_hidden_layers", json!(1), "num_hidden_layers leaves no layer")]);
     refuses(&hy, &[("mlp_bias", json!(true), "mlp_bias is true, only false is supported")]);
 }
 
@@ -195,6 +217,7 @@ fn granite_4() {
                 Value::Null,
                 "key layer_types is missing, which means layers with state",
             ),
+            ("layer_types", json!([]), "layer_types has 0 entries, num_hidden_layers is 5"),
             ("num_local_experts", json!(62), "num_local_experts is 62, only 0 is supported"),
             ("num_local_experts", Value::Null, "num_local_experts is 8, only 0 is supported"),
             ("shared_intermediate_size", Value::Null, "key shared_intermediate_size is missing"),
