@@ -77,7 +77,6 @@ variants! {
     nemotron: "nemotron", 1;
     ministral3_tp2: "ministral3", 2;
     granite_4_tp2: "granite-4", 2;
-    gemma: "gemma", 1;
     gemma2_tp2: "gemma2", 2;
     gemma3: "gemma3", 1;
     gemma3_tp2: "gemma3", 2;
@@ -89,7 +88,6 @@ variants! {
     deepseek_v3_tp2: "deepseek-v3", 2;
     glm4_moe_lite: "glm4-moe-lite", 1;
     hy_v3_tp2: "hy-v3", 2;
-    exaone_moe: "exaone-moe", 1;
     minimax_m2_tp2: "minimax-m2", 2;
     qwen3_moe: "qwen3-moe", 1;
     qwen3_moe_stacked_tp2: "qwen3-moe-stacked", 2;

@@ -398,8 +398,8 @@ fn what_is_not_known_of_a_model_that_holds_another_is_said() {
         folder.configure("text_config", text);
         ModelConfig::load(folder.path()).unwrap_err().to_string()
     };
-    let other = error(json!({"model_type": "ministral3"}));
-    assert!(other.contains("model_type \"ministral3\"; supported is: mistral"), "{other}");
+    let other = error(json!({"model_type": "pixtral"}));
+    assert!(other.contains("\"pixtral\"; supported is: mistral, ministral3"), "{other}");
     let none = error(Value::Null);
     assert!(none.contains("text_config of Mistral3ForConditionalGeneration"), "{none}");
     let bad = error(json!({"model_type": "mistral", "hidden_size": "64"}));

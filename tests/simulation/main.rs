@@ -71,7 +71,7 @@ use crate::switches::Switches;
 use crate::world::World;
 
 /// Seeds of the usual test.
-const SEEDS: u64 = 700;
+const SEEDS: u64 = 450;
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|value| value.parse().expect(name))
