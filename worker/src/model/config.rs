@@ -422,6 +422,30 @@ fn keys<T: DeserializeOwned>(config: &Value) -> Result<T, String> {
     })
 }
 
+/// Checks that a list has an entry for each layer.
+fn of_each_layer(key: &str, len: usize, num_layers: usize) -> Result<(), String> {
+    match len == num_layers {
+        true => Ok(()),
+        false => Err(format!("{key} has {len} entries, num_hidden_layers is {num_layers}")),
+    }
+}
+
+/// Which layers are of the second of two kinds, according to a list.
+fn listed(
+    key: &str,
+    kinds: &[String],
+    num_layers: usize,
+    [no, yes]: [&str; 2],
+) -> Result<Vec<bool>, String> {
+    of_each_layer(key, kinds.len(), num_layers)?;
+    let is_second = |kind: &String| match kind.as_str() {
+        kind if kind == yes => Ok(true),
+        kind if kind == no => Ok(false),
+        _ => Err(format!("{key} has \"{kind}\"; supported are: {no}, {yes}")),
+    };
+    kinds.iter().map(is_second).collect()
+}
+
 fn size(key: &str, value: Option<usize>) -> Result<usize, String> {
     match value {
         None => Err(format!("key {key} is missing")),

@@ -132,13 +132,13 @@ impl<'a> ExpertParts<'a> {
             Names::Granite => Some(["input_linear.weight", "output_linear.weight"]),
             Names::Mixtral | Names::Qwen | Names::HunYuan => None,
         };
-        let down_of = |name: &str| format!("{layer}.{block}.{name}");
+        let in_block = |name: &str| format!("{layer}.{block}.{name}");
         let is_turned = |name: &str| {
             let [turned, plain] = [[count, inner, hidden], [count, hidden, inner]];
-            files.shape(&down_of(name)).is_some_and(|shape| shape == turned && shape != plain)
+            files.shape(&in_block(name)).is_some_and(|shape| shape == turned && shape != plain)
         };
         if let Some([both, down]) = stacked.filter(|[_, down]| is_turned(down)) {
-            let find = |name: &str, size| Projection::find(files, &down_of(name), count, size);
+            let find = |name: &str, size| Projection::find(files, &in_block(name), count, size);
             let both = find(both, [2 * inner, hidden])?;
             let down = find(down, [hidden, inner])?;
             for expert in 0..count {
@@ -148,9 +148,8 @@ impl<'a> ExpertParts<'a> {
                 downs.push(Down::Turned { projection: down, expert });
             }
         } else if let Some([both, down]) = stacked {
-            let both = format!("{layer}.{block}.{both}");
-            let both = files.tensor(&both, &[count, 2 * inner, hidden])?;
-            let down = files.tensor(&format!("{layer}.{block}.{down}"), &[count, hidden, inner])?;
+            let both = files.tensor(&in_block(both), &[count, 2 * inner, hidden])?;
+            let down = files.tensor(&in_block(down), &[count, hidden, inner])?;
             for expert in 0..count {
                 let rows = expert * 2 * inner + own.start..expert * 2 * inner + own.end;
                 gate_up.push(both.cut(rows.clone(), 0..hidden));

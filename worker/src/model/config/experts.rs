@@ -3,7 +3,7 @@ use kernels::backend::{ExpertActivation, Routing, Scores};
 use serde_json::Value;
 
 use super::architecture::{Architecture, ExpertKeys};
-use super::{Raw, SIZE_MAX, gpt_oss, size};
+use super::{Raw, SIZE_MAX, gpt_oss, listed, size};
 use crate::model::experts::ExpertsConfig;
 
 /// Reads the mixtures of experts, if the architecture has them.
@@ -173,20 +173,7 @@ fn after_first(
         let first = raw.first_k_dense_replace.filter(|_| counts).unwrap_or(usual);
         return Ok((0..num_layers).map(|layer| layer >= first).collect());
     };
-    if kinds.len() != num_layers {
-        let len = kinds.len();
-        return Err(format!(
-            "mlp_layer_types has {len} entries, num_hidden_layers is {num_layers}"
-        ));
-    }
-    kinds
-        .iter()
-        .map(|kind| match kind.as_str() {
-            "sparse" => Ok(true),
-            "dense" => Ok(false),
-            _ => Err(format!("mlp_layer_types has \"{kind}\"; supported are: dense, sparse")),
-        })
-        .collect()
+    listed("mlp_layer_types", kinds, num_layers, ["dense", "sparse"])
 }
 
 /// How DeepSeek's models, and those made like them, choose experts.

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{keys, size};
+use super::{keys, of_each_layer, size};
 
 /// Bounds of every factor: wider than any model's, and safe in f32.
 const BOUNDS: std::ops::RangeInclusive<f64> = 1e-3..=1e4;
@@ -37,10 +37,7 @@ pub(super) fn attention_only(config: &Value, num_layers: usize) -> Result<usize,
                     attention is supported"
             .to_owned());
     };
-    if types.len() != num_layers {
-        let len = types.len();
-        return Err(format!("layer_types has {len} entries, num_hidden_layers is {num_layers}"));
-    }
+    of_each_layer("layer_types", types.len(), num_layers)?;
     let is_known = |kind: &str| matches!(kind, "attention" | "full_attention");
     if let Some(other) = types.iter().find(|kind| !is_known(kind)) {
         return Err(format!("layer_types has \"{other}\", only \"attention\" is supported"));

@@ -1,8 +1,8 @@
 //! The keys of `config.json` for sliding windows.
 use serde_json::Value;
 
-use super::Raw;
 use super::architecture::Architecture;
+use super::{Raw, listed};
 
 /// Which layers of an architecture have the sliding window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,7 +88,7 @@ pub(super) fn read(
 pub(super) fn slides(raw: &Raw, usual: Usual, told: &[bool]) -> Result<Vec<bool>, String> {
     let num_layers = told.len();
     if let Some(types) = &raw.layer_types {
-        return listed(types, num_layers);
+        return listed("layer_types", types, num_layers, ["full_attention", "sliding_attention"]);
     }
     let step = match usual {
         Usual::ButEachPatternth(step) => pattern(raw)?.unwrap_or(step),
@@ -121,22 +121,4 @@ fn pattern(raw: &Raw) -> Result<Option<usize>, String> {
             )),
         },
     }
-}
-
-/// Which layers slide, according to `layer_types`.
-fn listed(types: &[String], num_layers: usize) -> Result<Vec<bool>, String> {
-    if types.len() != num_layers {
-        let len = types.len();
-        return Err(format!("layer_types has {len} entries, num_hidden_layers is {num_layers}"));
-    }
-    types
-        .iter()
-        .map(|kind| match kind.as_str() {
-            "sliding_attention" => Ok(true),
-            "full_attention" => Ok(false),
-            _ => Err(format!(
-                "layer_types has \"{kind}\"; supported are: full_attention, sliding_attention"
-            )),
-        })
-        .collect()
 }

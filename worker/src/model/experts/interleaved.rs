@@ -12,7 +12,7 @@ use super::super::safetensors::{TensorView, WeightFiles};
 use super::super::shard::Shard;
 use super::{Biases, ExpertParts, ExpertsConfig, MXFP4_GROUP as GROUP, columns};
 
-/// A projection of all experts; each has `size` `[out, in]`.
+/// A projection of all experts, also those of Qwen3-VL; each has `size` `[out, in]`.
 #[derive(Clone, Copy)]
 pub(super) enum Projection<'a> {
     Plain { tensor: TensorView<'a>, size: [usize; 2] },

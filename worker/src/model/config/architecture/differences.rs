@@ -122,9 +122,8 @@ pub(in crate::model::config) enum ExpertKeys {
     SomeLayers,
     /// As `SomeLayers`, with a shared expert and its gate.
     GatedShared,
-    /// The layers from `first_k_dense_replace` on have experts, and shared ones without a gate; in
-    /// Solar Open, all layers.
-    /// Their scores are sigmoids.
+    /// The layers from `first_k_dense_replace` on (in Solar Open, all) have experts, and shared
+    /// ones without a gate. Their scores are sigmoids.
     AfterFirst,
     /// As `AfterFirst`, in groups of experts (DeepSeek V3); `mlp_layer_types` may list the layers
     /// that have them.
