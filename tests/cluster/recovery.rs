@@ -161,6 +161,9 @@ async fn hung_rank() -> Result<(Seen, Duration), String> {
     assert_eq!(scrape.sum("tutti_steps_overdue_total", &[]), 1.0, "it was found once");
     assert_eq!(scrape.sum("tutti_worker_restarts_total", &[]), 0.0);
     let pause = seen.longest(hangs, until);
+    if pause >= SHORT.hung {
+        println!("{}", fleet.coordinator.log());
+    }
     Ok((seen, pause))
 }
 

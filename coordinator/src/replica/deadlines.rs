@@ -2,9 +2,13 @@
 //! while its process lives on is found by that, long before `--step-timeout`.
 //!
 //! An alarm costs a formation, so it takes much: `FACTOR` times as long as steps of this size
-//! took at most lately, and seconds at the very least. Sizes of which little is known in this
-//! epoch, as those of its first steps, have the whole time-out. After an alarm the least is
-//! `RAISE` times as much, since the next one would be about the same.
+//! took at most lately, and seconds at the very least. Other sizes bound this one: larger ones as
+//! they are, smaller ones by so many times as there is more to compute, since a step's time grows
+//! no faster than that; the least bound counts. So a size that is seldom has a bound as well, and
+//! one slow step of it does not stand for long. Where nothing is known in this epoch, as in its
+//! first steps, and where the bounds are far, as of a long prompt by steps of single tokens, the
+//! whole time-out remains. After an alarm the least is `RAISE` times as much, since the next one
+//! would be about the same.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -40,6 +44,16 @@ impl StepSize {
     /// Whether a step of this size has all that one of the other has.
     fn covers(self, other: Self) -> bool {
         self.tokens >= other.tokens && self.pairs >= other.pairs
+    }
+
+    /// How many times as much a step of this size computes at most as one of the other, in what it
+    /// has more of. Classes are compared by their far ends: 1 only if this is no larger.
+    fn growth(self, other: Self) -> u32 {
+        let times = |of: u32, than: u32, bits: u32| match of > than {
+            true => 2_u32.checked_pow((of - than + 1).saturating_mul(bits)).unwrap_or(u32::MAX),
+            false => 1,
+        };
+        times(self.tokens, other.tokens, 1).max(times(self.pairs, other.pairs, 2))
     }
 }
 
@@ -117,18 +131,24 @@ impl Deadlines {
         taken.longest = took.max(taken.longest - taken.longest / FORGETS);
     }
 
-    /// How long steps of a size take at most, if that is known: from those of the very size, or
-    /// from all that have no less to compute.
+    /// How long steps of a size take at most, if that is known: the least that its own, smaller and
+    /// larger ones say, each size by enough steps, or all that have no less to compute by theirs
+    /// together.
     fn usual(&self, size: StepSize) -> Option<Duration> {
-        let own = self.taken.get(&size).filter(|taken| taken.steps >= SAMPLES_MIN);
-        if let Some(own) = own {
-            return Some(own.longest);
+        let mut least: Option<Duration> = None;
+        let (mut steps, mut longest) = (0_u32, Duration::ZERO);
+        for (it, taken) in &self.taken {
+            if it.covers(size) {
+                steps = steps.saturating_add(taken.steps);
+                longest = longest.max(taken.longest);
+            }
+            if taken.steps >= SAMPLES_MIN {
+                let bound = taken.longest.saturating_mul(size.growth(*it));
+                least = Some(least.map_or(bound, |least| least.min(bound)));
+            }
         }
-        let larger = self.taken.range(size..).filter(|(it, _)| it.covers(size));
-        let (steps, longest) = larger.fold((0_u32, Duration::ZERO), |(steps, longest), (_, it)| {
-            (steps.saturating_add(it.steps), longest.max(it.longest))
-        });
-        (steps >= SAMPLES_MIN).then_some(longest)
+        let together = (steps >= SAMPLES_MIN).then_some(longest);
+        least.into_iter().chain(together).min()
     }
 
     /// Whether a step of this size that has run for so long takes too long. If so, the epoch is to
@@ -225,19 +245,68 @@ mod tests {
     }
 
     #[test]
-    fn larger_steps_say_how_long_a_smaller_one_takes_at_most_and_not_the_reverse() {
+    fn larger_steps_bound_a_smaller_one_as_they_are() {
         let (small, large) = (StepSize::of(4, 4000), StepSize::of(512, 2_000_000));
         assert_eq!(alarm(&mut learned(large, ms(800), 16), small), Some(8000));
-        assert_eq!(alarm(&mut learned(small, ms(20), 100), large), None);
-        let (wide, long) = (StepSize::of(512, 4000), StepSize::of(4, 2_000_000));
-        assert_eq!(alarm(&mut learned(wide, ms(20), 100), long), None, "it attends to more");
-        assert_eq!(alarm(&mut learned(long, ms(20), 100), wide), None, "it has more tokens");
-        // Its own size counts alone, once it is known.
+        // Its own steps say more, once they are enough.
         let mut both = learned(large, ms(800), 16);
         (0..16).for_each(|_| both.done(small, ms(20)));
         assert_eq!(alarm(&mut both, small), Some(5000));
         // An empty step is smaller than all others.
         assert_eq!(alarm(&mut learned(small, ms(600), 16), StepSize::default()), Some(6000));
+        // None of them is known well, but all together are.
+        let mut several = learned(large, ms(800), 8);
+        (0..8).for_each(|_| several.done(StepSize::of(2048, 4_000_000), ms(900)));
+        assert_eq!(alarm(&mut several, small), Some(9000));
+    }
+
+    #[test]
+    fn smaller_steps_bound_a_larger_one_by_how_much_more_it_computes() {
+        let (small, large) = (StepSize::of(4, 4000), StepSize::of(512, 2_000_000));
+        // 4 tokens are of the class 4 to 7, 512 of the class 512 to 1023: up to 256 times as many.
+        // Pairs: 1,024 to 4,095, and 1,048,576 to 4,194,303, up to 4,096 times as many.
+        assert_eq!(large.growth(small), 4096);
+        assert_eq!(StepSize::of(512, 4000).growth(small), 256, "it attends to as much");
+        assert_eq!(StepSize::of(4, 2_000_000).growth(small), 4096, "it has as many tokens");
+        assert_eq!((small.growth(large), small.growth(small)), (1, 1));
+        assert_eq!(StepSize::of(u64::MAX, u64::MAX).growth(StepSize::default()), u32::MAX);
+        assert_eq!(alarm(&mut learned(small, ms(20), 100), large), None, "a bound beyond a minute");
+        assert_eq!(alarm(&mut learned(small, ms(1), 100), large), Some(40_960));
+        let twice = StepSize::of(8, 4000);
+        assert_eq!(alarm(&mut learned(small, ms(20), 100), twice), Some(5000));
+        assert_eq!(alarm(&mut learned(small, ms(200), 100), twice), Some(8000));
+        assert_eq!(alarm(&mut learned(small, ms(200), 15), twice), None, "too little is known");
+    }
+
+    #[test]
+    fn a_slow_step_of_a_size_that_is_seldom_is_not_what_it_is_judged_by() {
+        let (often, seldom) = (StepSize::of(4, 4000), StepSize::of(8, 4000));
+        let mut deadlines = learned(often, ms(10), 1000);
+        (0..16).for_each(|_| deadlines.done(seldom, ms(15)));
+        deadlines.done(seldom, ms(6000));
+        assert_eq!(alarm(&mut deadlines, seldom), Some(5000));
+    }
+
+    /// Whatever grows at most as tokens or pairs do is within its bounds: no step that takes as
+    /// long as it must is found too slow, wherever the few sizes lie that are known.
+    #[test]
+    fn bounds_hold_for_whatever_grows_no_faster_than_what_is_computed() {
+        let sizes = [1_u64, 2, 3, 7, 8, 100, 512, 1023, 2048];
+        let all: Vec<(u64, u64)> =
+            sizes.iter().flat_map(|n| [1, 9, 300, 5000].map(|far| (*n, n * far))).collect();
+        let time = |(tokens, pairs): (u64, u64)| {
+            Duration::from_nanos(3_000_000 + 20_000 * tokens + 150 * pairs)
+        };
+        for known in &all {
+            let one = learned(StepSize::of(known.0, known.1), time(*known), 16);
+            for other in &all {
+                let size = StepSize::of(other.0, other.1);
+                let usual = one.usual(size).unwrap_or_default();
+                // What is as large by its class may be larger by the width of one.
+                let width = if StepSize::of(known.0, known.1).covers(size) { 4 } else { 1 };
+                assert!(usual * width >= time(*other), "{known:?} {other:?} {usual:?}");
+            }
+        }
     }
 
     #[test]
