@@ -431,6 +431,8 @@ __device__ __forceinline__ void end_without_waiting(bool is_chosen) {
 
 __device__ __forceinline__ uint32_t divide_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
+__device__ __forceinline__ uint32_t at_most(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
 // Whether item `index` has to be computed: see kernels.h.
 __device__ __forceinline__ bool is_live(const uint32_t* live, uint32_t index) {
     return live == nullptr || index < *live;

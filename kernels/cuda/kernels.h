@@ -525,6 +525,60 @@ __global__ void tutti_latent_decode(const tutti_bf16* q, const tutti_bf16* k_cac
 __global__ void tutti_latent_decode_fp8(const tutti_bf16* q, const tutti_fp8* k_cache,
                                         TUTTI_LATENT_DECODE_ARGUMENTS);
 
+/* ---- delta.cu -------------------------------------------------------------------------------
+ * Linear attention by the gated delta rule: see kernels::backend::delta, which has the formulas. A
+ * layer's state of a sequence is its slot, f32: the value heads' S, transposed,
+ * [value_heads, value_dim, key_dim], then the channels of its last tokens, [kernel - 1, channels],
+ * the oldest first. A token's channels are q [key_heads, key_dim], k of the same shape, and
+ * v [value_heads, value_dim]. key_dim and value_dim are multiples of 8 up to 256, kernel is from 2
+ * to 8, value_heads a multiple of key_heads. `states` u32: each sequence's own slot. That of a
+ * sequence whose context_len is its num_rows is not read: it begins with zeros. */
+#define TUTTI_DELTA_SIZE_ARGUMENTS                                                                 \
+    uint32_t key_heads, uint32_t value_heads, uint32_t key_dim, uint32_t value_dim, uint32_t kernel
+/* Columns of S that a block of tutti_delta_update_* has; channels that one of its others keeps. */
+#define TUTTI_DELTA_COLUMNS 32u
+#define TUTTI_DELTA_KEPT 1024u
+
+/* What a token brings: its channels, convolved with those of the tokens before it, with SiLU, q and
+ * k then divided by their lengths and q by sqrt(key_dim); and for each value head kept =
+ * exp(-decay * softplus(a + dt_bias)), beta = sigmoid(b), and q k. qkvz f32 [rows,
+ * channels + value_heads * value_dim]; ba f32 [rows, 2 * value_heads], b before a; conv f32
+ * [channels, kernel]; decay, dt_bias f32 [value_heads]; mixed f32 [rows, channels]; gates f32
+ * [rows, value_heads, 4], the last unused. `num_seqs`: a word in device memory. A block has `each`
+ * rows.
+ * grid (ceil(rows / each), ceil((key_heads + value_heads) / 8)), block 256; `live` counts rows. */
+__global__ void tutti_delta_mix(const float* qkvz, const float* ba, const float* conv,
+                                const float* decay, const float* dt_bias, const float* slots,
+                                const TuttiSeq* seqs, const uint32_t* states,
+                                const uint32_t* num_seqs, float* mixed, float* gates,
+                                TUTTI_DELTA_SIZE_ARGUMENTS, uint32_t rows, uint32_t each,
+                                const uint32_t* live);
+
+/* The recurrence, token by token: S *= kept, u = beta (v - S k), S += u k^T, and o = S q replaces v
+ * in `mixed`. And the slot gets the channels of the sequence's last tokens from qkvz, which
+ * tutti_delta_mix must have read by then. qkvz, gates and mixed as there. The name's number is the
+ * largest key_dim. With B = value_heads * ceil(value_dim / TUTTI_DELTA_COLUMNS):
+ * grid (seqs, B + ceil(channels / TUTTI_DELTA_KEPT)), block 256; `live` counts sequences. */
+#define TUTTI_DELTA_UPDATE_ARGUMENTS                                                               \
+    const float *qkvz, const float *gates, const TuttiSeq *seqs, const uint32_t *states,           \
+        float *mixed, float *slots, TUTTI_DELTA_SIZE_ARGUMENTS, const uint32_t *live
+__global__ void tutti_delta_update_32(TUTTI_DELTA_UPDATE_ARGUMENTS);
+__global__ void tutti_delta_update_128(TUTTI_DELTA_UPDATE_ARGUMENTS);
+__global__ void tutti_delta_update_256(TUTTI_DELTA_UPDATE_ARGUMENTS);
+
+/* out = o / rms(o) * norm * silu(z), the root mean square over each value head: o of mixed, z of
+ * qkvz. norm f32 [value_dim]; out bf16 [rows, out_stride], rows 16-byte aligned.
+ * grid (rows, ceil(value_heads / 8)), block 256; `live` counts rows. */
+__global__ void tutti_delta_finish(const float* qkvz, const float* mixed, const float* norm,
+                                   tutti_bf16* out, uint32_t value_heads, uint32_t value_dim,
+                                   uint32_t channels, uint32_t out_stride, float eps,
+                                   const uint32_t* live);
+
+/* x *= sigmoid(gate). gate f32 [rows, width] contiguous; x bf16 [rows, x_stride], rows 16-byte
+ * aligned. grid (rows, ceil(width / 1024)), block 256; `live` counts rows. */
+__global__ void tutti_gate(const float* gate, tutti_bf16* x, uint32_t width, uint32_t x_stride,
+                           const uint32_t* live);
+
 /* ---- skinny.cu ------------------------------------------------------------------------------
  * out = x W^T + bias for few rows of x: streams the weights once per 64 rows. The name's number is
  * the most rows of x that one grid.y computes: take the smallest that holds all rows; the result

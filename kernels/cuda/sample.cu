@@ -214,8 +214,6 @@ __device__ __forceinline__ void score(const Tokens& row, const RowSummary& summa
     }
 }
 
-__device__ __forceinline__ uint32_t at_most(uint32_t a, uint32_t b) { return a < b ? a : b; }
-
 __device__ __forceinline__ uint32_t tops(uint32_t wanted, uint32_t vocab, uint32_t top_stride) {
     return at_most(at_most(wanted, vocab), at_most(TUTTI_TOP_MAX, top_stride));
 }

@@ -20,7 +20,6 @@ constexpr uint32_t CHUNK = K_LOAD * LOADS;
 constexpr uint32_t AHEAD_BYTES = 32u << 20;
 constexpr uint32_t AHEAD_BLOCKS = 512;
 
-__device__ __forceinline__ uint32_t at_most(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 // Prefetches the parts of the block's rows of W that follow the first loads to L2, up to the
 // block's share, before the wait for earlier kernels; `row_of` returns the rows. This uses the

@@ -1,7 +1,8 @@
 //! The operations a device must offer. The decoder is written once, over [`Backend`], which
 //! combines all of these traits:
 //! - [`tensors`]: what a device holds, and how it is loaded
-//! - [`rows`], [`products`], [`attention`], [`qk_norm`], [`latent`], [`experts`]: the arithmetic
+//! - [`rows`], [`products`], [`attention`], [`qk_norm`], [`latent`], [`delta`],
+//!   [`experts`]: the arithmetic
 //! - [`exchange`]: exchanges between ranks
 //! - [`steps`]: steps as a whole, and sampling
 //!
@@ -41,6 +42,7 @@
 //! nothing can come anywhere among them.
 mod arguments;
 pub mod attention;
+pub mod delta;
 pub mod exchange;
 pub mod experts;
 pub mod inspect;
@@ -57,6 +59,7 @@ pub use arguments::{
     RopeTable, Routing, Scores, SeqRows, StepInputs,
 };
 pub use attention::AttentionOps;
+pub use delta::{DeltaAt, DeltaInput, DeltaOps, DeltaShape, DeltaWeights, StatesShape};
 pub use exchange::ExchangeOps;
 pub use experts::ExpertOps;
 pub use inspect::Inspect;
@@ -79,6 +82,7 @@ pub trait Backend:
     + AttentionOps
     + QkNormOps
     + LatentOps
+    + DeltaOps
     + ExpertOps
     + ExchangeOps
     + StepOps
@@ -92,6 +96,7 @@ impl<B> Backend for B where
         + AttentionOps
         + QkNormOps
         + LatentOps
+        + DeltaOps
         + ExpertOps
         + ExchangeOps
         + StepOps
@@ -101,7 +106,8 @@ impl<B> Backend for B where
 /// All operations, for code that uses a concrete device type: `use backend::prelude::*`.
 pub mod prelude {
     pub use super::{
-        AttentionOps as _, Buffer as _, ExchangeOps as _, ExpertOps as _, Inspect as _,
-        LatentOps as _, ProductOps as _, QkNormOps as _, RowOps as _, StepOps as _, Tensors as _,
+        AttentionOps as _, Buffer as _, DeltaOps as _, ExchangeOps as _, ExpertOps as _,
+        Inspect as _, LatentOps as _, ProductOps as _, QkNormOps as _, RowOps as _, StepOps as _,
+        Tensors as _,
     };
 }

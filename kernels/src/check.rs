@@ -3,10 +3,12 @@
 //!
 //! - here: rows, products, logits
 //! - `attention`: heads, sequences, the cache
+//! - `delta`: linear attention
 //! - `experts`: mixtures of experts
 //! - `latent`: multi-head latent attention
 //! - `qk_norm`: the norm of q and k over all heads
 pub(crate) mod attention;
+pub(crate) mod delta;
 pub(crate) mod experts;
 pub(crate) mod latent;
 pub(crate) mod qk_norm;

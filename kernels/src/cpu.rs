@@ -11,6 +11,7 @@
 //!   projection; `qk_norm`: q and k normalised over all heads; `latent`: multi-head latent
 //!   attention
 //! - `rows` over `elementwise`: embedding, norms, RoPE and activations
+//! - `delta`: linear attention
 //! - `experts`: mixtures of experts (MoE)
 //! - `steps` over [`sample`], `mask`: sampling, token masks
 //! - `exchange`: all-reduce, and gathering data of other ranks
@@ -31,6 +32,7 @@ use crate::pool::Pool;
 mod attend;
 mod attention;
 mod buffer;
+mod delta;
 mod elementwise;
 mod exchange;
 mod experts;
@@ -54,6 +56,7 @@ mod simd;
 mod steps;
 
 pub use buffer::{CpuBuffer, CpuVector};
+pub use delta::CpuStates;
 pub use experts::CpuRoutes;
 pub use isa::Isa;
 pub use kv::CpuKvCache;

@@ -16,9 +16,9 @@
 //! - `backend`: a rank; `step`: the state of a step, and its graph; `uploads`: lists copied to the
 //!   GPU; `readback`: rows copied to the host
 //! - [`tensors`]: buffers, weights, caches; `swap`: blocks in host memory
-//! - the operations: `loading`, `rows`, `attention`, `qk_norm`, `latent`, `products` (of many
-//!   rows: `matmul`), `experts`, `exchange`, `sample`; what sampling keeps: `sampling`, `results`;
-//!   `edits`: PURE: rows whose logits are edited
+//! - the operations: `loading`, `rows`, `attention`, `qk_norm`, `latent`, `delta`, `products`
+//!   (of many rows: `matmul`), `experts`, `exchange`, `sample`; what sampling keeps: `sampling`,
+//!   `results`; `edits`: PURE: rows whose logits are edited
 //! - [`measure`], [`compare`]: how fast, and how right, for checks on a GPU; `late`: inputs that
 //!   arrive late
 #![allow(unsafe_code, reason = "calls of NVIDIA's libraries")]
@@ -33,6 +33,7 @@ pub mod choice;
 pub mod compare;
 pub mod connect;
 pub mod context;
+mod delta;
 pub mod device;
 pub mod devices;
 mod edits;
@@ -72,5 +73,6 @@ mod uploads;
 pub use backend::CudaBackend;
 pub use choice::ExchangePolicy;
 pub use connect::{GroupSetup, JoinedGroup, Relay};
+pub use delta::CudaStates;
 pub use device::{CudaOptions, has_kernels};
 pub use experts::{CudaRoutes, CudaStack};

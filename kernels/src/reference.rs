@@ -5,8 +5,10 @@
 //! so it must be obvious rather than fast.
 //!
 //! Map: `tensor` (buffers, matrices, the cache) and `loading`, `rows`, `products`, `attention`
-//! (QKV, RoPE, attention), `qk_norm`, `latent`, `experts`, `exchange`, `steps` over `sampler`.
+//! (QKV, RoPE, attention), `qk_norm`, `latent`, `delta`, `experts`, `exchange`, `steps` over
+//! `sampler`.
 mod attention;
+mod delta;
 mod exchange;
 mod experts;
 mod latent;
@@ -20,6 +22,7 @@ mod tensor;
 
 use std::time::Duration;
 
+pub use delta::ReferenceStates;
 pub use experts::ReferenceRoutes;
 pub use tensor::{ReferenceBuffer, ReferenceKvCache, ReferenceMatrix};
 

@@ -54,6 +54,7 @@ fn step<R>(
         sample_rows: &ids,
         sampling: &sampling,
         feed: &[],
+        states: &[],
         adapters: &[],
         masked: false,
         is_plain: true,

@@ -30,6 +30,7 @@
 
 mod adapters;
 mod attention;
+mod delta;
 mod driver;
 mod exchange;
 mod experts;

@@ -12,7 +12,7 @@ use shared::protocol::Quantization;
 
 use crate::sampling::Sample;
 use crate::{HANGS, Options, Step, Table};
-use crate::{adapters, attention, experts, fp8, int4, norms};
+use crate::{adapters, attention, delta, experts, fp8, int4, norms};
 
 /// Relative error of one rounding to bf16, with some margin.
 pub(crate) const ROUNDING: f32 = 1.0 / 128.0;
@@ -497,6 +497,12 @@ impl<'a> Cases<'a> {
         self.add(Head { rows: vec![199, 0, 7] });
         self.add(Head { rows: (0..150).rev().collect() });
         for case in attention::cases(quick) {
+            self.add(case);
+        }
+        for case in delta::cases(quick) {
+            self.add(case);
+        }
+        for case in delta::gates(quick) {
             self.add(case);
         }
         for vocab in if quick { vec![300] } else { vec![300, 32_000, 151_936] } {

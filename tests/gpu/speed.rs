@@ -16,7 +16,7 @@ use worker::model::size;
 use crate::driver::Driver;
 use crate::kernels_speed::{attention, matrices, products};
 use crate::shapes::{SHAPES, Shape, TINY};
-use crate::{Options, Step, Table, graphs_made, mixed, values};
+use crate::{Options, Step, Table, delta, graphs_made, mixed, values};
 
 pub(crate) const BLOCK_SIZE: u32 = 16;
 /// Share of the L1 cache used as shared memory, in per cent: enough for three blocks of decode
@@ -292,6 +292,8 @@ pub(crate) fn steps(options: &Options, ordinal: u32) -> Vec<Step<'_>> {
         }));
         steps.push(Step::new("products", move |table| products(options, ordinal, shape, table)));
         steps.push(Step::new("attention", move |table| attention(options, ordinal, shape, table)));
+        let linear = move |table: &mut Table| delta::speed(options, ordinal, table);
+        steps.push(Step::new("linear attention", linear));
     }
     steps
 }

@@ -7,7 +7,7 @@
 //! On CPUs:
 //! - [`products`], [`int4`], [`mxfp4`], [`fp8`]: matrix products, by weight format
 //! - [`attention`]: QKV projection, rotation and paged attention; [`latent`]: multi-head latent
-//!   attention
+//!   attention; [`delta`]: linear attention
 //! - [`rows`], [`norms`]: norms of rows; those that few models have
 //! - [`experts`]: mixtures of experts
 //! - [`adapters`]: the operations behind LoRA adapters
@@ -18,8 +18,8 @@
 //! CUDA kernels, emulated:
 //! - [`cuda_emulation`]: compiles and launches them; [`cuda_ptx`]: the same cases on PTX
 //! - [`cuda_products`], [`cuda_fp8`], [`cuda_int4`], [`cuda_int8`]: matrix products
-//! - [`cuda_attention`], [`cuda_latent`], [`cuda_rows`], [`cuda_rmsnorm`], [`cuda_norms`],
-//!   [`cuda_experts`]: the other parts of a layer
+//! - [`cuda_attention`], [`cuda_latent`], [`cuda_delta`], [`cuda_rows`], [`cuda_rmsnorm`],
+//!   [`cuda_norms`], [`cuda_experts`]: the other parts of a layer
 //! - [`cuda_sampling`], [`cuda_select`], [`cuda_masks`], [`cuda_parts`]: sampling
 //! - [`cuda_peers`]: the exchange between GPUs
 #![allow(
@@ -32,6 +32,7 @@ mod adapters;
 mod attention;
 mod collectives;
 mod cuda_attention;
+mod cuda_delta;
 mod cuda_emulation;
 mod cuda_experts;
 mod cuda_fp8;
@@ -48,6 +49,7 @@ mod cuda_rmsnorm;
 mod cuda_rows;
 mod cuda_sampling;
 mod cuda_select;
+mod delta;
 mod experts;
 mod fp8;
 mod int4;

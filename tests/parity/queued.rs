@@ -107,6 +107,7 @@ pub(crate) fn begin(backend: &mut CudaBackend, sampling: &[SampleRow<'_>], feed:
         sample_rows: &all,
         sampling,
         feed,
+        states: &[],
         adapters: &[],
         masked: false,
         is_plain: true,

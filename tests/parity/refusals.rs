@@ -1,8 +1,8 @@
 //! Every backend refuses invalid arguments in the same words.
 use kernels::backend::{
-    Activation, AttentionAt, AttentionShape, Batch, Buffer, DType, ExpertActivation, HostMatrix,
-    KvShape, KvStorage, LayerNorm, PlainActivation, QkNorm, QkvInput, QkvWeights, RopeTable,
-    Routing, SeqRows,
+    Activation, AttentionAt, AttentionShape, Batch, Buffer, DType, DeltaAt, DeltaInput, DeltaShape,
+    DeltaWeights, ExpertActivation, HostMatrix, KvShape, KvStorage, LayerNorm, PlainActivation,
+    QkNorm, QkvInput, QkvWeights, RopeTable, Routing, SeqRows, StatesShape,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::Precision;
@@ -158,6 +158,37 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
         says(backend.paged_attention(q, None, at(&shape, &batch), cache, &mut out));
     }
     says(backend.heads_product(q, &experts, 1.0, &mut out));
+
+    let layer = DeltaShape { key_heads: 1, value_heads: 1, key_dim: 8, value_dim: 8, kernel: 2 };
+    let states = StatesShape { num_layers: 1, slots: 2, layer };
+    let none = StatesShape { layer: DeltaShape { kernel: 1, ..layer }, ..states };
+    says(backend.new_states(none).map(drop));
+    let mut states = backend.new_states(states).unwrap();
+    let mut buffer = |width, rows| {
+        let mut made = backend.new_buffer(2, width).unwrap();
+        made.set_rows(rows).unwrap();
+        made
+    };
+    let (qkvz, ba, less) = (buffer(32, 2), buffer(2, 2), buffer(2, 1));
+    let mut vector = |len| backend.load_vector(&vec![1.0; len]).unwrap();
+    let [conv, decay, dt_bias, norm] = [48, 1, 1, 8].map(&mut vector);
+    let weights = DeltaWeights { conv, decay, dt_bias, norm };
+    let [conv, decay, dt_bias, norm] = [32, 1, 1, 8].map(vector);
+    let narrow = DeltaWeights { conv, decay, dt_bias, norm };
+    let input = |qkvz, ba, weights| DeltaInput { qkvz, ba, weights, eps: 0.0 };
+    let own = |states| DeltaAt { batch: &good, states, layer: 0 };
+    for (input, at) in [
+        (input(&wide, &ba, &weights), own(&[1])),
+        (input(&qkvz, &less, &weights), own(&[1])),
+        (input(&qkvz, &ba, &narrow), own(&[1])),
+        (input(&qkvz, &ba, &weights), own(&[2])),
+        (input(&qkvz, &ba, &weights), own(&[0, 1])),
+        (input(&qkvz, &ba, &weights), DeltaAt { layer: 1, ..own(&[1]) }),
+    ] {
+        says(backend.delta_attention(input, at, &mut states, &mut out));
+    }
+    says(backend.gate(&fewer, &mut out));
+
     says(backend.swap_out(cache, &mut host, &[(2, 0)]));
     says(backend.swap_in(cache, &mut host, &[(0, 0), (0, 1)]));
 

@@ -363,6 +363,8 @@ pub struct StepInputs<'a> {
     /// For every row of the batch, the row of the previous step (queued by `queue_sample`) whose
     /// token replaces the one in `ids`, or [`NOT_FED`] to keep `ids`. Empty if nothing is fed.
     pub feed: &'a [u32],
+    /// States that `delta_attention` will be called with; empty if it is not called.
+    pub states: &'a [u32],
     /// Experts that `assign` will be called with; empty if it is not called.
     pub adapters: &'a [u32],
     /// The step is one forward pass, followed by `lm_head` and `sample` once each if it samples,

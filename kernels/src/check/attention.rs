@@ -1,6 +1,8 @@
 //! Heads, sequences and the cache.
 use super::{Matrix, Vector, below_bound, ensure, shape, shape_error, vector, width};
-use crate::backend::{AttentionAt, AttentionShape, Batch, Buffer, KvShape, QkvInput, RopeTable};
+use crate::backend::{
+    AttentionAt, AttentionShape, Batch, Buffer, KvShape, QkvInput, RopeTable, SeqRows,
+};
 use crate::error::KernelError;
 
 /// Checks that the heads are valid and that the cache has them and the layer.
@@ -59,17 +61,9 @@ pub(crate) fn sequences(
     block_size: usize,
     num_blocks: usize,
 ) -> Result<(), KernelError> {
-    let mut rows = 0;
+    rows(op, batch.seqs, num_rows)?;
     for (i, seq) in batch.seqs.iter().enumerate() {
-        let start = seq.row_start as usize;
-        ensure!(op, start == rows, "sequence {i} begins at row {start}, not {rows}");
-        let (own, context) = (seq.num_rows as usize, seq.context_len as usize);
-        ensure!(
-            op,
-            own >= 1 && own <= context,
-            "sequence {i} has {own} rows and a context of {context}"
-        );
-        rows += own;
+        let context = seq.context_len as usize;
         let (table, len) = (seq.table_start as usize, seq.table_len as usize);
         ensure!(
             op,
@@ -87,7 +81,24 @@ pub(crate) fn sequences(
         let (last, most) = (blocks.iter().max().copied().unwrap_or(0), num_blocks);
         ensure!(op, (last as usize) < most, "sequence {i} names block {last} of {most}");
     }
-    ensure!(op, rows == num_rows, "q has {num_rows} rows, the sequences {rows}");
+    Ok(())
+}
+
+/// Checks that the sequences cover all rows in order.
+pub(super) fn rows(op: &'static str, seqs: &[SeqRows], num_rows: usize) -> Result<(), KernelError> {
+    let mut rows = 0;
+    for (i, seq) in seqs.iter().enumerate() {
+        let start = seq.row_start as usize;
+        ensure!(op, start == rows, "sequence {i} begins at row {start}, not {rows}");
+        let (own, context) = (seq.num_rows as usize, seq.context_len as usize);
+        ensure!(
+            op,
+            own >= 1 && own <= context,
+            "sequence {i} has {own} rows and a context of {context}"
+        );
+        rows += own;
+    }
+    ensure!(op, rows == num_rows, "the step has {num_rows} rows, the sequences {rows}");
     Ok(())
 }
 

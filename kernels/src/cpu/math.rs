@@ -56,6 +56,20 @@ pub(crate) fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
+/// `ln(1 + e^x)`.
+#[inline(always)]
+pub(crate) fn softplus(x: f32) -> f32 {
+    let small = exp(-x.abs());
+    // ln(1 + e) = 2 atanh(e / (2 + e)), of at most 1/3.
+    let s = small / (2.0 + small);
+    let square = s * s;
+    let mut sum = 1.0 / 15.0;
+    for odd in [13.0, 11.0, 9.0, 7.0, 5.0, 3.0, 1.0] {
+        sum = sum * square + 1.0 / odd;
+    }
+    x.max(0.0) + 2.0 * s * sum
+}
+
 /// `cap * tanh(x / cap)`.
 #[inline(always)]
 pub(crate) fn soft_capped(x: f32, cap: f32) -> f32 {
@@ -120,6 +134,17 @@ mod tests {
         assert_eq!(exp(f32::NEG_INFINITY), 0.0);
         assert!(exp(f32::NAN).is_nan());
         assert!(exp(1e9).is_finite());
+    }
+
+    #[test]
+    fn softplus_is_near_to_that_in_f64() {
+        for x in (-4000..4000).map(|x| x as f32 / 100.0) {
+            let exact = f64::from(x).exp().ln_1p();
+            let error = (f64::from(softplus(x)) - exact).abs() / exact.max(1e-30);
+            assert!(error < 6e-7, "{x}: {} for {exact}", softplus(x));
+        }
+        assert_eq!((softplus(-200.0), softplus(200.0)), (0.0, 200.0));
+        assert!(softplus(f32::NAN).is_nan());
     }
 
     #[test]

@@ -11,7 +11,7 @@ use super::peer::Retired;
 use super::readback::Readback;
 use super::sample_lists::Candidates;
 use super::sampling::Sampling;
-use super::step::Step;
+use super::step::{Step, StepLists};
 use super::tensors::{CudaBuffer, Element, Uploader};
 use crate::backend::{AttentionShape, Batch, Buffer as _, Tensors as _};
 use crate::check::ensure;
@@ -294,7 +294,8 @@ impl CudaBackend {
         let cut = self.step.cut(shape, Windows::new(&[shape.sliding_window])?);
         let capacity = sizes(0, batch, cut, 0);
         let Device { context, stream, .. } = &self.device;
-        self.step.stage(context, stream, capacity, &[], (&[], &[]), batch, cut, &[])
+        let lists = StepLists::default();
+        self.step.stage(context, stream, capacity, &[], lists, batch, cut, &[])
     }
 
     pub(super) fn timed<T, E: Into<KernelError>>(

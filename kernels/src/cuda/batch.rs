@@ -119,6 +119,8 @@ pub struct Layout {
     pub feed: usize,
     /// `u32 [rows]`: adapter of each row.
     pub adapters: usize,
+    /// `u32 [seqs]`: state of each sequence.
+    pub states: usize,
     /// `u32 [..]`: block tables.
     pub tables: usize,
 }
@@ -164,6 +166,7 @@ impl Layout {
             params: place(capacity.samples * PARAMS),
             feed: place(capacity.rows),
             adapters: place(capacity.rows),
+            states: place(capacity.seqs),
             tables: next,
         }
     }
@@ -303,6 +306,7 @@ mod tests {
                 (at.params, 66),
                 (at.feed, rows),
                 (at.adapters, rows),
+                (at.states, seqs),
                 (at.tables, 0),
             ];
             for pair in arrays.windows(2) {

@@ -8,6 +8,7 @@
 //! - `norms`: norms that few models have
 //! - `attention`: QKV and attention
 //! - `latent`: multi-head latent attention
+//! - `delta`: linear attention by the gated delta rule
 //! - `experts`: mixtures of experts
 //! - `sample`: sampling
 //! - `ranks`: exchanges between GPUs
@@ -15,6 +16,7 @@ use super::memory::DevicePtr;
 use super::module::{Args, Launch};
 
 mod attention;
+mod delta;
 mod entries;
 pub mod experts;
 mod latent;
@@ -28,6 +30,7 @@ pub use attention::{
     AttentionIo, DecodeWork, FP8_HEAD_DIMS, HEAD_DIM_MAX, HEAD_DIMS, LayerCache, Partials,
     QkvFinish, attention_any, decode_attention, prefill_attention, qkv_finish, splits_of,
 };
+pub use delta::{DeltaIo, delta_attention, gate};
 use entries::*;
 pub use entries::{Entry, NAMES};
 pub use latent::{

@@ -1,6 +1,7 @@
 //! Speed of the parts of decode steps on a GPU: for `tests/gpu`, and for choosing between kernels.
 //! Inputs are not in the GPU's caches. Launches are recorded and replayed, so that the host's time
 //! does not count.
+//! - `delta`: linear attention
 use std::time::Duration;
 
 use super::backend::CudaBackend;
@@ -16,6 +17,8 @@ use super::products::small;
 use super::stream::{Event, Stream};
 use crate::backend::{AttentionShape, Batch, KvStorage, SeqRows};
 use crate::error::KernelError;
+
+mod delta;
 
 /// Number of replays that are measured together.
 const TIMES: usize = 5;

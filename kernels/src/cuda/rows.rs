@@ -7,7 +7,7 @@ use super::backend::CudaBackend;
 use super::batch::{AttentionTiling, Capacity, live};
 use super::device::Device;
 use super::launch;
-use super::step::LaunchRows;
+use super::step::{LaunchRows, StepLists};
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
 use crate::backend::{Batch, Buffer as _, LayerNorm, RowOps};
 use crate::check::{self, ensure};
@@ -42,7 +42,7 @@ impl RowOps for CudaBackend {
                 stream,
                 capacity,
                 ids,
-                (&[], &[]),
+                StepLists::default(),
                 &empty,
                 AttentionTiling::NONE,
                 &[],

@@ -22,7 +22,7 @@ mod graphs;
 mod inputs;
 mod shortage;
 
-pub(super) use inputs::LaunchRows;
+pub(super) use inputs::{LaunchRows, StepLists};
 
 use graphs::{GRAPHS_MAX, GraphKey, RecordedGraph};
 use shortage::Shortage;
@@ -59,6 +59,7 @@ struct StepSlices {
     sample_rows: SliceId,
     sampling: SliceId,
     adapters: SliceId,
+    states: SliceId,
 }
 
 /// Numbers of items that launches are made for: those of the step, or those of its graph.
@@ -222,6 +223,11 @@ impl Step {
             let message = format!("{adapters} rows have adapters of {rows}");
             return Err(KernelError::Shape { op: "begin_step", message });
         }
+        let (states, seqs) = (inputs.states.len(), inputs.batch.seqs.len());
+        if states > 0 && states != seqs {
+            let message = format!("{states} states of {seqs} sequences");
+            return Err(KernelError::Shape { op: "begin_step", message });
+        }
         self.lists.pack(inputs.sampling)?;
         if !self.lists.masks.is_empty() {
             let message = "masks come when the rows are sampled".to_owned();
@@ -237,7 +243,8 @@ impl Step {
             Capacity { rows, seqs: rows, tiles, parts: cut.most_parts(items), samples: rows }
         });
         let (ids, samples) = (inputs.ids, inputs.sample_rows);
-        let given = (inputs.feed, inputs.adapters);
+        let StepInputs { feed, adapters, states, .. } = *inputs;
+        let given = StepLists { feed, adapters, states };
         self.stage(context, stream, capacity, ids, given, &inputs.batch, cut, samples)?;
         if key.is_some() {
             let Capacity { rows, seqs, tiles, parts, samples } = capacity;
@@ -249,7 +256,8 @@ impl Step {
             batch: batch_place(&inputs.batch),
             sample_rows: place(inputs.sample_rows),
             sampling: place(inputs.sampling),
-            adapters: place(inputs.adapters),
+            adapters: place(adapters),
+            states: place(states),
         };
         // In a group all ranks record the same steps, whatever a single one has memory for.
         let makes_more = self.grouped || !self.shortage.is_waiting();
@@ -283,6 +291,11 @@ impl Step {
     pub(super) fn adapters(&self, adapters: &[u32]) -> Option<DevicePtr> {
         let is_own = self.is_open() && self.identity.adapters == place(adapters);
         is_own.then(|| self.at(self.layout.adapters))
+    }
+
+    /// Whether these are the states of the step's own sequences.
+    pub(super) fn has_states(&self, states: &[u32]) -> bool {
+        self.is_open() && self.identity.states == place(states)
     }
 
     /// Whether this is the step's own batch.

@@ -230,7 +230,7 @@ impl ReferenceKvCache {
     }
 }
 
-fn zeroed(what: &'static str, sizes: &[usize]) -> Result<Vec<f32>, KernelError> {
+pub(super) fn zeroed(what: &'static str, sizes: &[usize]) -> Result<Vec<f32>, KernelError> {
     let mut values = Vec::new();
     let len = reserve(&mut values, what, sizes)?;
     values.resize(len, 0.0);

@@ -281,6 +281,7 @@ const std::vector<Form>& arithmetic() {
         {"fused.negated", "wwww", map<fused_negated>},
         {"add.rn.f32", "www", map<fadd>},
         {"add.rm.f32", "www", map<add_down>},
+        {"add.rz.f32", "www", map<add_to_zero>},
         {"sub.f32", "www", map<fsub>},
         {"sub.rn.f32", "www", map<fsub>},
         {"mul.f32", "www", map<fmul>},

@@ -49,6 +49,14 @@ inline float fma_down(float a, float b, float c) {
     return static_cast<double>(nearest) > down ? std::nextafterf(nearest, -INFINITY) : nearest;
 }
 inline float add_down(float a, float b) { return fma_down(a, 1.0f, b); }
+// Rounded towards zero. A sum that is zero is exact.
+inline float add_to_zero(float a, float b) {
+    const float nearest = a + b;
+    if (nearest > 0) {
+        return add_down(a, b);
+    }
+    return nearest < 0 ? -add_down(-a, -b) : nearest;
+}
 
 // To nearest, ties to even; "NaN results are canonical".
 inline uint16_t to_bf16(float a) {

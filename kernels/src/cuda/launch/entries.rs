@@ -10,14 +10,16 @@ macro_rules! entries {
     ($($constant:ident: $name:literal,)*) => {
         /// Every kernel that is launched.
         pub const NAMES: &[&str] = &[$($name),*];
-        entries!(@ 0usize; $($constant,)*);
+        /// Their indices.
+        #[allow(non_camel_case_types, clippy::upper_case_acronyms, reason = "named as constants")]
+        enum Index {
+            $($constant),*
+        }
+        $(
+            #[allow(dead_code, reason = "kernels of a family are found by their first")]
+            pub(super) const $constant: Entry = Entry(Index::$constant as usize);
+        )*
     };
-    (@ $index:expr; $constant:ident, $($rest:ident,)*) => {
-        #[allow(dead_code, reason = "kernels of a family are found by their first")]
-        pub(super) const $constant: Entry = Entry($index);
-        entries!(@ $index + 1; $($rest,)*);
-    };
-    (@ $index:expr;) => {};
 }
 
 entries! {
@@ -77,6 +79,12 @@ entries! {
     LATENT_ATTENTION_FP8: "tutti_latent_attention_fp8",
     LATENT_DECODE: "tutti_latent_decode",
     LATENT_DECODE_FP8: "tutti_latent_decode_fp8",
+    DELTA_MIX: "tutti_delta_mix",
+    DELTA_UPDATE: "tutti_delta_update_32",
+    DELTA_UPDATE_128: "tutti_delta_update_128",
+    DELTA_UPDATE_256: "tutti_delta_update_256",
+    DELTA_FINISH: "tutti_delta_finish",
+    GATE: "tutti_gate",
     SKINNY_8: "tutti_skinny_8",
     SKINNY_16: "tutti_skinny_16",
     SKINNY_32: "tutti_skinny_32",

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use super::*;
 use crate::backend::{
-    Activation, AttentionShape, ExpertActivation, KvStorage, PlainActivation, QkNorm, Routing,
+    Activation, AttentionShape, DeltaShape, ExpertActivation, KvStorage, PlainActivation, QkNorm,
+    Routing,
 };
 use crate::cuda::group::FusedNorm;
 
@@ -223,6 +224,32 @@ fn all(sizes: Sizes) -> Vec<Call> {
         let sizes = (rows_of, heads, 512, 128);
         calls.push(heads_product(rows, rows, rows, sizes, 576, 1.0, ptr));
     }
+    for key_dim in [16, 128, 256] {
+        let of = DeltaShape {
+            key_heads: kv_heads,
+            value_heads: heads,
+            key_dim,
+            value_dim: 256,
+            kernel: 8,
+        };
+        let io = DeltaIo {
+            qkvz: ptr,
+            ba: ptr,
+            conv: ptr,
+            decay: ptr,
+            dt_bias: ptr,
+            norm: ptr,
+            slots: ptr,
+            seqs: ptr,
+            states: ptr,
+            num_seqs: ptr,
+            mixed: ptr,
+            gates: ptr,
+            out: rows,
+        };
+        calls.extend(delta_attention(&io, &of, 1e-6, (number, ptr), seqs));
+    }
+    calls.push(gate(ptr, rows, width, number, ptr));
     calls.push(attention_any(&fp8_io, &shape(32, heads, kv_heads), ptr, number, ptr));
     for (io, head_dim) in every_head_dim(&io, &fp8_io) {
         let shape = shape(head_dim, heads, kv_heads);
@@ -345,6 +372,8 @@ fn constants_are_the_headers() {
     for line in [
         "#define TUTTI_PREFILL_SHARED(head_dim) (320u * 2u * (head_dim))",
         "#define TUTTI_LATENT_WIDTH_MAX 576",
+        "#define TUTTI_DELTA_COLUMNS 32u",
+        "#define TUTTI_DELTA_KEPT 1024u",
         "#define TUTTI_LATENT_SHARED (3u * 16u * 2u * (TUTTI_LATENT_WIDTH_MAX + 8u))",
         "#define TUTTI_DECODE_BLOCKS(group) (((group) + 15u) / 16u)",
         "#define TUTTI_SKINNY_FEATURES(number) ((number) <= 16u ? 16u : 32u)",

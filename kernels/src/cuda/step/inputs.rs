@@ -22,6 +22,17 @@ pub(in crate::cuda) struct LaunchRows {
     pub(in crate::cuda) live: DevicePtr,
 }
 
+/// Lists that few steps have; each may be empty.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::cuda) struct StepLists<'a> {
+    /// As [`StepInputs::feed`](crate::backend::StepInputs::feed).
+    pub(in crate::cuda) feed: &'a [u32],
+    /// An adapter for each row.
+    pub(in crate::cuda) adapters: &'a [u32],
+    /// A state for each sequence.
+    pub(in crate::cuda) states: &'a [u32],
+}
+
 impl Step {
     /// How attention's queries are cut into tiles.
     pub(in crate::cuda) fn cut(&self, shape: &AttentionShape, windows: Windows) -> AttentionTiling {
@@ -37,7 +48,7 @@ impl Step {
         stream: &Stream,
         capacity: Capacity,
         ids: &[u32],
-        (feed, adapters): (&[u32], &[u32]),
+        lists: StepLists<'_>,
         batch: &Batch<'_>,
         cut: AttentionTiling,
         samples: &[u32],
@@ -63,11 +74,14 @@ impl Step {
             let params = &self.lists.params;
             staged[layout.params..][..params.len()].copy_from_slice(params);
         }
-        if feed.len() <= layout.adapters - layout.feed {
-            staged[layout.feed..][..feed.len()].copy_from_slice(feed);
-        }
-        if adapters.len() <= layout.tables - layout.adapters {
-            staged[layout.adapters..][..adapters.len()].copy_from_slice(adapters);
+        for (list, begin, end) in [
+            (lists.feed, layout.feed, layout.adapters),
+            (lists.adapters, layout.adapters, layout.states),
+            (lists.states, layout.states, layout.tables),
+        ] {
+            if list.len() <= end - begin {
+                staged[begin..][..list.len()].copy_from_slice(list);
+            }
         }
         block.upload_pinned(stream, 0, pinned, words)?;
         travelled.record(stream)?;

@@ -1,0 +1,155 @@
+//! Linear attention by the gated delta rule (Gated DeltaNet, as in Qwen3-Next and Qwen3.5). In
+//! place of K and V of all tokens a layer keeps a state of fixed size for each sequence, which each
+//! token changes: what its key `k` recalls is replaced by its value `v`, as far as `beta` says,
+//! after all that is kept has decayed.
+//!
+//! A token's channels are q, k and v of all heads as projected. For each token, in order:
+//! 1. Each channel becomes `silu(sum of conv[channel][j] * x[j])` over the last `kernel` tokens `x`
+//!    of the sequence up to this one, oldest first, zeros before its first.
+//! 2. For each key head, `q = q / sqrt(sum(q^2) + EPS) / sqrt(key_dim)` and
+//!    `k = k / sqrt(sum(k^2) + EPS)`.
+//! 3. For each value head, which uses the key head `head / (value_heads / key_heads)`, with its
+//!    state `S: [key_dim, value_dim]`, in f32: `S *= exp(-decay * softplus(a + dt_bias))`,
+//!    `u = sigmoid(b) * (v - k^T S)`, `S += k u^T`, `o = q^T S`.
+//! 4. `out = o / rms(o) * norm * silu(z)`, the mean of the squares over the head.
+//!
+//! Each token's bits depend on the sequence up to it alone, not on how steps divide it.
+use super::{Batch, Tensors};
+use crate::error::KernelError;
+
+/// Sizes of a layer's linear attention on one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaShape {
+    /// Heads of q and k.
+    pub key_heads: usize,
+    /// Heads of v, z and the result, a multiple of `key_heads`.
+    pub value_heads: usize,
+    /// Elements per head of q and k.
+    pub key_dim: usize,
+    /// Elements per head of v, z and the result.
+    pub value_dim: usize,
+    /// Tokens that a convolution sees, including the current one.
+    pub kernel: usize,
+}
+
+impl DeltaShape {
+    /// Added to the sum of squares of q and of k.
+    pub const EPS: f32 = 1e-6;
+    /// Upper limits of `key_dim`, `value_dim` and `kernel`.
+    pub const MOST: (usize, usize, usize) = (256, 256, 8);
+
+    /// Returns the number of elements of q and k of a token, each.
+    #[must_use]
+    pub const fn key_width(&self) -> usize {
+        self.key_heads * self.key_dim
+    }
+
+    /// Returns the number of elements of v, z and the result of a token, each.
+    #[must_use]
+    pub const fn value_width(&self) -> usize {
+        self.value_heads * self.value_dim
+    }
+
+    /// Returns the number of channels.
+    #[must_use]
+    pub const fn channels(&self) -> usize {
+        2 * self.key_width() + self.value_width()
+    }
+
+    /// Returns the number of f32 of the state of a layer: those of the value heads, and the
+    /// channels of the last `kernel - 1` tokens.
+    #[must_use]
+    pub const fn state_len(&self) -> usize {
+        self.value_heads * self.key_dim * self.value_dim + (self.kernel - 1) * self.channels()
+    }
+}
+
+/// The states of sequences on one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StatesShape {
+    /// Layers with linear attention.
+    pub num_layers: usize,
+    /// Number of states of each layer: one for each sequence that runs.
+    pub slots: usize,
+    /// Sizes of each layer.
+    pub layer: DeltaShape,
+}
+
+impl StatesShape {
+    /// Returns the size of all states, in bytes.
+    #[must_use]
+    pub const fn bytes(&self) -> u64 {
+        (self.num_layers * self.slots * self.layer.state_len() * size_of::<f32>()) as u64
+    }
+}
+
+/// Weights of a layer on one rank, beside its projections.
+#[derive(Debug)]
+pub struct DeltaWeights<V> {
+    /// `[channels, kernel]`, row-major, a channel's oldest token first.
+    pub conv: V,
+    /// `[value_heads]`, above 0.
+    pub decay: V,
+    /// `[value_heads]`
+    pub dt_bias: V,
+    /// `[value_dim]`
+    pub norm: V,
+}
+
+/// What a layer has projected, and its weights.
+#[derive(Debug)]
+pub struct DeltaInput<'a, B, V> {
+    /// q, k, v and z as projected, `[rows, channels + value_width]`, all heads of one after the
+    /// other. A [`Tensors::new_buffer`].
+    pub qkvz: &'a B,
+    /// b, then a, `[rows, 2 * value_heads]`. A [`Tensors::new_buffer`].
+    pub ba: &'a B,
+    /// Weights.
+    pub weights: &'a DeltaWeights<V>,
+    /// Epsilon of the last norm.
+    pub eps: f32,
+}
+
+/// The layer, and the sequences that it is computed for.
+#[derive(Clone, Copy, Debug)]
+pub struct DeltaAt<'a> {
+    /// The step's batch; its rows' positions go on where each sequence's state is.
+    pub batch: &'a Batch<'a>,
+    /// The slot of each sequence of the batch, each once. A sequence whose first row is at
+    /// position 0 begins with zeros, whatever the slot holds.
+    pub states: &'a [u32],
+    /// Index of the layer among those with linear attention.
+    pub layer: usize,
+}
+
+/// Linear attention.
+pub trait DeltaOps: Tensors {
+    /// The states of all sequences, on the device.
+    type States: std::fmt::Debug;
+
+    /// Allocates states.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`], [`KernelError::OutOfMemory`].
+    fn new_states(&mut self, shape: StatesShape) -> Result<Self::States, KernelError>;
+
+    /// Linear attention over a batch, as [`self`](crate::backend::delta) says, before its output
+    /// projection: `out: [rows, value_width]`, a [`Tensors::new_input_buffer`], whose rows it sets.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`]: the states are as they were then.
+    fn delta_attention(
+        &mut self,
+        input: DeltaInput<'_, Self::Buffer, Self::Vector>,
+        at: DeltaAt<'_>,
+        states: &mut Self::States,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `x *= sigmoid(gate)`, both `[rows, width]`: `x` a [`Tensors::new_input_buffer`], `gate` a
+    /// [`Tensors::new_buffer`].
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn gate(&mut self, gate: &Self::Buffer, x: &mut Self::Buffer) -> Result<(), KernelError>;
+}

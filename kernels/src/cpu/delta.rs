@@ -1,0 +1,258 @@
+//! Linear attention by the gated delta rule: a task has a key head of a sequence, with the value
+//! heads that use it, and takes its tokens one after the other.
+use super::isa::multiversion;
+use super::math::{exp, sigmoid, silu, softplus, sum_by};
+use super::memory::{AlignedVec, Disjoint};
+use super::{CpuBackend, CpuBuffer, CpuVector, GRAIN};
+use crate::backend::{
+    Buffer as _, DeltaAt, DeltaInput, DeltaOps, DeltaShape, DeltaWeights, SeqRows, StatesShape,
+};
+use crate::check::delta as check;
+use crate::error::KernelError;
+
+/// Most elements of a head.
+const HEAD: usize =
+    if DeltaShape::MOST.0 > DeltaShape::MOST.1 { DeltaShape::MOST.0 } else { DeltaShape::MOST.1 };
+/// Columns of a state that are updated together: what they sum up stays in registers.
+const COLUMNS: usize = 32;
+
+/// States of sequences, in host memory: of each layer and slot those of the value heads,
+/// `[value_heads, key_dim, value_dim]`, then the channels of the last tokens, `[kernel - 1,
+/// channels]`, the oldest first.
+#[derive(Debug)]
+pub struct CpuStates {
+    shape: StatesShape,
+    values: AlignedVec<f32>,
+}
+
+impl DeltaOps for CpuBackend {
+    type States = CpuStates;
+
+    fn new_states(&mut self, shape: StatesShape) -> Result<CpuStates, KernelError> {
+        check::states(&shape)?;
+        let len = shape.num_layers.saturating_mul(shape.slots);
+        let len = len.saturating_mul(shape.layer.state_len());
+        Ok(CpuStates { shape, values: AlignedVec::zeroed(len, "states of sequences")? })
+    }
+
+    fn delta_attention(
+        &mut self,
+        input: DeltaInput<'_, CpuBuffer, CpuVector>,
+        at: DeltaAt<'_>,
+        states: &mut CpuStates,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        check::attend(&input, at, &states.shape, out)?;
+        out.set_rows(input.qkvz.rows())?;
+        let (isa, shape, len) = (self.isa, states.shape.layer, states.shape.layer.state_len());
+        let heads = shape.key_heads;
+        let first = at.layer * states.shape.slots;
+        let values = Disjoint::new(&mut states.values);
+        let out = Disjoint::new(out.values_mut());
+        self.pool.run_ranges(at.batch.seqs.len() * heads, 1, &|range, _| {
+            for task in range {
+                let seq = &at.batch.seqs[task / heads];
+                let state = (first + at.states[task / heads] as usize) * len;
+                let head = Head { shape, head: task % heads, seq, state };
+                attend(isa, &head, &input, &values, &out);
+            }
+        })
+    }
+
+    fn gate(&mut self, gate: &CpuBuffer, x: &mut CpuBuffer) -> Result<(), KernelError> {
+        check::gate(gate, x)?;
+        let isa = self.isa;
+        let gate = gate.values();
+        let x = Disjoint::new(x.values_mut());
+        self.pool.run_ranges(gate.len(), GRAIN, &|range, _| {
+            // SAFETY: an element belongs to one task.
+            let x = unsafe { x.slice(range.start, range.len()) };
+            times_sigmoid(isa, &gate[range], x);
+        })
+    }
+}
+
+/// A key head of a sequence.
+struct Head<'a> {
+    shape: DeltaShape,
+    head: usize,
+    seq: &'a SeqRows,
+    /// Where the sequence's state of the layer begins.
+    state: usize,
+}
+
+impl Head<'_> {
+    /// The head's channels: first and number of those of q, k, and v of all its value heads.
+    fn segments(&self) -> [(usize, usize); 3] {
+        let (keys, key_dim) = (self.shape.key_width(), self.shape.key_dim);
+        let values = self.shape.value_width() / self.shape.key_heads;
+        let first = self.head * key_dim;
+        [(first, key_dim), (keys + first, key_dim), (2 * keys + self.head * values, values)]
+    }
+}
+
+multiversion! {
+    /// `x *= sigmoid(gate)`. Both of one length.
+    fn times_sigmoid(gate: &[f32], x: &mut [f32]) = times_sigmoid_body
+}
+
+#[inline(always)]
+fn times_sigmoid_body<const FMA: bool>(gate: &[f32], x: &mut [f32]) {
+    for (x, &gate) in x.iter_mut().zip(gate) {
+        *x *= sigmoid(gate);
+    }
+}
+
+multiversion! {
+    /// Computes all rows of a head of a sequence.
+    fn attend(
+        head: &Head<'_>,
+        input: &DeltaInput<'_, CpuBuffer, CpuVector>,
+        states: &Disjoint<'_, f32>,
+        out: &Disjoint<'_, f32>,
+    ) = attend_body
+}
+
+#[inline(always)]
+fn attend_body<const FMA: bool>(
+    head: &Head<'_>,
+    input: &DeltaInput<'_, CpuBuffer, CpuVector>,
+    states: &Disjoint<'_, f32>,
+    out: &Disjoint<'_, f32>,
+) {
+    let DeltaInput { qkvz, ba, weights, eps } = input;
+    let shape = head.shape;
+    let DeltaShape { key_heads, value_heads, key_dim, value_dim, kernel } = shape;
+    let (group, channels, size) = (value_heads / key_heads, shape.channels(), key_dim * value_dim);
+    let first = head.head * group;
+    // SAFETY: the value heads of a key head of a sequence belong to one task.
+    let own = unsafe { states.slice(head.state + first * size, group * size) };
+    let last = head.state + value_heads * size;
+    let segments = head.segments();
+    let is_new = head.seq.context_len == head.seq.num_rows;
+    if is_new {
+        own.fill(0.0);
+    }
+    let (start, count) = (head.seq.row_start as usize, head.seq.num_rows as usize);
+    // The channels of a token, counted from the sequence's first of this step.
+    let token = |index: isize, (first, len): (usize, usize)| -> Option<&[f32]> {
+        if index >= 0 {
+            return Some(&qkvz.row(start + index as usize)[first..first + len]);
+        }
+        let before = last + (kernel - 1).wrapping_add_signed(index) * channels;
+        // SAFETY: as above for the head's channels, of which nothing is written before all rows
+        // are done.
+        (!is_new).then(|| unsafe { &*states.slice(before + first, len) })
+    };
+    let mixed = |index: usize, segment: (usize, usize), out: &mut [f32]| {
+        out.fill(0.0);
+        for tap in 0..kernel {
+            let Some(x) = token(index as isize + tap as isize + 1 - kernel as isize, segment)
+            else {
+                continue;
+            };
+            let conv = &weights.conv[segment.0 * kernel..][..segment.1 * kernel];
+            for ((out, conv), &x) in out.iter_mut().zip(conv.chunks_exact(kernel)).zip(x) {
+                *out += conv[tap] * x;
+            }
+        }
+        out.iter_mut().for_each(|x| *x = silu(*x));
+    };
+    let (mut q, mut k, mut v) = ([0.0; HEAD], [0.0; HEAD], [0.0; HEAD]);
+    let (q, k, v) = (&mut q[..key_dim], &mut k[..key_dim], &mut v[..value_dim]);
+    for index in 0..count {
+        mixed(index, segments[0], q);
+        mixed(index, segments[1], k);
+        normalise(q, (key_dim as f32).sqrt());
+        normalise(k, 1.0);
+        let row = start + index;
+        let z = &qkvz.row(row)[channels..];
+        for (which, s) in own.chunks_exact_mut(size).enumerate() {
+            let head = first + which;
+            mixed(index, (segments[2].0 + which * value_dim, value_dim), v);
+            let (kept, beta) = gates(weights, ba.row(row), head);
+            // SAFETY: a value head of a row belongs to one task.
+            let out = unsafe { out.slice((row * value_heads + head) * value_dim, value_dim) };
+            let mut column = 0;
+            while column + COLUMNS <= value_dim {
+                update::<COLUMNS, FMA>(s, column, (q, k, v), (kept, beta), out);
+                column += COLUMNS;
+            }
+            while column < value_dim {
+                update::<8, FMA>(s, column, (q, k, v), (kept, beta), out);
+                column += 8;
+            }
+            let z = &z[head * value_dim..][..value_dim];
+            let scale = 1.0 / (sum_by(out, |x| x * x) / value_dim as f32 + eps).sqrt();
+            for ((out, &norm), &z) in out.iter_mut().zip(&*weights.norm).zip(z) {
+                *out = *out * scale * norm * silu(z);
+            }
+        }
+    }
+    // The channels of the last tokens: those of this step, and of before if it has fewer.
+    for segment in segments {
+        for place in 0..kernel - 1 {
+            let index = (count + place) as isize + 1 - kernel as isize;
+            // SAFETY: as above; what is copied within the state comes from a later place, which is
+            // another token's.
+            let to = unsafe { states.slice(last + place * channels + segment.0, segment.1) };
+            match token(index, segment) {
+                Some(from) => to.copy_from_slice(from),
+                None => to.fill(0.0),
+            }
+        }
+    }
+}
+
+/// How much of a value head's state is kept, and how much of what is wrong is corrected.
+#[inline(always)]
+fn gates(weights: &DeltaWeights<CpuVector>, ba: &[f32], head: usize) -> (f32, f32) {
+    let (b, a) = ba.split_at(ba.len() / 2);
+    let rate = weights.decay[head] * softplus(a[head] + weights.dt_bias[head]);
+    (exp(-rate), sigmoid(b[head]))
+}
+
+/// Divides by the length and by `divisor`.
+#[inline(always)]
+fn normalise(x: &mut [f32], divisor: f32) {
+    let scale = 1.0 / ((sum_by(x, |x| x * x) + DeltaShape::EPS).sqrt() * divisor);
+    x.iter_mut().for_each(|x| *x *= scale);
+}
+
+/// Updates columns `column..column + N` of a state, `s: [k.len(), v.len()]`, and computes those of
+/// `out`.
+#[inline(always)]
+fn update<const N: usize, const FMA: bool>(
+    s: &mut [f32],
+    column: usize,
+    (q, k, v): (&[f32], &[f32], &[f32]),
+    (kept, beta): (f32, f32),
+    out: &mut [f32],
+) {
+    let stride = v.len();
+    let mut recalled = [0.0f32; N];
+    for (row, &k) in s.chunks_exact_mut(stride).zip(k) {
+        for (sum, s) in recalled.iter_mut().zip(&mut row[column..][..N]) {
+            *s *= kept;
+            *sum = fused::<FMA>(k, *s, *sum);
+        }
+    }
+    let mut changes = [0.0f32; N];
+    for ((change, &v), recalled) in changes.iter_mut().zip(&v[column..][..N]).zip(recalled) {
+        *change = beta * (v - recalled);
+    }
+    let mut sums = [0.0f32; N];
+    for ((row, &k), &q) in s.chunks_exact_mut(stride).zip(k).zip(q) {
+        for ((sum, s), &change) in sums.iter_mut().zip(&mut row[column..][..N]).zip(&changes) {
+            *s = fused::<FMA>(k, change, *s);
+            *sum = fused::<FMA>(q, *s, *sum);
+        }
+    }
+    out[column..][..N].copy_from_slice(&sums);
+}
+
+/// `a * b + c`, rounded once where the hardware does that.
+#[inline(always)]
+fn fused<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
+    if FMA { a.mul_add(b, c) } else { a * b + c }
+}
