@@ -52,6 +52,16 @@ pub fn text_model(config: Value) -> Result<Value, String> {
     Ok(text)
 }
 
+/// Whether layers of an architecture can have linear attention: they keep a state of each sequence
+/// instead of K and V of its tokens. It is known only where the sequence ends, so no other sequence
+/// can begin with a part of it, and no token can be taken back.
+#[must_use]
+pub fn has_linear_attention(architecture: &str) -> bool {
+    const LINEAR: [&str; 3] =
+        ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"];
+    LINEAR.contains(&architecture)
+}
+
 /// Whether the output head of an architecture is its embedding if the file does not say.
 #[must_use]
 pub fn is_tied_by_default(architecture: &str) -> bool {
@@ -180,6 +190,8 @@ mod tests {
         ] {
             assert_eq!(lacks_head(names.iter().copied()), lacks, "{names:?}");
         }
+        let linear = ["Qwen3_5ForCausalLM", "Qwen3ForCausalLM"].map(has_linear_attention);
+        assert_eq!(linear, [true, false]);
         assert!(is_tied_by_default("Gemma2ForCausalLM") && !is_tied_by_default("Qwen3ForCausalLM"));
     }
 

@@ -38,6 +38,7 @@
 //! - [`streams`]: streams that continue under the next coordinator
 //! - [`strangers`]: connections that stay silent
 //! - [`structured`]: structured output of a real model, also when a worker dies
+//! - [`states`]: a model with linear attention
 //! - [`swapping`]: requests swapped to host memory
 //! - [`thinking`]: bounds on reasoning, also when a worker dies
 //! - [`bad_words`]: words that must not be generated, likewise
@@ -93,6 +94,7 @@ mod secrets;
 mod serving;
 mod speculation;
 mod stalled;
+mod states;
 mod strangers;
 mod streams;
 mod structured;

@@ -29,7 +29,7 @@ pub(crate) const PLANNING: Duration = Duration::from_secs(10);
 /// Error caused by bf16 inputs of products in small random models; measured in emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
-pub(crate) const VARIANTS: [&str; 55] = [
+pub(crate) const VARIANTS: [&str; 58] = [
     "llama-gqa",
     "llama-gqa-sharded",
     "llama-tied",
@@ -79,6 +79,9 @@ pub(crate) const VARIANTS: [&str; 55] = [
     "qwen3-moe",
     "qwen3-moe-stacked",
     "qwen3-vl-moe",
+    "qwen3_5",
+    "qwen3-next",
+    "qwen3_5-moe",
     "glm4v-moe",
     "llama-gptq",
     "llama-w4a16",

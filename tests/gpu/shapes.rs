@@ -202,6 +202,7 @@ impl Shape {
                 }),
                 qk_norm: None,
                 sinks: None,
+                gate: None,
                 output: vec![output],
                 output_bias: None,
                 output_norm: None,

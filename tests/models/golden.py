@@ -9,6 +9,20 @@ import transformers
 STEPS = 32
 
 
+def initialise_delta(name, p):
+    """Parameters of linear attention that are no projections; whether this is one. What is kept of a state
+    from token to token is between almost nothing and almost all."""
+    if name.endswith("A_log"):
+        p.copy_((0.05 + 1.5 * torch.rand_like(p)).log())
+    elif name.endswith("dt_bias"):
+        p.copy_(0.5 * torch.randn_like(p))
+    elif name.endswith("conv1d.weight"):
+        p.copy_(1.5 * torch.randn_like(p))
+    else:
+        return False
+    return True
+
+
 def logits_of(model, ids):
     """Logits of every position."""
     with torch.no_grad():

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the variants with experts (mixtral, qwen2-moe, qwen3-moe, qwen3-moe-stacked, glm4-moe,
 granite-moe, olmoe, minimax-m2, deepseek-v2, deepseek-v3, glm4-moe-lite, hy-v3, exaone-moe, dots1, solar-open,
-qwen3-vl-moe, glm4v-moe) and their golden.json.
+qwen3-vl-moe, glm4v-moe, qwen3-next, qwen3_5-moe) and their golden.json.
 
 Random weights, but for the routers: an expert is chosen by the direction that it has in the embedding,
 and every token has the directions of as many experts as it is sent to. So no choice hangs on rounding:
@@ -22,9 +22,11 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, DeepseekV2Config, DeepseekV3Config, Dots1Config, ExaoneMoeConfig,
     Glm4MoeConfig, Glm4MoeLiteConfig, Glm4vMoeConfig, GraniteMoeConfig, HYV3Config, MiniMaxM2Config, MixtralConfig,
-    OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig, Qwen3VLMoeConfig, SolarOpenConfig,
+    OlmoeConfig, Qwen2MoeConfig, Qwen3_5MoeConfig, Qwen3MoeConfig, Qwen3NextConfig, Qwen3VLMoeConfig,
+    SolarOpenConfig,
 )
 
+import golden
 import routing
 
 HERE = Path(__file__).resolve().parent
@@ -33,6 +35,8 @@ KEPT = 0.01
 ROUTERS = ("mlp.gate", "block_sparse_moe.router")
 BIASED = ("glm4_moe", "minimax_m2", "deepseek_v3", "glm4_moe_lite", "hy_v3", "exaone_moe", "dots1", "solar_open",
           "glm4v_moe_text")
+# 1 is added to the weights of most norms.
+OFFSET = ("qwen3_next", "qwen3_5_moe_text")
 torch.set_num_threads(1)
 
 BASE = dict(
@@ -215,6 +219,39 @@ VARIANTS = {
         ),
         {"old": True},
     ),
+    # Linear attention in three of four layers, gates in the other; a shared expert with a gate.
+    "qwen3-next": (
+        Qwen3NextConfig(
+            **BASE, num_hidden_layers=4, intermediate_size=64, moe_intermediate_size=24, head_dim=32,
+            shared_expert_intermediate_size=24, rms_norm_eps=1e-6, num_experts=6, num_experts_per_tok=3,
+            norm_topk_prob=True, tie_word_embeddings=False, linear_num_key_heads=4, linear_num_value_heads=8,
+            linear_key_head_dim=16, linear_value_head_dim=16, mlp_only_layers=[1],
+            rope_parameters={**rope(10000000.0), "partial_rotary_factor": 0.25},
+        ),
+        {"old": True},
+    ),
+    # The same with projections of their own for what qwen3-next has in two.
+    "qwen3_5-moe": (
+        Qwen3_5MoeConfig(
+            text_config=dict(
+                **BASE, num_hidden_layers=4, moe_intermediate_size=24, head_dim=32,
+                shared_expert_intermediate_size=24, rms_norm_eps=1e-6, num_experts=6, num_experts_per_tok=3,
+                linear_num_key_heads=4, linear_num_value_heads=12, linear_key_head_dim=16,
+                linear_value_head_dim=16, linear_conv_kernel_dim=3, layer_types=["linear_attention",
+                "full_attention", "linear_attention", "linear_attention"],
+                rope_parameters={**rope(10000000.0), "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
+                                 "mrope_interleaved": True},
+            ),
+            vision_config=dict(
+                depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64,
+                patch_size=4, num_position_embeddings=16,
+            ),
+            tie_word_embeddings=False, image_token_id=380, video_token_id=381,
+            vision_start_token_id=382, vision_end_token_id=383, bos_token_id=1, eos_token_id=2,
+            pad_token_id=0,
+        ),
+        {"old": False},
+    ),
     # As glm4-moe, without norms of heads.
     "glm4v-moe": (
         Glm4vMoeConfig(
@@ -298,7 +335,10 @@ def initialised(config, seed):
             if name.endswith("norm.weight"):
                 # Routers read the one after attention.
                 spread = 0.002 if is_grouped and "post_attention" in name else 0.04
-                p.copy_(1 + spread * torch.randn_like(p))
+                is_offset = config.model_type in OFFSET and "linear_attn" not in name
+                p.copy_((0 if is_offset else 1) + spread * torch.randn_like(p))
+            elif golden.initialise_delta(name, p):
+                pass
             elif "embed_tokens" in name:
                 strength = strengths(config, p.shape[0], experts, biased, chosen)
                 noise = 0.2 * torch.randn_like(p)
@@ -311,9 +351,12 @@ def initialised(config, seed):
                 p.copy_((0.2 if is_grouped else 0.35) * torch.randn_like(p))
             elif name.removesuffix(".weight").endswith(ROUTERS):
                 p.copy_(0.8 * directions if is_grouped else 0.8 * directions + 0.01 * torch.randn_like(p))
-            elif "o_proj" in name or "down_proj" in name:
+            elif "o_proj" in name or "out_proj" in name or "down_proj" in name:
                 # Little of what layers add to the residual stream lies in the routers' directions.
-                made = 1.6 * torch.randn_like(p) / p.shape[-1] ** 0.5
+                # A norm follows each head of linear attention, which makes much of the rounding of what is
+                # small.
+                scale = 0.4 if "linear_attn" in name else 1.6
+                made = scale * torch.randn_like(p) / p.shape[-1] ** 0.5
                 kept = 0 if is_grouped else KEPT
                 p.copy_(made - (1 - kept) * directions.T @ (directions @ made))
             else:

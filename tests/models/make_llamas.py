@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the variants phi3, phi4-mini, qwen3-yarn, smollm3, mistral3, granite, seed-oss, glm4, exaone4,
 ernie4_5, olmo2, olmo3, cohere, cohere2, starcoder2, nemotron, stablelm, ministral3, granite-4, qwen2_5-vl,
-qwen3-vl and glm4v with their golden.json, and tests/parity/rope.json: what transformers makes of scaled rotary embeddings.
+qwen3-vl, glm4v and qwen3_5 with their golden.json, and tests/parity/rope.json: what transformers makes of scaled rotary embeddings.
 
 Random weights, in bf16; of some seeds the one whose greedy choices are the clearest. Sets of LongRoPE's
 divisors are chosen by the served length here, not by how long a sequence has become: golden.json is of
@@ -24,7 +24,7 @@ from transformers import (
     Ministral3Config, Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig, NemotronConfig,
     NemotronForCausalLM, Olmo2Config, Olmo2ForCausalLM, Olmo3Config, Olmo3ForCausalLM,
     Phi3Config, Phi3ForCausalLM, PixtralVisionConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration,
-    Qwen3Config, Qwen3ForCausalLM, Qwen3VLConfig, Qwen3VLForConditionalGeneration, SeedOssConfig,
+    Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3Config, Qwen3ForCausalLM, Qwen3VLConfig, Qwen3VLForConditionalGeneration, SeedOssConfig,
     SeedOssForCausalLM, SmolLM3Config, SmolLM3ForCausalLM, StableLmConfig, StableLmForCausalLM,
     Starcoder2Config, Starcoder2ForCausalLM,
 )
@@ -209,6 +209,19 @@ VARIANTS = {
                            patch_size=4, image_size=16),
         tie_word_embeddings=False, image_token_id=380, video_token_id=381, image_start_token_id=376,
         image_end_token_id=377, video_start_token_id=378, video_end_token_id=379, **IDS)),
+    # Linear attention in three of four layers; gates and a partly rotated head in the other.
+    "qwen3_5": (Qwen3_5ForConditionalGeneration, lambda: Qwen3_5Config(
+        text_config=dict(
+            **BASE, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+            rms_norm_eps=1e-6, max_position_embeddings=512, tie_word_embeddings=True,
+            linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=16,
+            linear_value_head_dim=32, attn_output_gate=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.25,
+                             "mrope_section": [2, 1, 1], "mrope_interleaved": True}),
+        vision_config=dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64,
+                           patch_size=4, num_position_embeddings=16),
+        tie_word_embeddings=True, image_token_id=380, video_token_id=381, vision_start_token_id=382,
+        vision_end_token_id=383, **IDS)),
 }
 LAYER_NORMS = ("cohere", "cohere2", "starcoder2", "nemotron", "stablelm")
 PROMPTS = [
@@ -228,7 +241,10 @@ def initialised(name, seed):
     with torch.no_grad():
         for parameter, p in model.named_parameters():
             if parameter.endswith("norm.weight"):
-                p.copy_((0 if name == "nemotron" else 1) + 0.04 * torch.randn_like(p))
+                is_offset = name in ("nemotron", "qwen3_5") and "linear_attn" not in parameter
+                p.copy_((0 if is_offset else 1) + 0.04 * torch.randn_like(p))
+            elif golden.initialise_delta(parameter, p):
+                pass
             elif parameter.endswith("bias"):
                 p.copy_(0.1 * torch.randn_like(p))
             elif "embed" in parameter:
@@ -239,7 +255,10 @@ def initialised(name, seed):
             elif "lm_head" in parameter:
                 p.copy_(0.35 * torch.randn_like(p))
             else:
-                p.copy_(1.1 * torch.randn_like(p) / p.shape[-1] ** 0.5)
+                # A norm follows each head of linear attention, which makes much of the rounding of what is
+                # small.
+                scale = 0.2 if "linear_attn.out_proj" in parameter else 1.1
+                p.copy_(scale * torch.randn_like(p) / p.shape[-1] ** 0.5)
             # The frequencies, which are no parameters, are to stay what they are.
             p.copy_(p.to(torch.bfloat16))
     return model

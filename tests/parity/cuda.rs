@@ -92,6 +92,8 @@ variants! {
     qwen3_moe: "qwen3-moe", 1;
     qwen3_moe_stacked_tp2: "qwen3-moe-stacked", 2;
     qwen3_vl_moe: "qwen3-vl-moe", 1;
+    qwen3_5: "qwen3_5", 1;
+    qwen3_next_tp2: "qwen3-next", 2;
     gpt_oss: "gpt-oss", 1;
     gpt_oss_tp2: "gpt-oss", 2;
     gpt_oss_mxfp4: "gpt-oss-mxfp4", 1;

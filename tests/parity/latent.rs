@@ -91,14 +91,19 @@ fn checkpoints_in_fp8_blocks_are_their_values() {
 /// No rank loads a model of which it would use only a part.
 #[test]
 fn adapters_are_refused() {
-    let config = ModelConfig::load(&variant("deepseek-v2")).unwrap();
-    let error = |lora: &Lora| LoraFiles::open(lora, &config).unwrap_err().to_string();
     let fixed = Lora::fixed([("a".to_owned(), "/nowhere".to_owned())], 16);
     let places = Lora { places: 2, ..Lora::fixed([], 16) };
-    for lora in [&fixed, &places] {
-        assert!(error(lora).contains("LoRA adapters of models with multi-head latent attention"));
+    for (model, kind) in [
+        ("deepseek-v2", "multi-head latent attention (DeepSeek's)"),
+        ("qwen3_5", "linear attention (Qwen3-Next, Qwen3.5)"),
+    ] {
+        let config = ModelConfig::load(&variant(model)).unwrap();
+        for lora in [&fixed, &places] {
+            let error = LoraFiles::open(lora, &config).unwrap_err().to_string();
+            assert!(error.contains(&format!("LoRA adapters of models with {kind}")), "{error}");
+        }
+        assert!(LoraFiles::open(&Lora::fixed([], 16), &config).is_ok());
     }
-    assert!(LoraFiles::open(&Lora::fixed([], 16), &config).is_ok());
 }
 
 /// What all ranks have counts for each of them.

@@ -26,6 +26,7 @@
 //! - `refusals`: every backend refuses invalid arguments in the same words
 //! - [`rig`]: ranks as threads, driven by step plans
 //! - [`samplers`]: the fast sampler compared with the reference sampler
+//! - `states`: states of linear attention in graphs
 //! - `swapping`: sequences swapped to host memory and back, on every device
 #![allow(
     clippy::unwrap_used,
@@ -64,4 +65,5 @@ mod queued;
 mod refusals;
 mod rig;
 mod samplers;
+mod states;
 mod swapping;

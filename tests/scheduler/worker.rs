@@ -203,6 +203,9 @@ impl FakeWorker {
             let old = self.known.insert(new.seq, known);
             assert!(old.is_none(), "{} is admitted twice without being forgotten", new.seq);
         }
+        // Ranks have states of linear attention for so many.
+        let here = self.known.values().filter(|known| known.host.is_none()).count();
+        assert!(here <= self.config.max_num_seqs as usize, "{here} sequences are held");
         self.budget_respected(plan);
         let mut outputs = Vec::new();
         self.drafted.clear();

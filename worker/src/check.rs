@@ -19,6 +19,8 @@ pub struct ModelNeeds {
     pub files: usize,
     /// Size of its weights as ranks keep them, summed over all ranks, in bytes.
     pub weight_bytes: u64,
+    /// Size of the states of linear attention of one sequence, summed over all ranks, in bytes.
+    pub state_bytes: u64,
     /// Number of decoder layers.
     pub layers: usize,
     /// Maximum sequence length that it supports, in tokens.
@@ -85,7 +87,8 @@ pub fn model_with(
         _ => bytes(&whole)?,
     };
     let (layers, max_positions) = (config.num_layers, config.max_positions);
-    Ok(ModelNeeds { files: count, weight_bytes, layers, max_positions })
+    let state_bytes = whole.states(&config, 1).map_or(0, |states| states.bytes());
+    Ok(ModelNeeds { files: count, weight_bytes, state_bytes, layers, max_positions })
 }
 
 /// Opens adapters' folders and checks them against the model. Returns the memory that they need on

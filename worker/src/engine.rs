@@ -12,6 +12,7 @@
 //! - `masks`: structured output
 //! - `draft`, `verify`: drafts by a small model; verification of drafts
 //! - `swap`: sequences in host memory
+//! - `states`: states of linear attention
 //! - `pool`: embeddings
 //! - `profile`: warm-up steps on made-up tokens
 mod ahead;
@@ -22,6 +23,7 @@ mod pool;
 mod profile;
 mod report;
 mod sequence;
+mod states;
 mod swap;
 mod verify;
 
@@ -45,6 +47,7 @@ use self::masks::Masks;
 pub use self::profile::WarmUp;
 use self::report::{merge_output, prompt_logprobs, sampled_output};
 use self::sequence::Sequence;
+use self::states::StateSlots;
 use self::swap::HostBlocks;
 use crate::model::config::ModelConfig;
 use crate::model::decoder::Decoder;
@@ -85,6 +88,8 @@ pub struct Engine<B: Backend> {
     num_blocks: u32,
     host: Option<HostBlocks<B>>,
     sequences: IdMap<SeqId, Sequence>,
+    /// States of linear attention, if the model has it.
+    states: StateSlots,
     step: StepBuffers,
     masks: Masks,
     /// The draft model, on rank 0 if there is one.
@@ -120,6 +125,7 @@ impl<B: Backend> Engine<B> {
             num_blocks: 0,
             host: None,
             sequences: IdMap::default(),
+            states: StateSlots::default(),
             step: StepBuffers::default(),
             masks: Masks::default(),
             draft: None,
@@ -269,6 +275,7 @@ impl<B: Backend> Engine<B> {
             draft.start(&mut self.backend, &self.config, num_blocks)?;
         }
         self.num_blocks = num_blocks;
+        self.states.reset(self.config.max_num_seqs);
         // What it took to get here belongs to no step.
         let _ = self.backend.take_collective_time();
         Ok(())
@@ -420,11 +427,12 @@ impl<B: Backend> Engine<B> {
             sample_rows: &step.sample_rows,
             sampling: &rows,
             feed: &step.feed,
+            states: &step.states,
             adapters: &step.adapters,
             masked,
             is_plain,
         })?;
-        decoder.forward(backend, cache, &step.ids, &batch, &step.adapters)?;
+        decoder.forward(backend, cache, &step.ids, &batch, &step.states, &step.adapters)?;
         if !is_plain {
             let max = self.config.max_num_seqs;
             prompt_logprobs(backend, decoder, sequences, step, plan, max, outputs)?;

@@ -110,6 +110,10 @@ pub(crate) struct DoctorArgs {
     /// KV cache memory per worker, in bytes or with a suffix KiB, MiB or GiB
     #[arg(long, alias = "kv-cache-memory-bytes", value_name = "BYTES", default_value = "512MiB", value_parser = parse_bytes)]
     pub(crate) kv_cache_memory: u64,
+    /// Maximum number of sequences in one engine step; of models with linear attention each takes
+    /// memory
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) max_num_seqs: u32,
     /// Host memory per worker for requests that are preempted when the KV cache is full: in GiB, or
     /// bytes with a suffix KiB, MiB or GiB
     #[arg(long, value_name = "GIB", default_value = "0", value_parser = parse_swap_space)]
@@ -338,7 +342,7 @@ mod tests {
     fn options_of_the_node_to_be_are_taken() {
         let words = |text: &str| text.split(' ').map(OsString::from).collect::<Vec<_>>();
         let kept = |text: &str| without_others(&words(text));
-        let given = "tutti doctor --max-num-seqs 4 --tensor-parallel 2 --served-model-name a b \
+        let given = "tutti doctor --block-size 32 --tensor-parallel 2 --served-model-name a b \
                      --access-log --dtype=auto --model m --node n";
         assert_eq!(kept(given), words("tutti doctor --tensor-parallel 2 --model m"));
         let given = words("tutti up --max-num-seqs 4");

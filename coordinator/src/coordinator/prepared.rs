@@ -59,7 +59,7 @@ impl PreparedCoordinator {
     ///
     /// # Errors
     /// [`StartError`].
-    pub fn new(options: CoordinatorOptions) -> Result<Self, StartError> {
+    pub fn new(mut options: CoordinatorOptions) -> Result<Self, StartError> {
         let names = [&options.served_model_name].into_iter().chain(&options.model_aliases);
         let names: Vec<String> = names.cloned().collect();
         check_model_names(&names)
@@ -69,6 +69,15 @@ impl PreparedCoordinator {
             .check(names.iter().map(String::as_str))
             .map_err(|why| StartError::Sizes(format!("--lora-modules: {why}")))?;
         let text = Arc::new(TextModel::load_with(&options.model, &options.api.text)?);
+        if let Some(why) = text.cannot(options.swap_bytes > 0, options.speculation.is_some()) {
+            return Err(StartError::Sizes(why));
+        }
+        if text.has_linear_attention && std::mem::replace(&mut options.prefix_caching, false) {
+            tracing::info!(
+                "no prefix caching: the model has linear attention, whose state is known only at \
+                 the end of a sequence"
+            );
+        }
         let max_model_len = options.max_model_len.unwrap_or(text.usual_positions);
         if options.max_model_len.is_none() && max_model_len < text.max_positions {
             let most = text.max_positions;

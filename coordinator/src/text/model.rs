@@ -93,6 +93,8 @@ pub struct TextModel {
     /// Whether its weights lack an output head, as far as the files on this host tell: it makes
     /// embeddings and no text then.
     pub lacks_head: bool,
+    /// Whether some layers have linear attention: see [`model_config::has_linear_attention`].
+    pub has_linear_attention: bool,
     /// Which tokens of the tokenizer the model lacks, if any, in one sentence.
     pub lacks_tokens: Option<String>,
     /// Whether the operator chose the chat template.
@@ -235,6 +237,9 @@ impl TextModel {
             },
             lacks_head: classifier.is_none() && head::is_missing(folder, &config),
             classifier,
+            has_linear_attention: config["architectures"][0]
+                .as_str()
+                .is_some_and(model_config::has_linear_attention),
             lacks_tokens,
             is_template_chosen: chat_template.is_some(),
             dialect,
@@ -310,6 +315,22 @@ impl TextModel {
         Err(format!(
             "the text has token {token} ({text:?}), which the model lacks: its vocabulary has \
              {vocab} tokens"
+        ))
+    }
+
+    /// Which of these options cannot be used with the model, if one cannot, and why, in one
+    /// sentence.
+    #[must_use]
+    pub fn cannot(&self, swaps: bool, drafts: bool) -> Option<String> {
+        let asked = [
+            (swaps, "--swap-space", "a sequence that leaves the KV cache is computed again"),
+            (drafts, "--speculative-config", "drafts cannot be taken back"),
+        ];
+        let (_, option, why) =
+            asked.iter().find(|(asked, ..)| *asked && self.has_linear_attention)?;
+        Some(format!(
+            "{option}: not supported for a model with linear attention, which keeps a state of \
+             each sequence: {why}"
         ))
     }
 

@@ -5,8 +5,8 @@ use serde_json::Value;
 /// Ending of their architectures' names, and of those of the models that they are made from.
 const CLASSIFIES: &str = "ForSequenceClassification";
 const GENERATES: &str = "ForCausalLM";
-/// The one whose name differs in more than the ending.
-const GEMMA3: [&str; 2] = ["Gemma3Text", "Gemma3"];
+/// Those whose names differ in more than the ending.
+const OTHERS: [[&str; 2]; 2] = [["Gemma3Text", "Gemma3"], ["Qwen3_5Text", "Qwen3_5"]];
 /// Most classes of a model.
 pub const CLASSES_MAX: usize = 4096;
 /// Where sentence-transformers names the function that makes scores of numbers.
@@ -115,7 +115,8 @@ pub(super) fn as_decoder(mut config: Value) -> Value {
     let name = config["architectures"][0].as_str().and_then(|it| it.strip_suffix(CLASSIFIES));
     // In a multimodal model the decoder has another name.
     if let Some(name) = name.filter(|_| config["text_config"].is_null()) {
-        let name = if name == GEMMA3[0] { GEMMA3[1] } else { name };
+        let other = OTHERS.iter().find(|[classifies, _]| *classifies == name);
+        let name = other.map_or(name, |[_, generates]| generates);
         config["architectures"] = serde_json::json!([format!("{name}{GENERATES}")]);
     }
     config

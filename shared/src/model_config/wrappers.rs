@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 /// Multimodal architectures with a text model in their `text_config`: the architecture, the
 /// `model_type` of its `text_config`, the usual one first, and the text model's own architecture.
-const WRAPPERS: [(&str, &str, &str); 11] = [
+const WRAPPERS: [(&str, &str, &str); 13] = [
     ("Gemma3ForConditionalGeneration", "gemma3_text", super::GEMMA3),
     ("Glm46VForConditionalGeneration", "glm4v_text", "Glm4ForCausalLM"),
     ("Glm46VForConditionalGeneration", "glm4v_moe_text", "Glm4MoeForCausalLM"),
@@ -16,6 +16,8 @@ const WRAPPERS: [(&str, &str, &str); 11] = [
     ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", "Qwen2ForCausalLM"),
     ("Qwen3VLForConditionalGeneration", "qwen3_vl_text", "Qwen3ForCausalLM"),
     ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", "Qwen3MoeForCausalLM"),
+    ("Qwen3_5ForConditionalGeneration", "qwen3_5_text", "Qwen3_5ForCausalLM"),
+    ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
 ];
 
 /// Of these, those whose files may have the text model's keys beside the others.
@@ -63,7 +65,7 @@ pub(super) fn extract_text_config(mut config: Value) -> Result<Value, String> {
         ));
     };
     text["architectures"] = json!([own]);
-    if kind.starts_with("qwen3_vl") {
+    if kind.starts_with("qwen3_vl") || kind.starts_with("qwen3_5") {
         // Whether the head is the embedding is said beside the text model's keys. Its own says
         // nothing: transformers writes a default there.
         text["tie_word_embeddings"] =
@@ -200,5 +202,8 @@ mod tests {
         let tied = json!({"architectures": ["Qwen3VLForConditionalGeneration"],
             "tie_word_embeddings": true, "text_config": {"model_type": "qwen3_vl_text"}});
         assert_eq!(text_model(tied).unwrap()["tie_word_embeddings"], true);
+        let qwen = text("Qwen3_5Moe", "qwen3_5_moe_text", json!({"tie_word_embeddings": true}));
+        assert_eq!(qwen["architectures"], json!(["Qwen3_5MoeForCausalLM"]));
+        assert_eq!(qwen["tie_word_embeddings"], false);
     }
 }

@@ -83,11 +83,12 @@ pub(super) fn check_fit(
         };
         return Err(error(format!(
             "{why}: {} are needed (weights {}, activations {}), but {} are left; {advice}; \
-             {smaller}",
+             {smaller}{}",
             bytes_text(own.bytes()),
             bytes_text(own.weights),
             bytes_text(own.activations),
             bytes_text(available),
+            size::advice_on_states(config, shard, sizes),
         )));
     }
     let most = own.bytes().saturating_mul(u64::from(ranks_here));
@@ -104,9 +105,10 @@ pub(super) fn check_fit(
     }
     Err(ModelError::Fit(format!(
         "the model does not fit into this host's memory: its {ranks_here} ranks here need {} \
-         together, but the host has {} in all; spread them over more hosts; {smaller}",
+         together, but the host has {} in all; spread them over more hosts; {smaller}{}",
         bytes_text(together),
         bytes_text(total),
+        size::advice_on_states(config, shard, sizes),
     )))
 }
 

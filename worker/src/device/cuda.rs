@@ -242,7 +242,9 @@ impl Device for CudaDevice {
         };
         let larger = own.degree.saturating_add(1)..=64;
         let fitting = larger.filter_map(most).find(|need| need.bytes() <= memory.kv_bytes());
-        check_fit(&memory, &own, fitting.as_slice()).map_err(ModelError::Fit)
+        check_fit(&memory, &own, fitting.as_slice()).map_err(|message| {
+            ModelError::Fit(message + &size::advice_on_states(config, shard, sizes))
+        })
     }
 
     fn check_steps(

@@ -328,11 +328,12 @@ impl<B: Backend> Draft<B> {
             sample_rows: &rows.sample_rows,
             sampling: &sampling,
             feed: &[],
+            states: &[],
             adapters: &[],
             masked: false,
             is_plain: true,
         })?;
-        decoder.forward(backend, cache, &rows.ids, &batch, &[])?;
+        decoder.forward(backend, cache, &rows.ids, &batch, &[], &[])?;
         sampled.clear();
         if !sampling.is_empty() {
             let vocab = decoder.config().vocab_size;

@@ -16,6 +16,8 @@ pub(super) struct StepBuffers {
     pub(super) positions: Vec<u32>,
     pub(super) slots: Vec<u32>,
     pub(super) seqs: Vec<SeqRows>,
+    /// State of each sequence; empty if the model has no linear attention.
+    pub(super) states: Vec<u32>,
     pub(super) block_tables: Vec<u32>,
     /// First row of each entry of the plan.
     pub(super) entry_rows: Vec<u32>,
@@ -50,6 +52,7 @@ impl StepBuffers {
         self.positions.clear();
         self.slots.clear();
         self.seqs.clear();
+        self.states.clear();
         self.block_tables.clear();
         self.entry_rows.clear();
         self.sample_rows.clear();
@@ -65,9 +68,14 @@ impl<B: Backend> Engine<B> {
         let on_host = self.host.as_ref().map_or(0, HostBlocks::count);
         let held_max = self.config.max_num_seqs as usize * HELD_PER_RUNNING + on_host;
         for seq in &plan.finished {
-            let forgotten = self.sequences.remove(seq).and_then(|seq| seq.host);
-            if let (Some(blocks), Some(host)) = (forgotten, &mut self.host) {
+            let Some(Sequence { host: blocks, state, .. }) = self.sequences.remove(seq) else {
+                continue;
+            };
+            if let (Some(blocks), Some(host)) = (blocks, &mut self.host) {
                 host.free(&blocks);
+            }
+            if let Some(state) = state {
+                self.states.give_back(state);
             }
         }
         self.swap(plan)?;
@@ -90,7 +98,15 @@ impl<B: Backend> Engine<B> {
             if self.sequences.len() >= held_max {
                 return Err(fault(format!("{held_max} sequences are held, the limit is reached")));
             }
-            if self.sequences.insert(new.seq, Sequence::new(new, max)).is_some() {
+            let state = match self.decoder.config().delta {
+                None => None,
+                Some(_) => {
+                    let taken = self.states.take();
+                    Some(taken.map_err(|message| fault(format!("{} {message}", new.seq)))?)
+                }
+            };
+            let sequence = Sequence { state, ..Sequence::new(new, max) };
+            if self.sequences.insert(new.seq, sequence).is_some() {
                 return Err(fault(format!("{} is admitted twice", new.seq)));
             }
         }
@@ -187,6 +203,7 @@ impl<B: Backend> Engine<B> {
                 table_start,
                 table_len: seq.blocks.len() as u32,
             });
+            step.states.extend(seq.state);
             seq.computed = Some(entry.start + entry.count);
             if entry.sample {
                 step.sample_rows.push(row_start + entry.count - 1);

@@ -238,6 +238,7 @@ impl DummyStep<'_> {
             block_tables: &block_tables,
         };
         let rows = if kind.adapters { ids.len() } else { 0 };
+        let states: Vec<u32> = (0..entries.len() as u32).collect();
         // Whatever is in the first place.
         let adapters = vec![0; rows];
         backend.begin_step(&StepInputs {
@@ -248,11 +249,12 @@ impl DummyStep<'_> {
             sample_rows: &sample_rows,
             sampling: &sampling,
             feed: &[],
+            states: &states,
             adapters: &adapters,
             masked: kind.masks,
             is_plain: true,
         })?;
-        decoder.forward(backend, cache, &ids, &batch, &adapters)?;
+        decoder.forward(backend, cache, &ids, &batch, &states, &adapters)?;
         let logits = decoder.logits(backend, &sample_rows)?;
         if samples {
             let rows = if kind.masks { &masked } else { &sampling };

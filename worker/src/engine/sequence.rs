@@ -19,6 +19,8 @@ pub(super) struct Sequence {
     /// Number of tokens whose K and V are in the cache. Unknown before the first step, which may
     /// begin after a prefix that another sequence has computed.
     pub(super) computed: Option<u32>,
+    /// Its state of linear attention, if the model has that.
+    pub(super) state: Option<u32>,
     /// The last step it was part of.
     pub(super) last_step: Option<StepId>,
     pub(super) params: SampleParams,
@@ -67,6 +69,7 @@ impl Sequence {
             blocks: Vec::new(),
             host: None,
             computed: None,
+            state: None,
             last_step: None,
             params,
             adapter: new.adapter,
@@ -90,6 +93,13 @@ impl Sequence {
             return Err(format!(
                 "is to be computed from {start}, but its cache ends at {computed}"
             ));
+        }
+        if self.state.is_some() && self.computed.is_none() && entry.start > 0 {
+            let start = entry.start;
+            return Err(format!("is to be computed from {start}, where it has no state"));
+        }
+        if self.state.is_some() && !entry.drafts.is_empty() {
+            return Err("has drafts, which its state could not be without again".to_owned());
         }
         if self.host.is_some() {
             return Err("is to be computed, but is in host memory".to_owned());
@@ -146,10 +156,50 @@ impl Sequence {
 
 #[cfg(test)]
 mod tests {
-    use shared::ids::SeqId;
-    use shared::protocol::Drafts;
+    use shared::ids::{BlockId, SeqId};
+    use shared::protocol::{Drafts, KvCacheDtype};
+    use shared::sampling::SamplingParams;
 
     use super::*;
+
+    #[test]
+    fn a_sequence_with_a_state_begins_at_its_first_token_and_has_no_drafts() {
+        let new = NewSequence {
+            seq: SeqId(1),
+            tokens: vec![7; 40],
+            num_prompt: 40,
+            adapter: 0,
+            sampling: SamplingParams::greedy(),
+        };
+        let config = EngineConfig {
+            block_size: 16,
+            max_model_len: 64,
+            max_num_seqs: 2,
+            max_num_batched_tokens: 64,
+            kv_cache_bytes: 0,
+            swap_bytes: 0,
+            kv_cache_dtype: KvCacheDtype::Auto,
+        };
+        let entry = |start: u32, drafts: Vec<u32>| SequenceStep {
+            seq: SeqId(1),
+            start,
+            count: 40 - start + drafts.len() as u32,
+            new_blocks: (0..3).map(BlockId).collect(),
+            sample: true,
+            masked: false,
+            drafts: drafts.into(),
+        };
+        let check = |state, start, drafts| {
+            let seq = Sequence { state, ..Sequence::new(&new, 64) };
+            seq.check(&entry(start, drafts), &config, 4)
+        };
+        assert_eq!(check(Some(0), 0, vec![]), Ok(()));
+        assert_eq!(check(None, 16, vec![]), Ok(()));
+        let error = check(Some(0), 16, vec![]).unwrap_err();
+        assert!(error.contains("from 16, where it has no state"), "{error}");
+        let error = check(Some(0), 0, vec![1]).unwrap_err();
+        assert!(error.contains("has drafts"), "{error}");
+    }
 
     #[test]
     fn a_part_tells_about_the_prompts_tokens_behind_its_own() {

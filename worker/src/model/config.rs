@@ -3,8 +3,9 @@
 //!
 //! - `architecture`: the differences between architectures
 //! - `rope`, `windows`, `experts`: the keys for rotary embeddings, sliding windows and experts
-//! - `gemma`, `gpt_oss`, `granite`: the keys that only these architectures have; `latent`: those of
-//!   models with latent attention; `layer_norms`: those of architectures with LayerNorms
+//! - `gemma`, `gpt_oss`, `granite`: the keys that only these architectures have; `latent`, `delta`:
+//!   those of models with latent and with linear attention; `layer_norms`: those of architectures
+//!   with LayerNorms
 //! - `published`, `layered`: tests with configurations as published; `relatives`: of architectures
 //!   that differ from others by defaults and names
 use std::path::Path;
@@ -17,6 +18,7 @@ use shared::model_config::{self, Classifier, ConfigOverrides};
 
 use self::architecture::{Architecture, Biases};
 pub use self::architecture::{Fused, MlpNames, NormKind, Norms};
+pub use self::delta::Delta;
 use self::gemma::Gemma;
 use self::granite::Granite;
 pub use self::latent::Latent;
@@ -27,6 +29,7 @@ use super::quantization::{self, Quantised};
 use super::rope::RopeConfig;
 
 mod architecture;
+mod delta;
 mod experts;
 mod gemma;
 mod gpt_oss;
@@ -57,6 +60,11 @@ pub struct ModelConfig {
     pub head_dim: usize,
     /// Multi-head latent attention (DeepSeek's models and those made like them), if it has it.
     pub latent: Option<Latent>,
+    /// Linear attention in some layers, if there are some.
+    pub delta: Option<Delta>,
+    /// Whether the result of attention is multiplied by the sigmoid of a gate, whose projection is
+    /// a part of that of q: of each head, q, then the gate (Qwen3-Next).
+    pub gates_attention: bool,
     /// Size of the vocabulary, in tokens.
     pub vocab_size: usize,
     /// Maximum sequence length that the model supports, in tokens.
@@ -254,6 +262,14 @@ impl ModelConfig {
             return Err(format!("{key} is {norm_eps}, it must be between 0 and 1"));
         }
         let num_layers = size("num_hidden_layers", raw.num_hidden_layers)?;
+        let delta = match architecture.has_linear_attention() {
+            true => Delta::read(&config, &raw, architecture, num_layers)?,
+            false => None,
+        };
+        let gate = &config["attn_output_gate"];
+        if architecture.has_linear_attention() && *gate == Value::Bool(false) {
+            return Err(format!("attn_output_gate is {gate}, only true is supported"));
+        }
         let clip = &config["clip_qkv"];
         if architecture == Architecture::Olmoe && !clip.is_null() {
             return Err(format!("clip_qkv is {clip}, only null is supported"));
@@ -297,6 +313,8 @@ impl ModelConfig {
             num_kv_heads,
             head_dim,
             latent,
+            delta,
+            gates_attention: architecture.has_linear_attention(),
             vocab_size: size("vocab_size", raw.vocab_size)?,
             max_positions: size("max_position_embeddings", Some(positions.most as usize))?,
             norm_eps: granite.norm_eps(norm_eps) as f32,
@@ -360,6 +378,31 @@ impl ModelConfig {
         windows.sort_unstable();
         windows.dedup();
         windows
+    }
+
+    /// Whether a layer has linear attention.
+    #[must_use]
+    pub fn is_linear(&self, layer: usize) -> bool {
+        self.delta.as_ref().is_some_and(|delta| delta.layers[layer])
+    }
+
+    /// Returns the number of layers with linear attention.
+    #[must_use]
+    pub fn num_linear_layers(&self) -> usize {
+        self.delta.as_ref().map_or(0, |delta| delta.layers.iter().filter(|it| **it).count())
+    }
+
+    /// Returns the number of layers that have a part of the KV cache.
+    #[must_use]
+    pub fn num_kv_layers(&self) -> usize {
+        self.num_layers - self.num_linear_layers()
+    }
+
+    /// Returns the place of a layer among those of its kind: in the KV cache, or among the states.
+    #[must_use]
+    pub fn place(&self, layer: usize) -> usize {
+        let is_linear = self.is_linear(layer);
+        (0..layer).filter(|before| self.is_linear(*before) == is_linear).count()
     }
 
     /// Whether the MLPs of dense layers have a gate.

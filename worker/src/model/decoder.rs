@@ -3,11 +3,13 @@
 //! Activations live in buffers allocated once for the largest step; a step allocates nothing.
 //!
 //! - `pass`: one batch through the layers
-use kernels::backend::{AttentionShape, Batch, KvShape, NOT_ASSIGNED, QkNorm, Routing};
+use kernels::backend::{
+    AttentionShape, Batch, DeltaShape, KvShape, NOT_ASSIGNED, QkNorm, Routing, StatesShape,
+};
 use kernels::{Backend, KernelError};
 use shared::protocol::{EngineConfig, Quantization};
 
-use self::pass::{Pass, Pending};
+use self::pass::{LayerIndex, Pass, Pending};
 use super::config::{Latent, ModelConfig};
 use super::lora::Adapters;
 use super::shard::Shard;
@@ -25,6 +27,8 @@ pub struct Decoder<B: Backend> {
     attention: AttentionShape,
     /// The distinct windows of the layers.
     windows: Vec<Option<u32>>,
+    /// The place of each layer among those of its kind ([`ModelConfig::place`]).
+    places: Vec<usize>,
     buffers: Buffers<B>,
     adapters: Option<Adapters<B>>,
     /// Whether the last logits were gathered from all ranks.
@@ -45,6 +49,10 @@ struct Buffers<B: Backend> {
     qk_norm: Option<QkNormBuffers<B>>,
     /// What multi-head latent attention needs, if the model has it.
     latent: Option<LatentBuffers<B>>,
+    /// What linear attention needs, if some layers have it, and the states of sequences.
+    delta: Option<DeltaBuffers<B>>,
+    /// Gates of attention's result, as projected, `[tokens, heads * head_dim]`; if it has them.
+    gate: Option<B::Buffer>,
     /// Output of attention, `[tokens, heads * head_dim]`; with latents, `[tokens, heads * rank]`.
     attended: B::Buffer,
     /// Inner activations of the MLP, `[tokens, intermediate]`; if some layer has an MLP.
@@ -110,6 +118,29 @@ impl<B: Backend> LatentBuffers<B> {
     }
 }
 
+struct DeltaBuffers<B: Backend> {
+    /// q, k, v and z as projected, `[tokens, channels + value_width]`.
+    qkvz: B::Buffer,
+    /// b and a, `[tokens, 2 * value_heads]`.
+    ba: B::Buffer,
+    /// Output of linear attention, `[tokens, value_width]`.
+    attended: B::Buffer,
+    states: B::States,
+}
+
+impl<B: Backend> DeltaBuffers<B> {
+    fn new(backend: &mut B, rows_max: usize, shape: StatesShape) -> Result<Self, KernelError> {
+        let DeltaShape { value_heads, .. } = shape.layer;
+        let (channels, values) = (shape.layer.channels(), shape.layer.value_width());
+        Ok(Self {
+            qkvz: backend.new_buffer(rows_max, channels + values)?,
+            ba: backend.new_buffer(rows_max, 2 * value_heads)?,
+            attended: backend.new_input_buffer(rows_max, values)?,
+            states: backend.new_states(shape)?,
+        })
+    }
+}
+
 struct ExpertBuffers<B: Backend> {
     /// Which experts each row is routed to.
     routes: B::Routes,
@@ -140,7 +171,8 @@ impl<B: Backend> std::fmt::Debug for Decoder<B> {
 }
 
 impl<B: Backend> Decoder<B> {
-    /// Creates a decoder with room for `tokens_max` tokens and `rows_max` rows of logits.
+    /// Creates a decoder with room for `tokens_max` tokens, `rows_max` rows of logits and, with
+    /// linear attention, the states of `rows_max` sequences.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`].
@@ -172,6 +204,14 @@ impl<B: Backend> Decoder<B> {
                 None => None,
                 Some(sizes) => Some(LatentBuffers::new(backend, tokens_max, heads, sizes)?),
             },
+            delta: match shard.states(&config, rows_max) {
+                None => None,
+                Some(shape) => Some(DeltaBuffers::new(backend, tokens_max, shape)?),
+            },
+            gate: match config.gates_attention {
+                false => None,
+                true => Some(backend.new_buffer(tokens_max, heads * config.head_dim)?),
+            },
             attended: backend.new_input_buffer(tokens_max, heads * per_head)?,
             inner: match shard.intermediate.len() {
                 0 => None,
@@ -191,12 +231,14 @@ impl<B: Backend> Decoder<B> {
             },
         };
         let (attention, windows) = (shard.attention(&config), config.windows());
+        let places = (0..config.num_layers).map(|layer| config.place(layer)).collect();
         Ok(Self {
             weights,
             config,
             shard,
             attention,
             windows,
+            places,
             buffers,
             adapters: None,
             gathered: false,
@@ -311,20 +353,22 @@ impl<B: Backend> Decoder<B> {
 
     /// Computes the batch's tokens: K and V go to the cache, the last layer's output stays in the
     /// decoder for [`Decoder::logits`]. `rows` holds the adapter of each row
-    /// ([`Decoder::adapter_row`]), and is empty if no row has one. Every rank must call it with the
-    /// same batch.
+    /// ([`Decoder::adapter_row`]), and is empty if no row has one. `states` holds the state of each
+    /// sequence, below the `rows_max` that this was made with; it is read if the model has linear
+    /// attention. Every rank must call it with the same batch.
     ///
     /// # Errors
-    /// [`KernelError`]; the cache is undefined then.
+    /// [`KernelError`]; the cache and the states are undefined then.
     pub fn forward(
         &mut self,
         backend: &mut B,
         cache: &mut B::KvCache,
         ids: &[u32],
         batch: &Batch<'_>,
+        states: &[u32],
         rows: &[u32],
     ) -> Result<(), KernelError> {
-        let Self { weights, config, shard, attention, buffers, adapters, .. } = self;
+        let Self { weights, config, shard, attention, places, buffers, adapters, .. } = self;
         let mut adapters = adapters.as_mut().filter(|_| !rows.is_empty());
         if let Some(adapters) = &mut adapters {
             adapters.begin(backend, rows)?;
@@ -335,12 +379,13 @@ impl<B: Backend> Decoder<B> {
         if shard.degree > 1 {
             backend.all_reduce(&mut buffers.residual)?;
         }
-        let mut pass = Pass { backend, cache, batch, config, shard, buffers, adapters };
+        let mut pass = Pass { backend, cache, batch, states, config, shard, buffers, adapters };
         let mut pending = Pending::Nothing;
         for (index, layer) in weights.layers.iter().enumerate() {
             pass.backend.check_abort()?;
             let sliding_window = config.sliding_windows[index];
             let shape = AttentionShape { sliding_window, ..*attention };
+            let index = LayerIndex { layer: index, place: places[index] };
             pass.norm(pending, layer.input_norm.as_ref())?;
             let rope = &weights.ropes[layer.rope];
             if config.is_parallel {
@@ -348,7 +393,7 @@ impl<B: Backend> Decoder<B> {
             } else {
                 pass.attention(index, layer, rope, &shape)?;
                 pass.norm(Pending::of(layer.output_norm.as_ref()), layer.post_norm.as_ref())?;
-                pass.mlp(index, &layer.mlp)?;
+                pass.mlp(index.layer, &layer.mlp)?;
             }
             pending = Pending::of(layer.down_norm.as_ref());
         }

@@ -39,6 +39,15 @@ impl DraftFiles {
             );
             return Err(ModelError::file(&folder.join("config.json"), message));
         }
+        for (config, what) in [(&config, "it"), (model, "the model that it drafts for")] {
+            if config.delta.is_some() {
+                let message = format!(
+                    "{what} has linear attention: what a rejected draft has changed cannot be \
+                     undone"
+                );
+                return Err(ModelError::file(&folder.join("config.json"), message));
+            }
+        }
         if config.classifier.is_some() {
             let message = "it sorts texts into classes and drafts no text";
             return Err(ModelError::file(&folder.join("config.json"), message));

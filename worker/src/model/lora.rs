@@ -146,10 +146,14 @@ impl LoraFiles {
     /// # Errors
     /// [`ModelError`].
     pub fn open(lora: &Lora, config: &ModelConfig) -> Result<Self, ModelError> {
-        if config.latent.is_some() && !(lora.adapters.is_empty() && lora.places == 0) {
-            let message = "LoRA adapters of models with multi-head latent attention (DeepSeek's) are \
-                           not supported";
-            return Err(ModelError::Fit(message.to_owned()));
+        let kind = match (config.latent, config.gates_attention) {
+            (Some(_), _) => Some("multi-head latent attention (DeepSeek's)"),
+            (_, true) => Some("linear attention (Qwen3-Next, Qwen3.5)"),
+            _ => None,
+        };
+        if let Some(kind) = kind.filter(|_| !(lora.adapters.is_empty() && lora.places == 0)) {
+            let message = format!("LoRA adapters of models with {kind} are not supported");
+            return Err(ModelError::Fit(message));
         }
         let max_rank = largest_rank(lora);
         let open = |adapter| AdapterFiles::open(adapter, config, max_rank);

@@ -5,7 +5,7 @@
 //! partial products are summed. The vocabulary is divided for the embedding and the output head.
 use std::ops::Range;
 
-use kernels::backend::{AttentionShape, KvShape, KvStorage, QkNorm};
+use kernels::backend::{AttentionShape, DeltaShape, KvShape, KvStorage, QkNorm, StatesShape};
 use shared::protocol::{EngineConfig, KvCacheDtype};
 
 use super::ModelError;
@@ -25,6 +25,8 @@ pub struct Shard {
     pub heads: Range<usize>,
     /// KV heads on this rank; replicated if there are more ranks than KV heads.
     pub kv_heads: Range<usize>,
+    /// Key heads of linear attention on this rank, with the value heads that use them.
+    pub delta_heads: Range<usize>,
     /// MLP columns on this rank, in dense layers.
     pub intermediate: Range<usize>,
     /// Columns of each expert on this rank.
@@ -49,13 +51,17 @@ impl Shard {
                 0 => String::new(),
                 size => format!(", an MLP of {size}"),
             };
+            let delta = match delta_heads(config) {
+                0 => String::new(),
+                heads => format!(", {heads} key heads of linear attention"),
+            };
             let experts = match expert_size(config) {
                 0 => String::new(),
                 size => format!(", experts of {size}"),
             };
             let message = format!(
-                "{} heads, {} KV heads{mlp}{experts} cannot be divided that way; possible degrees: \
-                 {}",
+                "{} heads, {} KV heads{delta}{mlp}{experts} cannot be divided that way; possible \
+                 degrees: {}",
                 config.num_heads,
                 config.num_kv_heads,
                 possible.join(", ")
@@ -78,6 +84,7 @@ impl Shard {
             parts: 1,
             heads,
             kv_heads,
+            delta_heads: part(delta_heads(config), rank, n),
             intermediate: part(config.intermediate_size, rank, n),
             expert: part(expert_size(config), rank, n),
             vocab,
@@ -119,7 +126,7 @@ impl Shard {
     #[must_use]
     pub fn kv_shape(&self, config: &ModelConfig, sizes: &EngineConfig, num_blocks: u32) -> KvShape {
         KvShape {
-            num_layers: config.num_layers,
+            num_layers: config.num_kv_layers(),
             num_kv_heads: self.kv_heads.len(),
             head_dim: config.head_dim,
             latent: config.latent.map(|latent| latent.rank),
@@ -130,6 +137,22 @@ impl Shard {
                 KvCacheDtype::Fp8 => KvStorage::Fp8,
             },
         }
+    }
+
+    /// Returns the shape of linear attention on this rank, if some layers have it.
+    #[must_use]
+    pub fn delta(&self, config: &ModelConfig) -> Option<DeltaShape> {
+        let whole = config.delta.as_ref()?.shape;
+        let key_heads = self.delta_heads.len();
+        let value_heads = key_heads * (whole.value_heads / whole.key_heads);
+        Some(DeltaShape { key_heads, value_heads, ..whole })
+    }
+
+    /// Returns the shape of the states of `slots` sequences, if some layers have linear attention.
+    #[must_use]
+    pub fn states(&self, config: &ModelConfig, slots: usize) -> Option<StatesShape> {
+        let layer = self.delta(config)?;
+        Some(StatesShape { num_layers: config.num_linear_layers(), slots, layer })
     }
 
     /// What this rank has of q and k, if they are normalised over all heads.
@@ -157,11 +180,16 @@ fn divides(config: &ModelConfig, n: usize) -> bool {
     config.num_heads.is_multiple_of(n)
         && config.intermediate_size.is_multiple_of(n)
         && expert_size(config).is_multiple_of(n)
+        && delta_heads(config).is_multiple_of(n)
         && (kv_heads.is_multiple_of(n) || n.is_multiple_of(kv_heads))
 }
 
 fn expert_size(config: &ModelConfig) -> usize {
     config.experts.as_ref().map_or(0, |experts| experts.intermediate_size)
+}
+
+fn delta_heads(config: &ModelConfig) -> usize {
+    config.delta.as_ref().map_or(0, |delta| delta.shape.key_heads)
 }
 
 fn part(size: usize, rank: usize, n: usize) -> Range<usize> {

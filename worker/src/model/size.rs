@@ -1,6 +1,7 @@
 //! PURE: memory of one rank's share of a model on a device that keeps weights (except quantised
 //! ones), KV (unless it is in FP8) and the inputs of products in bf16, and everything else in f32.
 use kernels::backend::EXPERT_SLOTS;
+use kernels::cuda::capacity::bytes_text;
 use kernels::weights::Compact;
 use shared::protocol::{EngineConfig, KvCacheDtype, Quantization};
 
@@ -39,8 +40,9 @@ pub fn weight_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantizat
     let routing = config.experts.as_ref().map(|experts| experts.routing);
     let [experts, logits] =
         routing.map_or([0, 0], |routing| [routing.num_experts, routing.num_logits()].map(n));
+    let gate = if config.gates_attention { matrix(q, hidden) } else { 0 };
     let attention = match &config.latent {
-        None => matrix(q + 2 * kv, hidden) + row_parallel(q),
+        None => matrix(q + 2 * kv, hidden) + gate + row_parallel(q),
         Some(latent) => {
             let Latent { q_rank, rank, plain, rotated, value } = *latent;
             let heads = n(shard.heads.len());
@@ -58,7 +60,14 @@ pub fn weight_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantizat
         (false, _) if config.classifier.is_some() => 0,
         (true, _) | (false, Quantization::Int8) => matrix(vocab, hidden),
     };
-    n(config.num_layers) * attention
+    let linear = shard.delta(config).map_or(0, |delta| {
+        let values = n(delta.value_width());
+        matrix(n(delta.channels()) + values, hidden)
+            + as_is(2 * n(delta.value_heads), hidden)
+            + row_parallel(values)
+    });
+    n(config.num_kv_layers()) * attention
+        + n(config.num_linear_layers()) * linear
         + dense * mlp(gates, n(shard.intermediate.len()))
         + sparse * (as_is(logits, hidden) + experts * mlp(2, n(shard.expert.len())))
         + as_is(vocab, hidden)
@@ -84,8 +93,8 @@ pub fn table_bytes(config: &ModelConfig, sizes: &EngineConfig) -> u64 {
     ((ropes.len() * config.rope_dim() + scales) * positions * size_of::<f32>()) as u64
 }
 
-/// Size of the activations of the largest step, in bytes. `widens` tells whether some products
-/// convert int8 weights to bf16 first.
+/// Size of the activations of the largest step, and of the states of sequences, in bytes. `widens`
+/// tells whether some products convert int8 weights to bf16 first.
 #[must_use]
 pub fn activation_bytes(
     config: &ModelConfig,
@@ -110,9 +119,21 @@ pub fn activation_bytes(
                 + heads * n(plain + value) * 2
         }
     };
+    let gate = if config.gates_attention { q * 4 } else { 0 };
+    // As projected, and what is made of it before the state is changed; the result.
+    let linear = shard.delta(config).map_or(0, |delta| {
+        let (channels, values) = (n(delta.channels()), n(delta.value_width()));
+        (2 * channels + values + 4 * n(delta.value_heads)) * 4 + values * 2
+    });
     // What ranks on GPUs exchange in bf16.
     let narrowed = if shard.degree > 1 { hidden * 2 } else { 0 };
-    let row = hidden * (4 + 2 + 4 * deltas) + narrowed + q * 2 * 2 + inner * 2 + projected;
+    let row = hidden * (4 + 2 + 4 * deltas)
+        + narrowed
+        + q * 2 * 2
+        + inner * 2
+        + projected
+        + gate
+        + linear;
     let product = u64::from(sizes.max_num_batched_tokens.min(1024)) * inner * 2 * 4;
     // This rank's, and those of all if there are several.
     let parts = if shard.degree > 1 { 1 + shard.degree } else { 1 };
@@ -128,7 +149,11 @@ pub fn activation_bytes(
     });
     // The largest quantised matrix of a layer, converted for products of many rows.
     let projections = match &config.latent {
-        None => hidden * (q + 2 * kv),
+        None => {
+            let linear =
+                shard.delta(config).map_or(0, |delta| delta.channels() + delta.value_width());
+            hidden * (q + 2 * kv).max(n(linear))
+        }
         Some(latent) => {
             let heads = n(shard.heads.len());
             let wide = heads * n(latent.plain + latent.rotated);
@@ -138,13 +163,15 @@ pub fn activation_bytes(
     let widened = if widens { 2 * projections.max(2 * hidden * inner) } else { 0 };
     experts
         + widened
+        + state_bytes(config, shard, sizes)
         + u64::from(sizes.max_num_batched_tokens) * row
         + product.max(u64::from(sizes.max_num_seqs) * q * 64 * 4)
         + u64::from(sizes.max_num_seqs) * logits
 }
 
-/// Size of the buffers for the largest step on a device that keeps all of them in f32, in bytes.
-/// Those of experts, of latents and of norms over all heads come on top.
+/// Size of the buffers for the largest step on a device that keeps all of them in f32, and of the
+/// states of sequences, in bytes. Those of experts, of latents and of norms over all heads come on
+/// top.
 #[must_use]
 pub fn buffer_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig) -> u64 {
     let n = |n: usize| n as u64;
@@ -157,7 +184,36 @@ pub fn buffer_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig) -
     // Rank 0 also has those of all ranks.
     let parts = if shard.degree > 1 && shard.rank == 0 { 1 + shard.degree } else { 1 };
     let logits = n(shard.vocab_width * parts);
-    4 * (u64::from(sizes.max_num_batched_tokens) * row + u64::from(sizes.max_num_seqs) * logits)
+    let gate = if config.gates_attention { n(shard.heads.len() * config.head_dim) } else { 0 };
+    let linear = shard
+        .delta(config)
+        .map_or(0, |delta| n(delta.channels() + 2 * delta.value_width() + 2 * delta.value_heads));
+    let row = row + gate + linear;
+    state_bytes(config, shard, sizes)
+        + 4 * (u64::from(sizes.max_num_batched_tokens) * row
+            + u64::from(sizes.max_num_seqs) * logits)
+}
+
+/// Size of the states of linear attention, of as many sequences as run at a time, in bytes.
+#[must_use]
+pub fn state_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig) -> u64 {
+    let states = shard.states(config, sizes.max_num_seqs as usize);
+    states.map_or(0, |states| states.bytes())
+}
+
+/// What to do if the states of linear attention leave too little memory: one more clause of an
+/// error's sentence, or nothing if there are no states.
+#[must_use]
+pub fn advice_on_states(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig) -> String {
+    match state_bytes(config, shard, sizes) {
+        0 => String::new(),
+        bytes => format!(
+            "; {} of the activations are states of linear attention for --max-num-seqs {}: fewer \
+             sequences take less",
+            bytes_text(bytes),
+            sizes.max_num_seqs
+        ),
+    }
 }
 
 /// Size of the KV cache of one sequence of maximum length, in bytes.
@@ -169,7 +225,7 @@ pub fn sequence_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig)
     };
     // K and V, unless one is a part of the other.
     let planes = if config.latent.is_some() { 1 } else { 2 };
-    let token = config.num_layers * shard.kv_heads.len() * config.head_dim * planes * element;
+    let token = config.num_kv_layers() * shard.kv_heads.len() * config.head_dim * planes * element;
     u64::from(sizes.max_model_len.next_multiple_of(sizes.block_size.max(1))) * token as u64
 }
 
@@ -295,6 +351,51 @@ mod tests {
         assert_eq!(sequence_bytes(&config, &eighth, &fp8), 4096 * 61 * 576);
         let bytes = |shard| activation_bytes(&config, shard, false, &sizes);
         assert!(bytes(&eighth) < bytes(&whole) && bytes(&whole) < 4 << 30);
+    }
+
+    /// Qwen3-Next-80B-A3B.
+    #[test]
+    fn states_are_of_layers_with_linear_attention_and_kv_of_the_others() {
+        let config = json!({"architectures": ["Qwen3NextForCausalLM"], "hidden_size": 2048,
+            "max_position_embeddings": 262_144, "moe_intermediate_size": 512,
+            "num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10,
+            "num_hidden_layers": 48, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+            "shared_expert_intermediate_size": 512, "vocab_size": 151_936});
+        let config = ModelConfig::from_value(config).unwrap();
+        let sizes = EngineConfig {
+            block_size: 16,
+            max_model_len: 4096,
+            max_num_seqs: 64,
+            max_num_batched_tokens: 2048,
+            kv_cache_bytes: 0,
+            swap_bytes: 0,
+            kv_cache_dtype: KvCacheDtype::Auto,
+        };
+        let [whole, half] = [1, 2].map(|degree| Shard::new(&config, 0, degree).unwrap());
+        assert_eq!(state_bytes(&config, &whole, &sizes), 64 * 79_036_416);
+        assert_eq!(state_bytes(&config, &half, &sizes) * 2, 64 * 79_036_416);
+        let advice = advice_on_states(&config, &whole, &sizes);
+        assert!(advice.contains("4.7 GiB of the activations are states"), "{advice}");
+        // 12 layers with 2 heads of 256, K and V.
+        assert_eq!(sequence_bytes(&config, &whole, &sizes), 4096 * 12 * 2 * 256 * 2 * 2);
+        // Without the layer that predicts several tokens, and without norms, vectors and the
+        // convolution's weights: q with gates, k, v and o; linear attention's four; experts and the
+        // router, whose shared expert has a gate.
+        let full = 2048 * (2 * 16 * 256 + 2 * 2 * 256) + 16 * 256 * 2048;
+        let linear = 2048 * (2 * 2048 + 2 * 4096 + 2 * 32) + 4096 * 2048;
+        let experts = 513 * 3 * 512 * 2048 + 513 * 2048;
+        let all = 12 * full + 36 * linear + 48 * experts + 2 * 151_936 * 2048u64;
+        assert_eq!(weight_bytes(&config, &whole, Quantization::None), 2 * all);
+        // Fewer sequences have fewer states, and rows of logits.
+        let fewer = EngineConfig { max_num_seqs: 32, ..sizes.clone() };
+        let activations = |sizes| activation_bytes(&config, &whole, false, sizes);
+        let buffers = |sizes| buffer_bytes(&config, &whole, sizes);
+        let saved = 32 * (79_036_416 + 151_936 * 4);
+        // And parts of attention.
+        assert_eq!(activations(&sizes) - activations(&fewer), saved + 32 * 4096 * 64 * 4);
+        assert_eq!(buffers(&sizes) - buffers(&fewer), saved);
+        let [two, one] = [&whole, &half].map(|shard| buffer_bytes(&config, shard, &sizes));
+        assert!(one < two);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! One rank's shard of the weights, packed for its backend.
 //!
 //! - `part`: which rectangle of each tensor a rank takes
-//! - `latent`: those of multi-head latent attention
+//! - `latent`: those of multi-head latent attention; `delta`: of linear attention, and gates
 //! - `loader`: packs what was taken
 //! - `classes`: the matrix of a model that sorts texts into classes
 //!
@@ -11,7 +11,9 @@
 //! int8 scales are computed from whole rows, so when quantising to int8, every rank reads
 //! row-parallel matrices completely.
 use half::{bf16, f16};
-use kernels::backend::{Backend, DType, HostMatrix, QkvWeights, RopeTable, Tensors as Types};
+use kernels::backend::{
+    Backend, DType, DeltaWeights, HostMatrix, QkvWeights, RopeTable, Tensors as Types,
+};
 use kernels::error::KernelError;
 use kernels::weights::Compact;
 use shared::protocol::Quantization;
@@ -27,6 +29,7 @@ use super::shard::Shard;
 use super::size::Keeps;
 
 mod classes;
+mod delta;
 mod latent;
 mod loader;
 mod part;
@@ -45,6 +48,8 @@ pub struct LayerWeights<M, S, V> {
     pub rope: usize,
     /// Attention sinks, `[heads]`: a learned logit per head that joins the softmax (gpt-oss).
     pub sinks: Option<V>,
+    /// Makes the gates of attention's result, `[heads * head_dim, hidden]`, if it has them.
+    pub gate: Option<M>,
     /// Output projection, row-parallel: one matrix per part of the sum.
     pub output: Vec<M>,
     /// Its bias; only on rank 0, since partial products are summed.
@@ -66,6 +71,19 @@ pub enum Projection<M, S, V> {
     Qkv(QkvWeights<M, V>),
     /// Multi-head latent attention.
     Latent(LatentWeights<M, S, V>),
+    /// Linear attention.
+    Delta(DeltaProjection<M, V>),
+}
+
+/// Weights of linear attention.
+#[derive(Debug)]
+pub struct DeltaProjection<M, V> {
+    /// Makes q, k, v and z, `[channels + value_width, hidden]`.
+    pub qkvz: M,
+    /// Makes b and a, `[2 * value_heads, hidden]`. Never quantised.
+    pub ba: M,
+    /// The others.
+    pub own: DeltaWeights<V>,
 }
 
 /// Weights of multi-head latent attention.
@@ -136,6 +154,7 @@ pub type BackendWeights<B> =
     Weights<<B as Types>::Matrix, <B as Types>::Stack, <B as Types>::Vector>;
 pub(super) type BackendLatent<B> =
     LatentWeights<<B as Types>::Matrix, <B as Types>::Stack, <B as Types>::Vector>;
+pub(super) type BackendDelta<B> = DeltaProjection<<B as Types>::Matrix, <B as Types>::Vector>;
 pub(super) type BackendLayer<B> =
     LayerWeights<<B as Types>::Matrix, <B as Types>::Stack, <B as Types>::Vector>;
 pub(super) type BackendMlp<B> =
@@ -176,10 +195,10 @@ pub struct Source<'a> {
 }
 
 /// Checks all tensors, then packs this rank's shard of each. With `quantization`, quantises all
-/// matrices of the layers except routers and those that make K and V of latents, and the output
-/// head; a head tied to the embedding then becomes a separate matrix, since the embedding is not
-/// quantised. `max_positions` bounds the rotary tables; `progress` is called with (bytes done,
-/// bytes total) of the matrices as stored.
+/// matrices of the layers except routers, those that make gates of linear attention, and those that
+/// make K and V of latents, and the output head; a head tied to the embedding then becomes a
+/// separate matrix, since the embedding is not quantised. `max_positions` bounds the rotary tables;
+/// `progress` is called with (bytes done, bytes total) of the matrices as stored.
 ///
 /// # Errors
 /// [`ModelError`].
@@ -244,7 +263,8 @@ pub fn load<B: Backend>(
     })
 }
 
-/// Checks the tensors of the first and the last layer, and those outside layers, in the same way
+/// Checks the tensors of the first and the last layer, of the last one with another kind of
+/// attention than that, and those outside layers, in the same way
 /// as [`load`].
 ///
 /// # Errors
@@ -257,7 +277,11 @@ pub(crate) fn check(source: &Source<'_>) -> Result<(), ModelError> {
         part.vocabulary("lm_head.weight", &padding)?;
     }
     ClassHead::read(source)?;
-    for layer in [0, config.num_layers.saturating_sub(1)] {
+    let last = config.num_layers.saturating_sub(1);
+    // And the last of the other kind of attention.
+    let kind = config.is_linear(last);
+    let other = (0..last).rev().find(|layer| config.is_linear(*layer) != kind);
+    for layer in [Some(0), other, Some(last)].into_iter().flatten() {
         part.layer(layer)?;
     }
     part.stream_norm("model.norm").map(drop)

@@ -51,13 +51,20 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
             let adapters = taken(adapters(&folder, args)).unwrap_or(0);
             let draft = taken(draft(&folder, args)).unwrap_or(0);
             let available = available_memory(Path::new("/"));
-            let weights = needs.weight_bytes / u64::from(args.tensor_parallel) + adapters;
-            findings.push(memory(Weights { weights, draft }, args, workers, available));
+            let ranks = u64::from(args.tensor_parallel);
+            let weights = needs.weight_bytes / ranks + adapters;
+            let states = needs.state_bytes * u64::from(args.max_num_seqs) / ranks;
+            findings.push(memory(Taken { weights, states, draft }, args, workers, available));
         }
         Err(error) => findings.push(Finding::fail(MODEL, error.to_string(), remedy(&error, args))),
     }
     let options = TextOptions { config_overrides: overrides, ..TextOptions::default() };
-    findings.push(match TextModel::load_with(&folder, &options) {
+    let text = TextModel::load_with(&folder, &options);
+    let asked = (args.swap_space > 0, args.speculative_config.is_some());
+    if let Some(why) = text.as_ref().ok().and_then(|text| text.cannot(asked.0, asked.1)) {
+        findings.push(Finding::fail(MODEL, why, "leave the option out"));
+    }
+    findings.push(match text {
         Ok(text) => match &text.lacks_tokens {
             Some(lacks) => Finding::warn(
                 TOKENIZER,
@@ -184,21 +191,24 @@ fn draft(folder: &Path, args: &DoctorArgs) -> Option<ExtraModel> {
     })
 }
 
-/// Bytes of weights.
+/// Bytes besides the cache.
 #[derive(Clone, Copy, Debug)]
-struct Weights {
+struct Taken {
     /// On each worker, adapters included.
     weights: u64,
+    /// States of linear attention, on each worker.
+    states: u64,
     /// Of the draft model, on one worker per replica; its KV is in that worker's cache.
     draft: u64,
 }
 
 /// Compares a worker's weights, cache and the rest with what the host can give.
-fn memory(taken: Weights, args: &DoctorArgs, workers: u32, available: Option<u64>) -> Finding {
+fn memory(taken: Taken, args: &DoctorArgs, workers: u32, available: Option<u64>) -> Finding {
     let drafting = u64::from(workers.div_ceil(args.tensor_parallel));
     let drafts = taken.draft.saturating_mul(drafting);
     let per_worker = taken
         .weights
+        .saturating_add(taken.states)
         .saturating_add(args.kv_cache_memory)
         .saturating_add(args.swap_space)
         .saturating_add(OTHER);
@@ -221,6 +231,10 @@ fn memory(taken: Weights, args: &DoctorArgs, workers: u32, available: Option<u64
         return Finding::ok(MEMORY, found);
     }
     let fix = match args.swap_space {
+        _ if taken.states > 0 => {
+            "more hosts (--tensor-parallel), fewer workers here, or less --kv-cache-memory or \
+             --max-num-seqs"
+        }
         0 => "more hosts (--tensor-parallel), fewer workers here, or less --kv-cache-memory",
         _ => "more hosts, fewer workers here, less --swap-space or less --kv-cache-memory",
     };
@@ -252,7 +266,7 @@ mod tests {
     fn memory_is_compared_with_weights_and_cache() {
         let args = args(&["--kv-cache-memory", "1GiB", "--tensor-parallel", "2"]);
         // Weights, cache and the rest: 2 + 1 + 0.25 GiB each.
-        let plain = |weights| Weights { weights, draft: 0 };
+        let plain = |weights| Taken { weights, states: 0, draft: 0 };
         let judged = |gib: f64, workers| {
             let available = Some((gib * (1u64 << 30) as f64) as u64);
             memory(plain(2 << 30), &args, workers, available).level
@@ -269,13 +283,20 @@ mod tests {
         assert_eq!(found((2048 + 512 + 512 + 256) * 2).level, Severity::Ok);
         assert_eq!(found((2048 + 512 + 256) * 2 - 1).level, Severity::Fail);
         assert!(found(0).fix.unwrap_or_default().contains("--swap-space"));
+        // A quarter of a GiB of states on each.
+        let stateful = Taken { states: 256 << 20, ..plain(2 << 30) };
+        let found = memory(stateful, &args, 2, Some(((2048 + 1024 + 512) * 2) << 20));
+        assert_eq!(found.level, Severity::Ok);
+        let found = memory(stateful, &args, 2, Some((((2048 + 512) * 2) << 20) - 1));
+        assert_eq!(found.level, Severity::Fail);
+        assert!(found.fix.unwrap_or_default().contains("--max-num-seqs"));
     }
 
     #[test]
     fn a_draft_model_takes_memory_of_one_worker_of_each_replica() {
         let args = args(&["--kv-cache-memory", "1GiB", "--tensor-parallel", "2"]);
         let judged = |mib: u64, workers| {
-            let taken = Weights { weights: 2 << 30, draft: 512 << 20 };
+            let taken = Taken { weights: 2 << 30, states: 0, draft: 512 << 20 };
             memory(taken, &args, workers, Some(mib << 20))
         };
         let each = 2048 + 1024 + 256;

@@ -74,6 +74,9 @@ architectures! {
     Qwen2Moe: "Qwen2MoeForCausalLM",
     Qwen3: "Qwen3ForCausalLM",
     Qwen3Moe: "Qwen3MoeForCausalLM",
+    Qwen3Next: "Qwen3NextForCausalLM",
+    Qwen35: "Qwen3_5ForCausalLM",
+    Qwen35Moe: "Qwen3_5MoeForCausalLM",
     SeedOss: "SeedOssForCausalLM",
     SmolLm3: "SmolLM3ForCausalLM",
     SolarOpen: "SolarOpenForCausalLM",
@@ -147,7 +150,10 @@ impl Architecture {
             | Self::Ministral3
             | Self::Mistral
             | Self::Mixtral
-            | Self::Phi3 => (false, false, false),
+            | Self::Phi3
+            | Self::Qwen3Next
+            | Self::Qwen35
+            | Self::Qwen35Moe => (false, false, false),
         };
         Biases { qkv, output, mlp }
     }
@@ -155,7 +161,9 @@ impl Architecture {
     /// Head size if the file does not give it; `None` means that heads divide `hidden_size`.
     pub(super) fn usual_head_dim(self) -> Option<usize> {
         match self {
-            Self::Gemma | Self::Gemma2 => Some(256),
+            Self::Gemma | Self::Gemma2 | Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => {
+                Some(256)
+            }
             Self::Ernie45
             | Self::Glm
             | Self::Glm4
@@ -204,7 +212,8 @@ impl Architecture {
 
     /// Added to the weights of its norms.
     pub(super) fn norm_offset(self) -> f32 {
-        if self.is_gemma() || self == Self::Nemotron { 1.0 } else { 0.0 }
+        let is_offset = self.is_gemma() || self.has_linear_attention() || self == Self::Nemotron;
+        if is_offset { 1.0 } else { 0.0 }
     }
 
     /// The key of the norms' epsilon.
@@ -266,7 +275,10 @@ impl Architecture {
             | Self::Gemma3
             | Self::HyV3
             | Self::Qwen3
-            | Self::Qwen3Moe => true,
+            | Self::Qwen3Moe
+            | Self::Qwen3Next
+            | Self::Qwen35
+            | Self::Qwen35Moe => true,
             _ => false,
         }
     }
@@ -283,7 +295,7 @@ impl Architecture {
             Self::MiniMaxM2 => Some(ExpertKeys::EveryLayerSigmoid),
             Self::Olmoe => Some(ExpertKeys::EveryLayerAsSaid),
             Self::Qwen3Moe => Some(ExpertKeys::SomeLayers),
-            Self::Qwen2Moe => Some(ExpertKeys::GatedShared),
+            Self::Qwen2Moe | Self::Qwen3Next | Self::Qwen35Moe => Some(ExpertKeys::GatedShared),
             Self::DeepseekV2 => Some(ExpertKeys::AfterFirstGroupedSoftmax),
             Self::DeepseekV3 | Self::Dots1 | Self::ExaoneMoe | Self::Glm4MoeLite | Self::HyV3 => {
                 Some(ExpertKeys::AfterFirstGrouped)
@@ -296,6 +308,11 @@ impl Architecture {
     /// Whether its attention is multi-head latent attention.
     pub(super) fn has_latents(self) -> bool {
         matches!(self, Self::DeepseekV2 | Self::DeepseekV3 | Self::Glm4MoeLite)
+    }
+
+    /// Whether some of its layers have linear attention, and the others gates.
+    pub(super) fn has_linear_attention(self) -> bool {
+        model_config::has_linear_attention(self.name())
     }
 
     /// Whether `sliding_window` applies only with `use_sliding_window`: files of these
@@ -328,6 +345,9 @@ impl Architecture {
             | Self::Nemotron
             | Self::Olmo2
             | Self::Olmoe
+            | Self::Qwen3Next
+            | Self::Qwen35
+            | Self::Qwen35Moe
             | Self::SeedOss
             | Self::SolarOpen
             | Self::StableLm => Windows::Nowhere,
@@ -387,6 +407,9 @@ impl Architecture {
                 | Self::MiniMaxM2
                 | Self::Nemotron
                 | Self::Phi3
+                | Self::Qwen3Next
+                | Self::Qwen35
+                | Self::Qwen35Moe
                 | Self::SolarOpen
                 | Self::StableLm
         )
@@ -396,7 +419,7 @@ impl Architecture {
     pub(super) fn usual_part(self) -> f64 {
         match self {
             Self::Glm | Self::Glm4 | Self::Glm4Moe | Self::Nemotron => 0.5,
-            Self::StableLm => 0.25,
+            Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe | Self::StableLm => 0.25,
             _ => 1.0,
         }
     }

@@ -56,7 +56,12 @@ pub(super) fn read(
             (width()?, some_layers(raw, num_layers)?, None)
         }
         ExpertKeys::GatedShared => {
-            routing.normalise = raw.norm_topk_prob.unwrap_or(false);
+            routing.normalise = match architecture {
+                // Whatever the file says.
+                Architecture::Qwen35Moe => true,
+                Architecture::Qwen3Next => raw.norm_topk_prob.unwrap_or(true),
+                _ => raw.norm_topk_prob.unwrap_or(false),
+            };
             routing.gated = true;
             let (key, width) = ("shared_expert_intermediate_size", width()?);
             let all = size(key, raw.shared_expert_intermediate_size)?;

@@ -1,14 +1,17 @@
 //! One batch through the layers: norms, attention, MLPs, and the sums of their parts.
 use kernels::backend::{
-    AttentionAt, AttentionShape, Batch, LatentInput, LayerNorm, QkvInput, RopeTable,
+    AttentionAt, AttentionShape, Batch, DeltaAt, DeltaInput, LatentInput, LayerNorm, QkvInput,
+    RopeTable,
 };
 use kernels::{Backend, KernelError};
 
-use super::{Buffers, ExpertBuffers, LatentBuffers, QkNormBuffers};
+use super::{Buffers, DeltaBuffers, ExpertBuffers, LatentBuffers, QkNormBuffers};
 use crate::model::config::{Latent, MlpActivation, ModelConfig};
 use crate::model::lora::{Adapters, Part, Place, Site};
 use crate::model::shard::Shard;
-use crate::model::weights::{BackendLatent, BackendLayer, BackendMlp, Mlp, Norm, Projection};
+use crate::model::weights::{
+    BackendDelta, BackendLatent, BackendLayer, BackendMlp, Mlp, Norm, Projection,
+};
 
 /// What the next norm must first add to the residual stream.
 pub(super) enum Pending<'a, V> {
@@ -25,11 +28,22 @@ impl<'a, V> Pending<'a, V> {
     }
 }
 
+/// A layer.
+#[derive(Clone, Copy)]
+pub(super) struct LayerIndex {
+    /// Its index.
+    pub(super) layer: usize,
+    /// Its place among those of its kind: in the KV cache, or among the states.
+    pub(super) place: usize,
+}
+
 /// One batch's pass through the layers.
 pub(super) struct Pass<'a, B: Backend> {
     pub(super) backend: &'a mut B,
     pub(super) cache: &'a mut B::KvCache,
     pub(super) batch: &'a Batch<'a>,
+    /// The state of each sequence.
+    pub(super) states: &'a [u32],
     pub(super) config: &'a ModelConfig,
     pub(super) shard: &'a Shard,
     pub(super) buffers: &'a mut Buffers<B>,
@@ -90,35 +104,39 @@ impl<B: Backend> Pass<'_, B> {
     /// `deltas[0]` = attention over `normed`.
     pub(super) fn attention(
         &mut self,
-        index: usize,
+        index: LayerIndex,
         layer: &BackendLayer<B>,
         rope: &RopeTable<B::Vector>,
         shape: &AttentionShape,
     ) -> Result<(), KernelError> {
         self.attend(index, layer, rope, shape)?;
         let Self { backend, buffers, adapters, .. } = self;
-        let Buffers { deltas, attended, latent, .. } = &mut **buffers;
-        let attended = latent.as_ref().map_or(&*attended, |latent| &latent.mixed);
-        RowParallel::output(index, layer, attended).sum(*backend, deltas, adapters)
+        let Buffers { deltas, attended, latent, delta, .. } = &mut **buffers;
+        let attended = match (&layer.projection, latent, delta) {
+            (Projection::Latent(_), Some(latent), _) => &latent.mixed,
+            (Projection::Delta(_), _, Some(delta)) => &delta.attended,
+            _ => attended,
+        };
+        RowParallel::output(index.layer, layer, attended).sum(*backend, deltas, adapters)
     }
 
     /// `deltas[0]` = attention plus the MLP, both of `normed`. They are added up part by part, so
     /// that ranks exchange one sum for both.
     pub(super) fn attention_and_mlp(
         &mut self,
-        index: usize,
+        index: LayerIndex,
         layer: &BackendLayer<B>,
         rope: &RopeTable<B::Vector>,
         shape: &AttentionShape,
     ) -> Result<(), KernelError> {
         let Mlp::Dense { down, down_bias, .. } = &layer.mlp else { return Err(missing()) };
         self.attend(index, layer, rope, shape)?;
-        self.widen(index, &layer.mlp)?;
+        self.widen(index.layer, &layer.mlp)?;
         let Self { backend, buffers, adapters, .. } = self;
         let Buffers { deltas, attended, inner, .. } = &mut **buffers;
         let [deltas @ .., own] = &mut deltas[..] else { return Err(missing()) };
-        let output = RowParallel::output(index, layer, attended);
-        let down = RowParallel::down(index, room(inner)?, down, down_bias.as_ref());
+        let output = RowParallel::output(index.layer, layer, attended);
+        let down = RowParallel::down(index.layer, room(inner)?, down, down_bias.as_ref());
         sum_parts(*backend, output.parts, deltas, |backend, i, _, delta| {
             output.part(backend, i, delta, adapters)?;
             down.part(backend, i, own, adapters)?;
@@ -129,20 +147,23 @@ impl<B: Backend> Pass<'_, B> {
     /// `attended` = attention over `normed`, before its output projection.
     fn attend(
         &mut self,
-        index: usize,
+        index: LayerIndex,
         layer: &BackendLayer<B>,
         rope: &RopeTable<B::Vector>,
         shape: &AttentionShape,
     ) -> Result<(), KernelError> {
         let qkv = match &layer.projection {
             Projection::Qkv(qkv) => qkv,
-            Projection::Latent(latent) => return self.attend_latents(index, latent, rope, shape),
+            Projection::Latent(latent) => {
+                return self.attend_latents(index.place, latent, rope, shape);
+            }
+            Projection::Delta(delta) => return self.attend_linearly(index.place, delta),
         };
         let Self { backend, cache, batch, shard, buffers, adapters, .. } = self;
-        let Buffers { normed, q, qk_norm, attended, .. } = &mut **buffers;
-        let at = Place { layer: index, site: Site::Qkv };
+        let Buffers { normed, q, qk_norm, gate, attended, .. } = &mut **buffers;
+        let at = Place { layer: index.layer, site: Site::Qkv };
         let addend = addend(*backend, adapters, at, normed)?;
-        let at = AttentionAt { shape, batch, layer: index };
+        let at = AttentionAt { shape, batch, layer: index.place };
         match &layer.qk_norm {
             None => {
                 let input = QkvInput { x: normed, weights: qkv, addend, rope };
@@ -162,14 +183,37 @@ impl<B: Backend> Pass<'_, B> {
                 backend.rope_write(projected, rope, at, cache, q)?;
             }
         }
-        backend.paged_attention(q, layer.sinks.as_ref(), at, cache, attended)
+        let Some(weight) = &layer.gate else {
+            return backend.paged_attention(q, layer.sinks.as_ref(), at, cache, attended);
+        };
+        let gate = room(gate)?;
+        backend.linear(normed, weight, None, gate)?;
+        backend.paged_attention(q, layer.sinks.as_ref(), at, cache, attended)?;
+        backend.gate(gate, attended)
+    }
+
+    /// Linear attention over `normed`, before its output projection. Adapters are refused when a
+    /// model is loaded.
+    fn attend_linearly(
+        &mut self,
+        place: usize,
+        weights: &BackendDelta<B>,
+    ) -> Result<(), KernelError> {
+        let Self { backend, batch, states: slots, config, buffers, .. } = self;
+        let Buffers { normed, delta, .. } = &mut **buffers;
+        let DeltaBuffers { qkvz, ba, attended, states } = room(delta)?;
+        backend.linear(normed, &weights.qkvz, None, qkvz)?;
+        backend.linear(normed, &weights.ba, None, ba)?;
+        let input = DeltaInput { qkvz, ba, weights: &weights.own, eps: config.norm_eps };
+        let at = DeltaAt { batch, states: slots, layer: place };
+        backend.delta_attention(input, at, states, attended)
     }
 
     /// Multi-head latent attention over `normed`, before its output projection. Adapters are
     /// refused when a model is loaded.
     fn attend_latents(
         &mut self,
-        index: usize,
+        place: usize,
         weights: &BackendLatent<B>,
         rope: &RopeTable<B::Vector>,
         shape: &AttentionShape,
@@ -187,7 +231,7 @@ impl<B: Backend> Pass<'_, B> {
             }
         }
         backend.linear(normed, &weights.kv, None, kv)?;
-        let at = AttentionAt { shape, batch, layer: index };
+        let at = AttentionAt { shape, batch, layer: place };
         let scale = config.query_scale;
         let input = LatentInput { q, kv, norm: &weights.kv_norm, rope, scale };
         backend.latent_write(input, at, cache, plain, q_out)?;

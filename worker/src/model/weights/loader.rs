@@ -26,9 +26,10 @@ impl<B: Backend> Loader<'_, '_, B> {
         Ok(LayerWeights {
             input_norm: part.input_norm.as_ref().map(|norm| self.norm(norm)).transpose()?,
             rope: part.rope,
-            projection: match &part.latent {
-                Some(latent) => Projection::Latent(self.latent(latent)?),
-                None => Projection::Qkv(QkvWeights {
+            projection: match (&part.latent, &part.delta) {
+                (Some(latent), _) => Projection::Latent(self.latent(latent)?),
+                (_, Some(delta)) => Projection::Delta(self.delta(delta)?),
+                _ => Projection::Qkv(QkvWeights {
                     weight: self.matrix(&part.qkv)?,
                     bias: self.optional(part.qkv_bias.as_deref())?,
                     q_norm: self.optional(part.q_norm.as_deref())?,
@@ -37,6 +38,10 @@ impl<B: Backend> Loader<'_, '_, B> {
             },
             qk_norm: self.optional(part.qk_norm.as_deref())?,
             sinks: self.optional(part.sinks.as_deref())?,
+            gate: match part.gate.as_slice() {
+                [] => None,
+                gate => Some(self.matrix(gate)?),
+            },
             output: self.parts(&part.output)?,
             output_bias: self.optional(part.output_bias.as_deref())?,
             output_norm: self.optional(part.output_norm.as_deref())?,

@@ -5,6 +5,7 @@ use kernels::backend::{HostMatrix, Scales};
 use kernels::weights::Compact;
 
 use super::Source;
+use super::delta::{DeltaPart, GatedQ};
 use super::latent::LatentPart;
 use crate::model::ModelError;
 use crate::model::config::NormKind;
@@ -19,13 +20,16 @@ pub(super) struct LayerPart<'a> {
     pub(super) input_norm: Option<NormPart>,
     pub(super) rope: usize,
     pub(super) latent: Option<LatentPart<'a>>,
-    /// Empty with latents.
+    pub(super) delta: Option<DeltaPart<'a>>,
+    /// Empty with latents and with linear attention.
     pub(super) qkv: Vec<HostMatrix<'a>>,
     pub(super) qkv_bias: Option<Vec<f32>>,
     pub(super) q_norm: Option<Vec<f32>>,
     pub(super) k_norm: Option<Vec<f32>>,
     pub(super) qk_norm: Option<Vec<f32>>,
     pub(super) sinks: Option<Vec<f32>>,
+    /// Empty without gates.
+    pub(super) gate: Vec<HostMatrix<'a>>,
     pub(super) output: Vec<HostMatrix<'a>>,
     pub(super) output_bias: Option<Vec<f32>>,
     pub(super) output_norm: Option<Vec<f32>>,
@@ -92,10 +96,14 @@ impl<'a> LayerPart<'a> {
     /// All matrices, those together that are loaded together.
     pub(super) fn loads(&self) -> Vec<(&[HostMatrix<'a>], Kind)> {
         let one = |matrix| (std::slice::from_ref(matrix), Kind::Matrix);
-        let mut loads = match &self.latent {
-            Some(latent) => latent.loads(),
-            None => vec![(self.qkv.as_slice(), Kind::Matrix)],
+        let mut loads = match (&self.latent, &self.delta) {
+            (Some(latent), _) => latent.loads(),
+            (_, Some(delta)) => delta.loads(),
+            _ => vec![(self.qkv.as_slice(), Kind::Matrix)],
         };
+        if !self.gate.is_empty() {
+            loads.push((self.gate.as_slice(), Kind::Matrix));
+        }
         loads.extend(self.output.iter().map(one));
         match &self.mlp {
             MlpPart::Dense { gate_up, down, .. } => {
@@ -136,6 +144,7 @@ impl<'a> LayerPart<'a> {
         let others = others.into_iter().flatten().chain(of_mlp.into_iter().flatten());
         all.extend(others.map(Vec::as_slice));
         all.extend(self.latent.iter().flat_map(LatentPart::norms));
+        all.extend(self.delta.iter().flat_map(DeltaPart::vectors));
         all
     }
 }
@@ -252,15 +261,22 @@ impl<'a> Layer<'a> {
         let Source { config, shard, .. } = self.part.0;
         let rope = &config.ropes[self.index];
         let latent = config.latent.map(|latent| self.latent(&latent)).transpose()?;
+        let own = config.delta.as_ref().filter(|_| config.is_linear(self.index));
+        let delta = own.map(|delta| self.delta(delta)).transpose()?;
+        let is_plain = latent.is_none() && delta.is_none();
         // Features of q and k in the order in which backends rotate them.
-        let qkv = match &latent {
-            Some(_) => Vec::new(),
-            None => vec![
-                Outputs::of(Module::Q, rope.rows(config.head_dim, shard.heads.clone())),
-                Outputs::of(Module::K, rope.rows(config.head_dim, shard.kv_heads.clone())),
-                Outputs::of(Module::V, vec![self.features(&shard.kv_heads)]),
-            ],
+        let mut outputs = vec![
+            Outputs::of(Module::Q, rope.rows(config.head_dim, shard.heads.clone())),
+            Outputs::of(Module::K, rope.rows(config.head_dim, shard.kv_heads.clone())),
+            Outputs::of(Module::V, vec![self.features(&shard.kv_heads)]),
+        ];
+        outputs.retain(|_| is_plain);
+        let GatedQ { q, gate } = match config.gates_attention && is_plain {
+            true => self.gated_q()?,
+            false => GatedQ { q: Vec::new(), gate: Vec::new() },
         };
+        let first = usize::from(!q.is_empty());
+        let qkv: Vec<_> = q.into_iter().chain(self.rows(&outputs[first..])?).collect();
         let norm = |name: Option<&str>| name.map(|name| self.norm(name)).transpose();
         let stream = |name: Option<&str>| {
             name.map(|name| self.part.stream_norm(&self.name(name))).transpose()
@@ -270,19 +286,24 @@ impl<'a> Layer<'a> {
             input_norm: stream(config.norms.input)?,
             rope: ropes.iter().position(|kind| *kind == rope).unwrap_or(0),
             latent,
-            qkv: self.rows(&qkv)?,
-            qkv_bias: self.biases(config.qkv_bias, &qkv)?,
+            qkv,
+            qkv_bias: self.biases(config.qkv_bias && is_plain, &outputs)?,
             q_norm: self.head_norm("self_attn.q_norm")?.map(|mut norm| {
                 norm.iter_mut().for_each(|weight| *weight *= config.query_scale);
                 norm
             }),
             k_norm: self.head_norm("self_attn.k_norm")?,
-            qk_norm: self.whole_norm(&qkv)?,
+            qk_norm: self.whole_norm(&outputs)?,
             sinks: self.sinks()?,
-            output: {
-                let (heads, value) = (&shard.heads, config.value_dim());
-                self.cols(Module::O, &(heads.start * value..heads.end * value))?
+            gate,
+            output: match &delta {
+                Some(delta) => delta.output.clone(),
+                None => {
+                    let (heads, value) = (&shard.heads, config.value_dim());
+                    self.cols(Module::O, &(heads.start * value..heads.end * value))?
+                }
             },
+            delta,
             output_bias: self.row_parallel_bias(config.output_bias, Module::O)?,
             output_norm: norm(config.norms.output)?,
             post_norm: stream(config.norms.post)?,
@@ -354,11 +375,19 @@ impl<'a> Layer<'a> {
 
     /// Cuts a row-parallel module with these inputs into one matrix per part of its sum.
     fn cols(&self, module: Module, own: &Range<usize>) -> Result<Vec<HostMatrix<'a>>, ModelError> {
-        let tensor = self.matrix(module)?;
+        Ok(self.parts_of(&self.matrix(module)?, own))
+    }
+
+    /// Cuts these inputs of a row-parallel tensor into one matrix per part of its sum.
+    pub(super) fn parts_of(
+        &self,
+        tensor: &TensorView<'a>,
+        own: &Range<usize>,
+    ) -> Vec<HostMatrix<'a>> {
         let parts = self.part.0.shard.parts;
         let width = own.len() / parts;
         let part = |i: usize| own.start + i * width..own.start + (i + 1) * width;
-        Ok((0..parts).map(|i| cols_of(&tensor, &part(i))).collect())
+        (0..parts).map(|i| cols_of(tensor, &part(i))).collect()
     }
 
     /// Reads the biases of these outputs, if the model has them.
@@ -395,7 +424,7 @@ impl<'a> Layer<'a> {
     fn head_norm(&self, name: &str) -> Result<Option<Vec<f32>>, ModelError> {
         let config = self.part.0.config;
         let (rope, head_dim) = (&config.ropes[self.index], config.head_dim);
-        if !config.qk_norm {
+        if !config.qk_norm || config.is_linear(self.index) {
             return Ok(None);
         }
         let all = self.part.norm(&self.name(&format!("{name}.weight")), head_dim)?;
