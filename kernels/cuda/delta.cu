@@ -24,8 +24,9 @@ namespace {
 
 constexpr uint32_t WARPS = 8;
 constexpr uint32_t THREADS = 32 * WARPS;
-// Of the convolution.
+// Of the convolution; and how many they usually are.
 constexpr uint32_t TOKENS_MOST = 8;
+constexpr uint32_t TOKENS_USUAL = 4;
 // Fours of a head that a lane has, where a warp has a head.
 constexpr uint32_t HEAD_FOURS = 2;
 // Added to a sum of squares.
@@ -75,6 +76,10 @@ struct Rows {
 
 // The sequence that a row belongs to: the last one that does not begin after it.
 __device__ __forceinline__ uint32_t find_seq(const TuttiSeq* seqs, uint32_t count, uint32_t row) {
+    // So it is where every sequence has one row.
+    if (row < count && load_input(&seqs[row].row_start) == row) {
+        return row;
+    }
     uint32_t low = 0;
     uint32_t high = count;
     while (high - low > 1) {
@@ -146,45 +151,117 @@ struct Window {
     }
 };
 
-// Four channels of the row, convolved, with SiLU. conv: that of the first of them.
-__device__ __forceinline__ float4 convolved(const float* conv, const Window& window,
-                                            uint32_t channel) {
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (window.kernel == 4) {
-        // The usual width: a channel's weights are 16 bytes.
-        float4 x[4];
-        float4 w[4];
+// Of the four channels that a lane has in each part of a head, the usual number of weights.
+struct LaneWeights {
+    float4 v[2][4];
+};
+
+// The convolutions' weights, f32 [channels, kernel], and those of this thread's channels in shared
+// memory, since each row reads them: lanes are 64 bytes apart in `all`, so that four loads of a
+// warp take 64 turns in L1, but only 16 here. With registers instead, fewer blocks would fit on a
+// multiprocessor, and fewer rows be on their way.
+struct Weights {
+    const float* all;
+    // Where a lane has one four of a head, with the usual number of weights.
+    bool are_kept;
+    // This thread's, four channels of a tap at a time: the next is 4 THREADS further on.
+    float* kept;
+
+    // Those of the channels from `first` on, and in the second part `apart` further on. They never
+    // change, so they can be read before earlier kernels are complete.
+    __device__ __forceinline__ LaneWeights load(uint32_t first, uint32_t apart, uint32_t dim,
+                                                uint32_t parts) const {
+        LaneWeights own = {};
+        const uint32_t at = 4 * (threadIdx.x % 32);
 #pragma unroll
-        for (uint32_t i = 0; i < 4; i++) {
-            x[i] = window.at(i, channel);
-            w[i] = load4(conv + 4 * i);
+        for (uint32_t i = 0; i < 2 * 4; i++) {
+            if (i / 4 < parts && at < dim) {
+                const size_t channel = first + i / 4 * apart + at + i % 4;
+                own.v[i / 4][i % 4] = load_constants(all + channel * TOKENS_USUAL);
+            }
         }
-        sum = fused4(make_float4(w[0].x, w[1].x, w[2].x, w[3].x), x[0], sum);
-        sum = fused4(make_float4(w[0].y, w[1].y, w[2].y, w[3].y), x[1], sum);
-        sum = fused4(make_float4(w[0].z, w[1].z, w[2].z, w[3].z), x[2], sum);
-        sum = fused4(make_float4(w[0].w, w[1].w, w[2].w, w[3].w), x[3], sum);
-    } else {
-        for (uint32_t tap = 0; tap < window.kernel; tap++) {
-            const float* w = conv + tap;
-            const uint32_t kernel = window.kernel;
-            sum = fused4(make_float4(w[0], w[kernel], w[2 * kernel], w[3 * kernel]),
-                         window.at(tap, channel), sum);
+        return own;
+    }
+    __device__ __forceinline__ void keep(const LaneWeights& own, uint32_t parts) const {
+#pragma unroll
+        for (uint32_t part = 0; part < 2; part++) {
+            if (part < parts) {
+                const float4(&w)[4] = own.v[part];
+                float* to = kept + part * TOKENS_USUAL * 4 * THREADS;
+                store4(to, make_float4(w[0].x, w[1].x, w[2].x, w[3].x));
+                store4(to + 4 * THREADS, make_float4(w[0].y, w[1].y, w[2].y, w[3].y));
+                store4(to + 8 * THREADS, make_float4(w[0].z, w[1].z, w[2].z, w[3].z));
+                store4(to + 12 * THREADS, make_float4(w[0].w, w[1].w, w[2].w, w[3].w));
+            }
         }
     }
-    return make_float4(silu(sum.x), silu(sum.y), silu(sum.z), silu(sum.w));
+    __device__ __forceinline__ float4 at(uint32_t part, uint32_t tap) const {
+        return load4(kept + (part * TOKENS_USUAL + tap) * 4 * THREADS);
+    }
+};
+
+__device__ __forceinline__ float4 silu4(float4 v) {
+    return make_float4(silu(v.x), silu(v.y), silu(v.z), silu(v.w));
 }
 
-// This lane's fours of a head whose channels begin at `first`, convolved; zeros beyond them.
-__device__ __forceinline__ void convolve_head(float4 (&fours)[HEAD_FOURS], const float* conv,
-                                              const Window& window, uint32_t first, uint32_t dim) {
+// Four channels of the row, convolved, with SiLU.
+__device__ __forceinline__ float4 convolved(const float* conv, const Window& window,
+                                            uint32_t channel) {
+    const uint32_t kernel = window.kernel;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (uint32_t tap = 0; tap < kernel; tap++) {
+        const float* w = conv + static_cast<size_t>(channel) * kernel + tap;
+        sum = fused4(make_float4(w[0], w[kernel], w[2 * kernel], w[3 * kernel]),
+                     window.at(tap, channel), sum);
+    }
+    return silu4(sum);
+}
+
+// This lane's fours of a head, convolved; zeros beyond them. Its parts' channels begin at `first`,
+// and `apart` further on.
+template <uint32_t PARTS>
+__device__ __forceinline__ void convolve_head(float4 (&fours)[PARTS][HEAD_FOURS],
+                                              const Weights& weights, const Window& window,
+                                              uint32_t first, uint32_t apart, uint32_t dim) {
+    const uint32_t lane_first = 4 * (threadIdx.x % 32);
 #pragma unroll
-    for (uint32_t i = 0; i < HEAD_FOURS; i++) {
-        const uint32_t at = 4 * (threadIdx.x % 32 + 32 * i);
-        fours[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (at < dim) {
-            const uint32_t channel = first + at;
-            fours[i] = convolved(conv + static_cast<size_t>(channel) * window.kernel, window,
-                                 channel);
+    for (uint32_t part = 0; part < PARTS; part++) {
+#pragma unroll
+        for (uint32_t i = 0; i < HEAD_FOURS; i++) {
+            fours[part][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+    }
+    if (weights.are_kept) {
+        if (lane_first >= dim) {
+            return;
+        }
+        // All parts are on their way before the first is used.
+        float4 x[PARTS][TOKENS_USUAL];
+#pragma unroll
+        for (uint32_t i = 0; i < PARTS * TOKENS_USUAL; i++) {
+            const uint32_t part = i / TOKENS_USUAL;
+            x[part][i % TOKENS_USUAL] =
+                window.at(i % TOKENS_USUAL, first + part * apart + lane_first);
+        }
+#pragma unroll
+        for (uint32_t part = 0; part < PARTS; part++) {
+            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+            for (uint32_t tap = 0; tap < TOKENS_USUAL; tap++) {
+                sum = fused4(weights.at(part, tap), x[part][tap], sum);
+            }
+            fours[part][0] = silu4(sum);
+        }
+        return;
+    }
+#pragma unroll
+    for (uint32_t part = 0; part < PARTS; part++) {
+#pragma unroll
+        for (uint32_t i = 0; i < HEAD_FOURS; i++) {
+            const uint32_t at = lane_first + 4 * 32 * i;
+            if (at < dim) {
+                fours[part][i] = convolved(weights.all, window, first + part * apart + at);
+            }
         }
     }
 }
@@ -195,7 +272,7 @@ __device__ __forceinline__ void store_head(float* to, const float4 (&fours)[HEAD
     for (uint32_t i = 0; i < HEAD_FOURS; i++) {
         const uint32_t at = 4 * (threadIdx.x % 32 + 32 * i);
         if (at < dim) {
-            store4(to + at, times4(scale, fours[i]));
+            store_row(to + at, times4(scale, fours[i]));
         }
     }
 }
@@ -279,7 +356,7 @@ __device__ __forceinline__ void keep_last(const float* qkvz, float* kept, const 
 #pragma unroll
     for (uint32_t place = 0; place < TOKENS_MOST - 1; place++) {
         if (place < sizes.kernel - 1) {
-            store4(kept + static_cast<size_t>(place) * channels + channel, last[place]);
+            store_row(kept + static_cast<size_t>(place) * channels + channel, last[place]);
         }
     }
 }
@@ -293,15 +370,15 @@ __device__ __forceinline__ void update(const float* qkvz, const float* gates, co
     SHARED_ARRAY(float, shared_values, 2 * CHUNK * COLUMNS);
     SHARED_ARRAY(float, shared_gates, 2 * CHUNK * 4);
     release_successors();
-    if (blockIdx.x >= live_items(live)) {
-        end_without_waiting(blockIdx.x == 0);
+    if (blockIdx.y >= live_items(live)) {
+        end_without_waiting(blockIdx.y == 0);
         return;
     }
-    const Rows own(seqs, states, blockIdx.x);
+    const Rows own(seqs, states, blockIdx.y);
     float* slot = slots + static_cast<size_t>(own.state) * sizes.slot();
     const uint32_t blocks = divide_up(sizes.value_dim, COLUMNS);
-    const uint32_t head = blockIdx.y / blocks;
-    const uint32_t first_column = blockIdx.y % blocks * COLUMNS;
+    const uint32_t head = blockIdx.x / blocks;
+    const uint32_t first_column = blockIdx.x % blocks * COLUMNS;
     const uint32_t column = first_column + threadIdx.x / SHARERS;
     const uint32_t part = threadIdx.x % SHARERS;
     // The blocks behind the last head keep channels.
@@ -314,7 +391,7 @@ __device__ __forceinline__ void update(const float* qkvz, const float* gates, co
     }
     wait_for_predecessors();
     if (!updates) {
-        const uint32_t index = blockIdx.y - sizes.value_heads * blocks;
+        const uint32_t index = blockIdx.x - sizes.value_heads * blocks;
         keep_last(qkvz, slot + sizes.matrices(), own, sizes, 4 * (index * THREADS + threadIdx.x));
         return;
     }
@@ -390,7 +467,7 @@ __device__ __forceinline__ void update(const float* qkvz, const float* gates, co
     for (uint32_t i = 0; i < FOURS; i++) {
         const uint32_t at = 4 * (part + SHARERS * i);
         if (exists && at < sizes.key_dim) {
-            store4(s + at, kept[i]);
+            store_row(s + at, kept[i]);
         }
     }
 }
@@ -405,9 +482,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     tutti_delta_mix(const float* qkvz, const float* ba, const float* conv, const float* decay,
                     const float* dt_bias, const float* slots, const TuttiSeq* seqs,
                     const uint32_t* states, const uint32_t* num_seqs, float* mixed, float* gates,
-                    TUTTI_DELTA_SIZE_ARGUMENTS, uint32_t rows, uint32_t each,
+                    TUTTI_DELTA_SIZE_ARGUMENTS, uint32_t rows, uint32_t each, uint32_t releases,
                     const uint32_t* live) {
-    release_successors();
+    SHARED_ARRAY(float, shared_weights, 2 * 4 * 4 * THREADS);
+    // Otherwise the end of the block does it: see kernels.h.
+    if (releases != 0) {
+        release_successors();
+    }
     const Sizes sizes = {key_heads, value_heads, key_dim, value_dim, kernel};
     rows = at_most(rows, live_items(live));
     const uint32_t first = blockIdx.x * each;
@@ -422,12 +503,28 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const bool exists = unit < key_heads + value_heads;
     const uint32_t dim = is_key ? key_dim : value_dim;
     const uint32_t channel = is_key ? head * key_dim : 2 * sizes.keys() + head * value_dim;
-    if (exists && lane < (is_key ? 2 : 1)) {
+    const uint32_t parts = is_key ? 2 : 1;
+    const Weights weights = {conv, kernel == TOKENS_USUAL && dim <= 4 * 32,
+                             shared_weights + 4 * threadIdx.x};
+    LaneWeights of_lane = {};
+    if (exists && weights.are_kept) {
+        of_lane = weights.load(channel, sizes.keys(), dim, parts);
+    } else if (exists && lane < parts) {
         prefetch(conv + static_cast<size_t>(channel + lane * sizes.keys()) * kernel,
                  dim * kernel * static_cast<uint32_t>(sizeof(float)));
     }
+    float rate = 0.0f;
+    float bias = 0.0f;
+    if (exists && !is_key) {
+        rate = load_early(decay + head);
+        bias = load_early(dt_bias + head);
+    }
     uint32_t index = find_seq(seqs, load_input(num_seqs), first);
     Rows own(seqs, states, index);
+    if (exists && weights.are_kept) {
+        // They have come together with the above.
+        weights.keep(of_lane, parts);
+    }
     wait_for_predecessors();
     if (!exists) {
         return;
@@ -451,27 +548,30 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         window.channels = channels;
         float* to = mixed + static_cast<size_t>(row) * channels + channel;
         float* of_row = gates + static_cast<size_t>(row) * value_heads * 4;
-        float4 fours[HEAD_FOURS];
-        convolve_head(fours, conv, window, channel, dim);
         if (is_key) {
-            float4 k[HEAD_FOURS];
-            convolve_head(k, conv, window, channel + sizes.keys(), dim);
+            float4 of[2][HEAD_FOURS];
+            convolve_head(of, weights, window, channel, sizes.keys(), dim);
             const float root = sqrtf(static_cast<float>(key_dim));
-            const float q_scale = 1.0f / (sqrtf(products(fours, fours) + LENGTH_EPS) * root);
-            const float k_scale = 1.0f / sqrtf(products(k, k) + LENGTH_EPS);
-            const float both = products(fours, k) * q_scale * k_scale;
-            store_head(to, fours, q_scale, dim);
-            store_head(to + sizes.keys(), k, k_scale, dim);
+            const float q_scale = 1.0f / (sqrtf(products(of[0], of[0]) + LENGTH_EPS) * root);
+            const float k_scale = 1.0f / sqrtf(products(of[1], of[1]) + LENGTH_EPS);
+            const float both = products(of[0], of[1]) * q_scale * k_scale;
+            store_head(to, of[0], q_scale, dim);
+            store_head(to + sizes.keys(), of[1], k_scale, dim);
+#pragma unroll 1
             for (uint32_t i = lane; i < group; i += 32) {
                 of_row[(head * group + i) * 4 + 2] = both;
             }
         } else {
-            store_head(to, fours, 1.0f, dim);
+            // On their way together with the channels.
+            const float* own_ba = ba + static_cast<size_t>(row) * 2 * value_heads + head;
+            const float b = own_ba[0];
+            const float a = own_ba[value_heads];
+            float4 of[1][HEAD_FOURS];
+            convolve_head(of, weights, window, channel, 0, dim);
+            store_head(to, of[0], 1.0f, dim);
             if (lane == 0) {
-                const float* b = ba + static_cast<size_t>(row) * 2 * value_heads + head;
-                const float open = softplus(b[value_heads] + dt_bias[head]);
-                of_row[head * 4] = expf(-(decay[head] * open));
-                of_row[head * 4 + 1] = sigmoid(b[0]);
+                of_row[head * 4] = expf(-(rate * softplus(a + bias)));
+                of_row[head * 4 + 1] = sigmoid(b);
             }
         }
     }
@@ -531,8 +631,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (at < value_dim) {
             const float4 v = scaled4(fours[i], scale, weights[i]);
             const float4 z4 = doors[i];
-            store_bf16(to, at, value_dim, true,
-                       {{v.x * silu(z4.x), v.y * silu(z4.y), v.z * silu(z4.z), v.w * silu(z4.w)}});
+            uint2 packed;
+            packed.x = pack_bf16(v.x * silu(z4.x), v.y * silu(z4.y));
+            packed.y = pack_bf16(v.z * silu(z4.z), v.w * silu(z4.w));
+            store_row(to + at, packed);
         }
     }
 }

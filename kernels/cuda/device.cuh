@@ -33,7 +33,8 @@ __device__ __forceinline__ void wait_for_predecessors() {
 
 // Lets the next kernel's blocks start once all of this one's have. Called first, so that a product
 // loads its weights while smaller kernels before it still run. The next kernel waits for this one's
-// end, which comes after this one's own wait, so nothing is read too early.
+// end, which comes after this one's own wait, so nothing is read too early. A block that never
+// calls it releases the next kernel by its end.
 __device__ __forceinline__ void release_successors() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -86,6 +87,12 @@ __device__ __forceinline__ float4 load_constants(const float* at) {
                  : "memory");
     return v;
 }
+// The same for one float.
+__device__ __forceinline__ float load_early(const float* at) {
+    float v;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
+    return v;
+}
 // A float of the model's tables.
 __device__ __forceinline__ float load_constant(const float* at) {
     float v;
@@ -111,6 +118,18 @@ __device__ __forceinline__ float4 load_row(const float* at) {
                  : "l"(at)
                  : "memory");
     return v;
+}
+
+// Writes 4 floats of a row at once: of an ordinary store the compiler sometimes makes four.
+__device__ __forceinline__ void store_row(float* at, float4 v) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(v.x), "f"(v.y), "f"(v.z),
+                 "f"(v.w)
+                 : "memory");
+}
+
+// The same for 4 elements of bf16.
+__device__ __forceinline__ void store_row(tutti_bf16* at, uint2 v) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(at), "r"(v.x), "r"(v.y) : "memory");
 }
 
 // Prefetches memory to L2 without waiting. `at` and `bytes` must be multiples of 16. A kernel may

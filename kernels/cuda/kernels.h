@@ -17,10 +17,11 @@
  *   captured in a graph.
  * - A result depends on its own row or sequence, the shapes of weights and constants of the model:
  *   never on the rest of the batch, the grid, or the order of blocks.
- * - Every kernel begins by releasing the next kernel and waiting for the preceding ones
- *   (griddepcontrol). Every block that does any work waits, and at least one block of every grid
- *   does, so a kernel completes after its predecessors. So launches may have the attribute
- *   programmatic-stream-serialization; without it, and before sm_90, griddepcontrol does nothing.
+ * - Every kernel begins by releasing the next kernel, unless its entry says otherwise, and waiting
+ *   for the preceding ones (griddepcontrol). Every block that does any work waits, and at least one
+ *   block of every grid does, so a kernel completes after its predecessors. So launches may have
+ *   the attribute programmatic-stream-serialization; without it, and before sm_90, griddepcontrol
+ *   does nothing.
  *   Before the wait, kernels read only constants of the model (weights, norms, tables) and the
  *   host's inputs to a step: `live`, positions, slots, sequences, items, parts, block tables, row
  *   indices. So no kernel may write those, and a copy that does must be complete before the next
@@ -545,20 +546,24 @@ __global__ void tutti_latent_decode_fp8(const tutti_bf16* q, const tutti_fp8* k_
  * channels + value_heads * value_dim]; ba f32 [rows, 2 * value_heads], b before a; conv f32
  * [channels, kernel]; decay, dt_bias f32 [value_heads]; mixed f32 [rows, channels]; gates f32
  * [rows, value_heads, 4], the last unused. `num_seqs`: a word in device memory. A block has `each`
- * rows.
+ * rows. `releases`: 0 where a sequence has many rows. Then the next kernel, tutti_delta_update_*,
+ * begins only when this one ends. Its blocks run for long, and begun earlier they would pile up on
+ * the multiprocessors that were done first.
  * grid (ceil(rows / each), ceil((key_heads + value_heads) / 8)), block 256; `live` counts rows. */
 __global__ void tutti_delta_mix(const float* qkvz, const float* ba, const float* conv,
                                 const float* decay, const float* dt_bias, const float* slots,
                                 const TuttiSeq* seqs, const uint32_t* states,
                                 const uint32_t* num_seqs, float* mixed, float* gates,
                                 TUTTI_DELTA_SIZE_ARGUMENTS, uint32_t rows, uint32_t each,
-                                const uint32_t* live);
+                                uint32_t releases, const uint32_t* live);
 
 /* The recurrence, token by token: S *= kept, u = beta (v - S k), S += u k^T, and o = S q replaces v
  * in `mixed`. And the slot gets the channels of the sequence's last tokens from qkvz, which
  * tutti_delta_mix must have read by then. qkvz, gates and mixed as there. The name's number is the
  * largest key_dim. With B = value_heads * ceil(value_dim / TUTTI_DELTA_COLUMNS):
- * grid (seqs, B + ceil(channels / TUTTI_DELTA_KEPT)), block 256; `live` counts sequences. */
+ * grid (B + ceil(channels / TUTTI_DELTA_KEPT), seqs), block 256; `live` counts sequences. A
+ * sequence's blocks are neighbours, so that a long one's come to different multiprocessors; there
+ * are at most 65535 sequences. */
 #define TUTTI_DELTA_UPDATE_ARGUMENTS                                                               \
     const float *qkvz, const float *gates, const TuttiSeq *seqs, const uint32_t *states,           \
         float *mixed, float *slots, TUTTI_DELTA_SIZE_ARGUMENTS, const uint32_t *live

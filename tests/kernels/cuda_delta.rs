@@ -60,7 +60,8 @@ fn step(
         poison_f32((rows + 1) * value_heads * 4),
     ];
     args.extend(sizes.clone());
-    args.extend([n(rows + 1), n(each), live_rows.clone()]);
+    let releases = n(usize::from(rows == parts.len()));
+    args.extend([n(rows + 1), n(each), releases, live_rows.clone()]);
     let grid = [(rows + 1).div_ceil(each), (key_heads + value_heads).div_ceil(8), 1];
     let made = launch("tutti_delta_mix", grid, 256).run(&args);
     let [mixed, gates] = [9, 10].map(|at| made[at].clone());
@@ -74,7 +75,7 @@ fn step(
     let most = [32, 128, 256].into_iter().find(|most| *most >= key_dim).unwrap();
     let blocks = value_heads * value_dim.div_ceil(32) + channels.div_ceil(1024);
     let name = format!("tutti_delta_update_{most}");
-    let made = launch(&name, [parts.len() + 1, blocks, 1], 256).run(&args);
+    let made = launch(&name, [blocks, parts.len() + 1, 1], 256).run(&args);
     *slots = read_f32(&made[5]);
 
     let width = shape.value_width();
@@ -165,6 +166,8 @@ fn sequences_go_on_where_their_states_are() {
 fn heads_of_every_size_are_updated() {
     check([1, 1, 128, 128, 4], &[18], &[&[1], &[3], &[14]], 8, None);
     check([1, 2, 136, 40, 8], &[3], &[&[2], &[1]], 1, None);
+    // Keys too wide for their weights to be kept.
+    check([1, 1, 136, 40, 4], &[2], &[&[1], &[1]], 1, None);
 }
 
 #[test]

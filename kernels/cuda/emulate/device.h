@@ -299,9 +299,12 @@ inline float4 load_row(const float* at) {
     emulate::must_have_waited();
     return *reinterpret_cast<const float4*>(at);
 }
+inline void store_row(float* at, float4 v) { *reinterpret_cast<float4*>(at) = v; }
+inline void store_row(tutti_bf16* at, uint2 v) { *reinterpret_cast<uint2*>(at) = v; }
 inline uint32_t load_input(const uint32_t* at) { return *at; }
 inline uint64_t load_input(const uint64_t* at) { return *at; }
 inline float load_constant(const float* at) { return *at; }
+inline float load_early(const float* at) { return *at; }
 inline float4 load_constants(const float* at) { return *reinterpret_cast<const float4*>(at); }
 inline void prefetch(const void* at, uint32_t bytes) {
     // Both ends must be readable and aligned.

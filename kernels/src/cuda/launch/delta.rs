@@ -78,7 +78,9 @@ pub fn delta_attention(
         .ptr(io.num_seqs)
         .ptr(io.mixed)
         .ptr(io.gates);
-    let args = words(words(args, sizes), [rows, each]).ptr(live);
+    // Without prompts: see `kernels.h`. Graphs, too, are made for as many sequences as rows.
+    let releases = usize::from(rows == seqs);
+    let args = words(words(args, sizes), [rows, each, releases]).ptr(live);
     let heads = (key_heads + value_heads).div_ceil(8);
     let mix = call(DELTA_MIX, (rows.div_ceil(each), heads, 1), 256, args);
 
@@ -87,7 +89,7 @@ pub fn delta_attention(
     let which = KEY_DIMS.iter().take_while(|most| **most < key_dim).count();
     let blocks = value_heads * value_dim.div_ceil(COLUMNS) + channels.div_ceil(KEPT);
     let entry = Entry(DELTA_UPDATE.0 + which.min(KEY_DIMS.len() - 1));
-    let update = call(entry, (seqs, blocks, 1), 256, args);
+    let update = call(entry, (blocks, seqs, 1), 256, args);
 
     let args = Args::new().ptr(io.qkvz).ptr(io.mixed).ptr(io.norm).ptr(io.out.ptr);
     let args = words(args, [value_heads, value_dim, channels, io.out.stride]).f32(eps).ptr(live);

@@ -56,6 +56,10 @@ impl CudaBackend {
         let qkvz = memory(all * (shape.channels() + shape.value_width()))?;
         let ba = memory(all * 2 * shape.value_heads)?;
         let weights = memory(shape.channels() * shape.kernel)?;
+        // Not negative, or states would grow without end.
+        let decay = DeviceMemory::new(gpu, shape.value_heads * 4, what)?;
+        let signless: Vec<u32> = random_words(1).iter().map(|word| word & 0x7fff_ffff).collect();
+        fill(&decay, stream, &signless)?;
         let (mixed, gates) = DeltaIo::scratch(shape, all);
         let (mixed, gates) = (memory(mixed)?, memory(gates)?);
         let out = memory(all * shape.value_width().div_ceil(2))?;
@@ -65,7 +69,7 @@ impl CudaBackend {
                 qkvz: qkvz.ptr(),
                 ba: ba.ptr(),
                 conv: weights.ptr(),
-                decay: weights.ptr(),
+                decay: decay.ptr(),
                 dt_bias: weights.ptr(),
                 norm: weights.ptr(),
                 slots: slots.ptr().offset(turn % layers * state),
