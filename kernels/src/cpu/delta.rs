@@ -134,42 +134,20 @@ fn attend_body<const FMA: bool>(
         own.fill(0.0);
     }
     let (start, count) = (head.seq.row_start as usize, head.seq.num_rows as usize);
-    // The channels of a token, counted from the sequence's first of this step.
-    let token = |index: isize, (first, len): (usize, usize)| -> Option<&[f32]> {
-        if index >= 0 {
-            return Some(&qkvz.row(start + index as usize)[first..first + len]);
-        }
-        let before = last + (kernel - 1).wrapping_add_signed(index) * channels;
-        // SAFETY: as above for the head's channels, of which nothing is written before all rows
-        // are done.
-        (!is_new).then(|| unsafe { &*states.slice(before + first, len) })
-    };
-    let mixed = |index: usize, segment: (usize, usize), out: &mut [f32]| {
-        out.fill(0.0);
-        for tap in 0..kernel {
-            let Some(x) = token(index as isize + tap as isize + 1 - kernel as isize, segment)
-            else {
-                continue;
-            };
-            let conv = &weights.conv[segment.0 * kernel..][..segment.1 * kernel];
-            for ((out, conv), &x) in out.iter_mut().zip(conv.chunks_exact(kernel)).zip(x) {
-                *out += conv[tap] * x;
-            }
-        }
-        out.iter_mut().for_each(|x| *x = silu(*x));
-    };
+    let tokens = Tokens { qkvz, start, kept: (!is_new).then_some((states, last)), shape };
     let (mut q, mut k, mut v) = ([0.0; HEAD], [0.0; HEAD], [0.0; HEAD]);
     let (q, k, v) = (&mut q[..key_dim], &mut k[..key_dim], &mut v[..value_dim]);
     for index in 0..count {
-        mixed(index, segments[0], q);
-        mixed(index, segments[1], k);
+        tokens.convolve(index, segments[0], &weights.conv, q);
+        tokens.convolve(index, segments[1], &weights.conv, k);
         normalise(q, (key_dim as f32).sqrt());
         normalise(k, 1.0);
         let row = start + index;
         let z = &qkvz.row(row)[channels..];
         for (which, s) in own.chunks_exact_mut(size).enumerate() {
             let head = first + which;
-            mixed(index, (segments[2].0 + which * value_dim, value_dim), v);
+            let segment = (segments[2].0 + which * value_dim, value_dim);
+            tokens.convolve(index, segment, &weights.conv, v);
             let (kept, beta) = gates(weights, ba.row(row), head);
             // SAFETY: a value head of a row belongs to one task.
             let out = unsafe { out.slice((row * value_heads + head) * value_dim, value_dim) };
@@ -196,11 +174,58 @@ fn attend_body<const FMA: bool>(
             // SAFETY: as above; what is copied within the state comes from a later place, which is
             // another token's.
             let to = unsafe { states.slice(last + place * channels + segment.0, segment.1) };
-            match token(index, segment) {
+            match tokens.get(index, segment) {
                 Some(from) => to.copy_from_slice(from),
                 None => to.fill(0.0),
             }
         }
+    }
+}
+
+/// The tokens of a sequence, as projected. Not closures: these must be inlined, to be compiled for
+/// the instruction set of whom they are called by.
+struct Tokens<'a> {
+    qkvz: &'a CpuBuffer,
+    /// The row of the sequence's first token of this step.
+    start: usize,
+    /// All states, and where the channels of the tokens before this step begin; nothing if there
+    /// are none.
+    kept: Option<(&'a Disjoint<'a, f32>, usize)>,
+    shape: DeltaShape,
+}
+
+impl<'a> Tokens<'a> {
+    /// Some channels, their first and their number, of a token, counted from the sequence's first
+    /// of this step; down to `-(kernel - 1)`.
+    #[inline(always)]
+    fn get(&self, index: isize, (first, len): (usize, usize)) -> Option<&'a [f32]> {
+        if index >= 0 {
+            return Some(&self.qkvz.row(self.start + index as usize)[first..first + len]);
+        }
+        let (states, last) = self.kept?;
+        let place = (self.shape.kernel - 1).wrapping_add_signed(index);
+        let from = last + place * self.shape.channels() + first;
+        // SAFETY: the head's channels belong to one task, which writes a token's place when it has
+        // no more use for it.
+        Some(unsafe { &*states.slice(from, len) })
+    }
+
+    /// `out` = these channels of a token, convolved, with SiLU.
+    #[inline(always)]
+    fn convolve(&self, index: usize, segment: (usize, usize), conv: &[f32], out: &mut [f32]) {
+        let kernel = self.shape.kernel;
+        let conv = &conv[segment.0 * kernel..][..segment.1 * kernel];
+        out.fill(0.0);
+        for tap in 0..kernel {
+            let Some(x) = self.get(index as isize + tap as isize + 1 - kernel as isize, segment)
+            else {
+                continue;
+            };
+            for ((out, conv), &x) in out.iter_mut().zip(conv.chunks_exact(kernel)).zip(x) {
+                *out += conv[tap] * x;
+            }
+        }
+        out.iter_mut().for_each(|x| *x = silu(*x));
     }
 }
 
