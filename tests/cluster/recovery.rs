@@ -143,8 +143,8 @@ async fn hung_rank() -> Result<(Seen, Duration), String> {
     let client = fleet.client().unwrap();
     whole(&client, 2.0, 2.0).await;
     let load = Load::start(std::slice::from_ref(&client), 4, TOKENS, Duration::ZERO).await.unwrap();
-    // Until it is known how long steps take, also those of sizes that are seldom.
-    let steps = |s: &Scrape| s.sum("tutti_engine_steps_total", &[]) > 8000.0;
+    // Until it is known how long steps take: of seldom sizes, by what others compute.
+    let steps = |s: &Scrape| s.sum("tutti_engine_steps_total", &[]) > 2000.0;
     assert!(steps(&client.scrape_until(LEARNS, steps).await.unwrap()));
     let victim = fleet.workers[a_rank(&client, 0).await].pid();
     let hangs = Instant::now();
@@ -174,7 +174,7 @@ async fn rank_hung_for_good() -> Result<(Seen, Duration), String> {
     let client = fleet.client().unwrap();
     whole(&client, 2.0, 1.0).await;
     let load = Load::start(std::slice::from_ref(&client), 4, TOKENS, Duration::ZERO).await.unwrap();
-    let steps = |s: &Scrape| s.sum("tutti_engine_steps_total", &[]) > 6000.0;
+    let steps = |s: &Scrape| s.sum("tutti_engine_steps_total", &[]) > 1500.0;
     assert!(steps(&client.scrape_until(LEARNS, steps).await.unwrap()));
     let victim = a_rank(&client, 0).await;
     let hangs = Instant::now();
