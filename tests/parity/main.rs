@@ -17,7 +17,8 @@
 //! - `family`: scaled rotary embeddings, fused projections, text models within multimodal ones
 //! - `fp8`: K and V in FP8, on every device and degree
 //! - [`forming`]: ranks on stand-ins, formed as by a coordinator
-//! - `latent`: multi-head latent attention in published checkpoints
+//! - `latent`: multi-head latent attention: refusals, sizes
+//! - `fp8_blocks`: checkpoints in FP8 of models with latent or linear attention
 //! - [`masks`]: structured output by token masks, on every device and degree
 //! - [`odd`]: sizes, types and values that the repository's models do not have
 //! - [`plans`]: plans that do not fit are refused; plans at the bounds run
@@ -52,6 +53,7 @@ mod experts;
 mod family;
 mod forming;
 mod fp8;
+mod fp8_blocks;
 mod goldens;
 mod invariance;
 mod latent;
