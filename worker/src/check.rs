@@ -87,7 +87,7 @@ pub fn model_with(
         _ => bytes(&whole)?,
     };
     let (layers, max_positions) = (config.num_layers, config.max_positions);
-    let state_bytes = whole.states(&config, 1).map_or(0, |states| states.bytes());
+    let state_bytes = whole.states(&config, 1).map_or(0, |states| states.bytes() as u64);
     Ok(ModelNeeds { files: count, weight_bytes, state_bytes, layers, max_positions })
 }
 

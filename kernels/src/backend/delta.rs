@@ -76,10 +76,16 @@ pub struct StatesShape {
 }
 
 impl StatesShape {
-    /// Returns the size of all states, in bytes.
+    /// Returns the number of f32 of all states, at most the largest number.
     #[must_use]
-    pub const fn bytes(&self) -> u64 {
-        (self.num_layers * self.slots * self.layer.state_len() * size_of::<f32>()) as u64
+    pub const fn num_values(&self) -> usize {
+        self.num_layers.saturating_mul(self.slots).saturating_mul(self.layer.state_len())
+    }
+
+    /// Returns the size of all states, in bytes, at most the largest number.
+    #[must_use]
+    pub const fn bytes(&self) -> usize {
+        self.num_values().saturating_mul(size_of::<f32>())
     }
 }
 

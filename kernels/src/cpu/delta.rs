@@ -30,9 +30,8 @@ impl DeltaOps for CpuBackend {
 
     fn new_states(&mut self, shape: StatesShape) -> Result<CpuStates, KernelError> {
         check::states(&shape)?;
-        let len = shape.num_layers.saturating_mul(shape.slots);
-        let len = len.saturating_mul(shape.layer.state_len());
-        Ok(CpuStates { shape, values: AlignedVec::zeroed(len, "states of sequences")? })
+        let values = AlignedVec::zeroed(shape.num_values(), "states of sequences")?;
+        Ok(CpuStates { shape, values })
     }
 
     fn delta_attention(

@@ -49,11 +49,9 @@ impl DeltaOps for CudaBackend {
         // Graphs refer to the states before these.
         self.step.forget_graphs();
         self.settle()?;
-        let bytes = [shape.slots, shape.layer.state_len(), size_of::<f32>()]
-            .into_iter()
-            .fold(shape.num_layers, usize::saturating_mul);
         let Device { context, stream, .. } = &self.device;
-        let memory = DeviceMemory::zeroed(context, stream, bytes, "the states of sequences")?;
+        let what = "the states of sequences";
+        let memory = DeviceMemory::zeroed(context, stream, shape.bytes(), what)?;
         Ok(CudaStates { memory, shape })
     }
 

@@ -19,8 +19,7 @@ impl DeltaOps for ReferenceBackend {
 
     fn new_states(&mut self, shape: StatesShape) -> Result<ReferenceStates, KernelError> {
         check::states(&shape)?;
-        let sizes = [shape.num_layers, shape.slots, shape.layer.state_len()];
-        Ok(ReferenceStates { shape, values: zeroed("states of sequences", &sizes)? })
+        Ok(ReferenceStates { shape, values: zeroed("states of sequences", &[shape.num_values()])? })
     }
 
     fn delta_attention(

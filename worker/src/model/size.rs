@@ -161,12 +161,12 @@ pub fn activation_bytes(
         }
     };
     let widened = if widens { 2 * projections.max(2 * hidden * inner) } else { 0 };
-    experts
+    let buffers = experts
         + widened
-        + state_bytes(config, shard, sizes)
         + u64::from(sizes.max_num_batched_tokens) * row
         + product.max(u64::from(sizes.max_num_seqs) * q * 64 * 4)
-        + u64::from(sizes.max_num_seqs) * logits
+        + u64::from(sizes.max_num_seqs) * logits;
+    buffers.saturating_add(state_bytes(config, shard, sizes))
 }
 
 /// Size of the buffers for the largest step on a device that keeps all of them in f32, and of the
@@ -189,16 +189,16 @@ pub fn buffer_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig) -
         .delta(config)
         .map_or(0, |delta| n(delta.channels() + 2 * delta.value_width() + 2 * delta.value_heads));
     let row = row + gate + linear;
-    state_bytes(config, shard, sizes)
-        + 4 * (u64::from(sizes.max_num_batched_tokens) * row
-            + u64::from(sizes.max_num_seqs) * logits)
+    let buffers = 4
+        * (u64::from(sizes.max_num_batched_tokens) * row + u64::from(sizes.max_num_seqs) * logits);
+    buffers.saturating_add(state_bytes(config, shard, sizes))
 }
 
 /// Size of the states of linear attention, of as many sequences as run at a time, in bytes.
 #[must_use]
 pub fn state_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig) -> u64 {
     let states = shard.states(config, sizes.max_num_seqs as usize);
-    states.map_or(0, |states| states.bytes())
+    states.map_or(0, |states| states.bytes() as u64)
 }
 
 /// What to do if the states of linear attention leave too little memory: one more clause of an
@@ -236,6 +236,19 @@ mod tests {
 
     use super::super::experts::ExpertsConfig;
     use super::*;
+
+    /// 64 sequences, of at most so many tokens.
+    fn sizes(max_model_len: u32) -> EngineConfig {
+        EngineConfig {
+            block_size: 16,
+            max_model_len,
+            max_num_seqs: 64,
+            max_num_batched_tokens: 2048,
+            kv_cache_bytes: 0,
+            swap_bytes: 0,
+            kv_cache_dtype: KvCacheDtype::Auto,
+        }
+    }
 
     /// Llama 3.1 8B.
     fn config() -> ModelConfig {
@@ -335,15 +348,7 @@ mod tests {
         let eighth = Shard::new(&config, 7, 8).unwrap();
         let own = weight_bytes(&config, &eighth, Quantization::None);
         assert_eq!((own - alike) * 8, bytes - alike);
-        let sizes = EngineConfig {
-            block_size: 16,
-            max_model_len: 4096,
-            max_num_seqs: 64,
-            max_num_batched_tokens: 2048,
-            kv_cache_bytes: 0,
-            swap_bytes: 0,
-            kv_cache_dtype: KvCacheDtype::Auto,
-        };
+        let sizes = sizes(4096);
         // 70,272 bytes a token, on every rank.
         assert_eq!(sequence_bytes(&config, &whole, &sizes), 4096 * 61 * 576 * 2);
         assert_eq!(sequence_bytes(&config, &eighth, &sizes), 4096 * 61 * 576 * 2);
@@ -362,15 +367,7 @@ mod tests {
             "num_hidden_layers": 48, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
             "shared_expert_intermediate_size": 512, "vocab_size": 151_936});
         let config = ModelConfig::from_value(config).unwrap();
-        let sizes = EngineConfig {
-            block_size: 16,
-            max_model_len: 4096,
-            max_num_seqs: 64,
-            max_num_batched_tokens: 2048,
-            kv_cache_bytes: 0,
-            swap_bytes: 0,
-            kv_cache_dtype: KvCacheDtype::Auto,
-        };
+        let sizes = sizes(4096);
         let [whole, half] = [1, 2].map(|degree| Shard::new(&config, 0, degree).unwrap());
         assert_eq!(state_bytes(&config, &whole, &sizes), 64 * 79_036_416);
         assert_eq!(state_bytes(&config, &half, &sizes) * 2, 64 * 79_036_416);
@@ -400,15 +397,7 @@ mod tests {
 
     #[test]
     fn each_kind_of_rotary_embedding_has_tables_of_all_positions() {
-        let sizes = EngineConfig {
-            block_size: 16,
-            max_model_len: 100_000,
-            max_num_seqs: 64,
-            max_num_batched_tokens: 2048,
-            kv_cache_bytes: 0,
-            swap_bytes: 0,
-            kv_cache_dtype: KvCacheDtype::Auto,
-        };
+        let sizes = sizes(100_000);
         let mut config = config();
         // 64 cosines and 64 sines.
         assert_eq!(table_bytes(&config, &sizes), 100_000 * 128 * 4);
@@ -421,15 +410,7 @@ mod tests {
     #[test]
     fn a_sequence_takes_128_kib_a_token() {
         let config = config();
-        let sizes = EngineConfig {
-            block_size: 16,
-            max_model_len: 8190,
-            max_num_seqs: 64,
-            max_num_batched_tokens: 2048,
-            kv_cache_bytes: 0,
-            swap_bytes: 0,
-            kv_cache_dtype: KvCacheDtype::Auto,
-        };
+        let sizes = sizes(8190);
         let whole = Shard::new(&config, 0, 1).unwrap();
         assert_eq!(sequence_bytes(&config, &whole, &sizes), 8192 * 128 * 1024);
         let eighth = Shard::new(&config, 0, 8).unwrap();

@@ -53,7 +53,7 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
             let available = available_memory(Path::new("/"));
             let ranks = u64::from(args.tensor_parallel);
             let weights = needs.weight_bytes / ranks + adapters;
-            let states = needs.state_bytes * u64::from(args.max_num_seqs) / ranks;
+            let states = needs.state_bytes.saturating_mul(u64::from(args.max_num_seqs)) / ranks;
             findings.push(memory(Taken { weights, states, draft }, args, workers, available));
         }
         Err(error) => findings.push(Finding::fail(MODEL, error.to_string(), remedy(&error, args))),
@@ -290,6 +290,24 @@ mod tests {
         let found = memory(stateful, &args, 2, Some((((2048 + 512) * 2) << 20) - 1));
         assert_eq!(found.level, Severity::Fail);
         assert!(found.fix.unwrap_or_default().contains("--max-num-seqs"));
+    }
+
+    #[test]
+    fn what_states_do_not_allow_is_found() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let folder = root.join("tests/models/qwen3_5");
+        let found = |more: &[&str]| {
+            let all = [&["--tensor-parallel", "1", "--model", folder.to_str().unwrap()], more];
+            let findings = check(&args(&all.concat()), 1).into_iter();
+            let failed = findings.filter(|finding| finding.level == Severity::Fail);
+            failed.map(|finding| finding.found).collect::<Vec<_>>()
+        };
+        assert_eq!(found(&[]), Vec::<String>::new());
+        let ngram = r#"{"method":"ngram","num_speculative_tokens":3}"#;
+        for option in [["--swap-space", "0.1"], ["--speculative-config", ngram]] {
+            let [only] = &found(&option)[..] else { panic!("{option:?}: not one thing fails") };
+            assert!(only.starts_with(&format!("{}: not supported", option[0])), "{only}");
+        }
     }
 
     #[test]
