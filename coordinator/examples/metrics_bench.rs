@@ -111,6 +111,7 @@ fn engine() -> EngineConfig {
         kv_cache_bytes: 1 << 30,
         swap_bytes: 0,
         kv_cache_dtype: KvCacheDtype::Auto,
+        prefix_states: 0,
     }
 }
 
@@ -125,6 +126,7 @@ fn step(on: bool, batch: u32, steps: u32) {
         max_mixed_prefill_tokens: None,
         max_queued_requests: 1024,
         prefix_caching: false,
+        prefix_states: None,
         hidden_size: 2,
         vocab_size: u32::MAX,
         speculation: None,

@@ -42,7 +42,7 @@
 //! - `resume`: requests that continue from what another coordinator accepted
 //! - `sequence`, `tokens`: state of sequences and requests; their tokens
 //! - `epochs`, `moving`: epochs begin and end; requests move between replicas
-//! - `blocks`: KV blocks and prefix caching
+//! - `blocks`, `states`: KV blocks and prefix caching; states of linear attention for it
 //! - `plan`, `accept`: plans a step; accepts its answer
 //! - `drafts`, `speculate`, `speculation`, `pace`: speculative decoding
 //! - `masks`, `swap`, `weight`: structured output; swapping to host memory; bytes of plans and
@@ -66,6 +66,7 @@ mod sequence;
 mod shorter;
 mod speculate;
 mod speculation;
+mod states;
 mod swap;
 mod tokens;
 mod weight;
@@ -79,11 +80,12 @@ pub use moving::{HandedOver, RefusedRequest};
 use plan::InFlight;
 use queue::QueueLoad;
 use sequence::{Request, Sequence};
-use shared::ids::{Epoch, HostBlockId, RequestId, SeqId, StepId};
+use shared::ids::{Epoch, HostBlockId, RequestId, SeqId, StateId, StepId};
 use shared::mix::IdMap;
 use shared::protocol::Swap;
 pub use speculate::{NgramConfig, NgramDrafter};
 pub use speculation::{Method, Speculation};
+pub use states::KeptStates;
 use std::collections::VecDeque;
 use std::task::Waker;
 use swap::HostPool;
@@ -111,8 +113,9 @@ struct BlockWait {
     blocks: u64,
     /// Tokens it has to compute: the more they are, the more blocks running sequences keep.
     uncomputed: u32,
-    /// [`BlockPool::gains`] when these two were computed.
+    /// [`BlockPool::gains`] when these two were computed, and [`KeptStates::gains`].
     gains: u64,
+    states: u64,
 }
 
 /// One replica's scheduler.
@@ -124,6 +127,7 @@ pub struct Scheduler {
     /// Maximum number of prompt tokens in one of its steps while a sequence decodes.
     mixed_prefill_tokens: u32,
     blocks: BlockPool,
+    states: KeptStates,
     /// The most KV blocks that an epoch had.
     blocks_most: u32,
     epoch: Option<Epoch>,
@@ -139,6 +143,9 @@ pub struct Scheduler {
     in_flight: VecDeque<InFlight>,
     /// Cached blocks of the sequence about to be admitted; a field so that its memory is reused.
     found: Vec<CachedBlock>,
+    /// The state behind these, and the number of blocks that were found whatever states are kept.
+    found_state: Option<StateId>,
+    found_blocks: u32,
     /// Prompts for which a longer one leaves some of the step; a field for the same reason.
     shorter: Vec<shorter::Prompt>,
     /// The sequence last found to be short of blocks.
@@ -201,6 +208,7 @@ impl Scheduler {
             mixed_prefill_tokens: config.max_mixed_prefill_tokens.unwrap_or(u32::MAX),
             config,
             blocks: BlockPool::default(),
+            states: KeptStates::default(),
             blocks_most: 0,
             epoch: None,
             last_step: StepId(0),
@@ -211,6 +219,8 @@ impl Scheduler {
             running: Vec::new(),
             in_flight: VecDeque::new(),
             found: Vec::new(),
+            found_state: None,
+            found_blocks: 0,
             shorter: Vec::new(),
             waits_for: None,
             spare: Vec::new(),
@@ -357,7 +367,11 @@ impl Scheduler {
 }
 
 /// Makes a sequence's full blocks findable by others, as far as their tokens are known.
-fn keep_full(blocks: &mut BlockPool, seq: &mut Sequence, config: &SchedulerConfig) {
+fn keep_full(
+    (blocks, states): (&mut BlockPool, &mut KeptStates),
+    seq: &mut Sequence,
+    config: &SchedulerConfig,
+) {
     if !config.prefix_caching || !seq.publishes {
         return;
     }
@@ -368,5 +382,6 @@ fn keep_full(blocks: &mut BlockPool, seq: &mut Sequence, config: &SchedulerConfi
         let tokens = &seq.tokens[start..start + config.block_size as usize];
         seq.prefix = blocks.keep(seq.blocks[seq.kept as usize], seq.prefix, tokens);
         seq.kept += 1;
+        states::name_kept(states, seq, config);
     }
 }

@@ -1,8 +1,8 @@
 //! Newtypes for everything identified across processes.
 //!
 //! All are plain integers on the wire. None is reused within a cluster's life, except [`BlockId`],
-//! [`HostBlockId`] and [`ReplicaId`], which name places rather than things: for a replica, the
-//! [`Epoch`] tells its formations apart.
+//! [`HostBlockId`], [`StateId`] and [`ReplicaId`], which name places rather than things: for a
+//! replica, the [`Epoch`] tells its formations apart.
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
@@ -59,4 +59,8 @@ id!(
 id!(
     /// One block of KV in host memory: an index into every rank's host pool.
     HostBlockId, u32, "host-block-"
+);
+id!(
+    /// A place for a kept state of linear attention: an index into every rank's.
+    StateId, u32, "state-"
 );

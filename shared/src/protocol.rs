@@ -50,8 +50,8 @@ pub use mask::TokenMask;
 pub use note::{NOTES_MAX, RequestNote};
 use serde::{Deserialize, Serialize};
 pub use step::{
-    Drafts, NewSequence, SequenceOutput, SequenceStep, StepFailed, StepMasks, StepPlan, StepResult,
-    StepTimings, Swap, SwapPair, TokenDigest, TokenLogprobs,
+    Drafts, KeptState, NewSequence, SequenceOutput, SequenceStep, StepFailed, StepMasks, StepPlan,
+    StepResult, StepTimings, Swap, SwapPair, TokenDigest, TokenLogprobs,
 };
 pub use thinking::ThinkingBudget;
 
@@ -61,7 +61,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change to a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 26;
+pub const PROTOCOL_VERSION: u16 = 27;
 
 /// All messages from a coordinator to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -39,7 +39,7 @@ async fn sequences_get_the_same_tokens_alone_and_among_others() {
         let mut body = greedy(golden.prompt_ids.clone(), 32);
         body["ignore_eos"] = json!(true);
         body["return_token_ids"] = json!(true);
-        // Twice: there is no prefix to be found.
+        // Twice: the second time from the state that was kept, if the prompt is long enough.
         for _ in 0..2 {
             let reply = client.post("/v1/completions", &body).await.unwrap();
             assert_eq!(*tokens(&reply.body), json!(golden.greedy_ids), "{}", reply.body);
@@ -74,7 +74,9 @@ async fn sequences_get_the_same_tokens_alone_and_among_others() {
     // A rank is killed meanwhile.
     let ((), scrape) = disturbed(&cluster, all).await;
     assert!(scrape.sum("tutti_preemptions_total", &[]) > 0.0, "the cache must be too small");
-    assert_eq!(scrape.sum("tutti_prefix_cache_query_tokens_total", &[]), 0.0);
+    let queries = scrape.sum("tutti_prefix_cache_query_tokens_total", &[]);
+    let hits = scrape.sum("tutti_prefix_cache_hit_tokens_total", &[]);
+    assert!(queries > 0.0 && hits < queries, "{hits} of {queries} tokens");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

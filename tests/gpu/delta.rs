@@ -12,7 +12,7 @@ use crate::{Options, Table};
 const REAL: DeltaShape =
     DeltaShape { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, kernel: 4 };
 
-/// Three sequences that begin in one step and go on in the next.
+/// Three sequences that begin in one step and go on in the next, one of them from a copy.
 pub(crate) struct Delta {
     shape: DeltaShape,
 }
@@ -43,7 +43,13 @@ impl Case for Delta {
         };
         let mut seen = Vec::new();
         // (rows, tokens afterwards).
-        for step in [[(70, 70), (1, 1), (9, 9)], [(1, 71), (1, 2), (37, 46)]] {
+        for (at, step) in
+            [[(70, 70), (1, 1), (9, 9)], [(1, 71), (1, 2), (37, 46)]].into_iter().enumerate()
+        {
+            let slots = [[3, 0, 2], [1, 0, 2]][at];
+            if at == 1 {
+                backend.copy_states(&mut states, &[(3, 1)])?;
+            }
             let (mut list, mut rows) = (Vec::new(), 0);
             for (num_rows, context_len) in step {
                 let row_start = rows;
@@ -59,7 +65,7 @@ impl Case for Delta {
             let ba = wide(backend, &random.vec(rows * ba), ba)?;
             let mut out = poisoned(backend, rows, shape.value_width(), true)?;
             let input = DeltaInput { qkvz: &qkvz, ba: &ba, weights: &weights, eps: 1e-4 };
-            let at = DeltaAt { batch: &batch, states: &[3, 0, 2], layer: 1 };
+            let at = DeltaAt { batch: &batch, states: &slots, layer: 1 };
             backend.delta_attention(input, at, &mut states, &mut out)?;
             seen.extend(backend.read_buffer(&out)?);
         }

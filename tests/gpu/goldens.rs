@@ -117,12 +117,13 @@ pub(crate) fn engine_over(
         kv_cache_bytes: 0,
         swap_bytes: 0,
         kv_cache_dtype: KvCacheDtype::Auto,
+        prefix_states: 0,
     };
     let positions = sizes.max_model_len as usize;
     let source = Source { files: &files, config: &config, shard: &shard };
     let none = Quantization::None;
     let weights = weights::load(&mut backend, &source, none, positions, &mut |_, _| {})?;
-    let decoder = Decoder::new(&mut backend, config, shard, weights, 1024, 8)?;
+    let decoder = Decoder::new(&mut backend, config, shard, weights, &sizes)?;
     let mut engine = Engine::new(backend, decoder, sizes);
     if profiled {
         engine.backend().set_alone(true);

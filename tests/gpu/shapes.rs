@@ -245,12 +245,12 @@ impl Shape {
             kv_cache_bytes: 0,
             swap_bytes: 0,
             kv_cache_dtype: KvCacheDtype::Auto,
+            prefix_states: 0,
         };
         let weights = self.weights(&mut backend, longest as usize)?;
         let model = self.config()?;
         let shard = Shard::new(&model, 0, 1)?;
-        let (tokens, rows) = (config.max_num_batched_tokens as usize, batch as usize);
-        let decoder = Decoder::new(&mut backend, model, shard, weights, tokens, rows)?;
+        let decoder = Decoder::new(&mut backend, model, shard, weights, &config)?;
         let mut engine = Engine::new(backend, decoder, config);
         engine.profile()?;
         engine.backend().settle()?;

@@ -289,6 +289,43 @@ fn linear_attention_is_its_recurrence_however_steps_divide_it() {
     }
 }
 
+/// Sequences go on from copies of their states as from the states themselves.
+fn goes_on_from_copies<B: Host>(backend: &mut B, layer: &Layer, seqs: &[Tokens; 2], what: &str) {
+    let mut states = backend.new_states(states_of(layer)).unwrap();
+    let step = |slots: [u32; 2], at: usize| {
+        steps(seqs, &slots, &[&[6, 2], &[3, 3]])
+            .split_off(at)
+            .into_iter()
+            .take(1)
+            .collect::<Vec<_>>()
+    };
+    run(backend, layer, &mut states, seqs, &step([4, 0], 0));
+    // One after the other: the second sequence's state comes to 5 by way of 2.
+    backend.copy_states(&mut states, &[(4, 1), (0, 2), (2, 5), (4, 2)]).unwrap();
+    let want = run(backend, layer, &mut states, seqs, &step([4, 0], 1));
+    let got = run(backend, layer, &mut states, seqs, &step([1, 5], 1));
+    for (want, got) in want.iter().zip(&got) {
+        assert!(!want.is_empty());
+        assert_eq!(bits(want), bits(got), "{what}");
+    }
+    // That they went on changed neither copies nor what was copied from.
+    backend.copy_states(&mut states, &[(2, 3)]).unwrap();
+    let first = run(backend, layer, &mut states, seqs, &step([3, 6], 1));
+    assert_eq!(bits(&want[0]), bits(&first[0]), "{what}");
+    assert_ne!(bits(&want[1]), bits(&first[1]), "{what}: there is nothing in slot 6");
+}
+
+#[test]
+fn sequences_go_on_from_copies_of_their_states() {
+    let mut random = Random(75);
+    let layer = Layer::random(&mut random, [2, 4, 16, 24, 4]);
+    let seqs = [9, 5].map(|count| layer.tokens(&mut random, count));
+    goes_on_from_copies(&mut ReferenceBackend::new(single_rank()), &layer, &seqs, "reference");
+    for isa in isas() {
+        goes_on_from_copies(&mut backend(isa, 3), &layer, &seqs, &isa.to_string());
+    }
+}
+
 /// Softplus and the decay far from zero, where `exp` would overflow.
 #[test]
 fn extreme_gates_keep_all_or_nothing() {
@@ -380,5 +417,13 @@ fn what_does_not_fit_is_refused() {
         let mut out = filled(&mut backend, &[0.0; 80], 16);
         let found = message(backend.delta_attention(input, at, &mut states, &mut out));
         assert_eq!(found, format!("delta_attention: {said}"));
+    }
+    for (pair, said) in [
+        ((0, 7), "state 7 of 7 is named"),
+        ((9, 1), "state 9 of 7 is named"),
+        ((3, 3), "state 3 is to be copied to itself"),
+    ] {
+        let found = message(backend.copy_states(&mut states, &[(0, 1), pair]));
+        assert_eq!(found, format!("copy_states: {said}"));
     }
 }

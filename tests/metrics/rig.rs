@@ -49,6 +49,7 @@ pub(crate) fn config(num_blocks: u32) -> ReplicaConfig {
             kv_cache_bytes: 1 << 30,
             swap_bytes: 0,
             kv_cache_dtype: KvCacheDtype::Auto,
+            prefix_states: 0,
         },
         num_blocks,
         host_blocks: 0,

@@ -231,6 +231,7 @@ fn started(backend: CudaBackend, rank: u32, degree: u32) -> Engine<CudaBackend> 
         kv_cache_bytes: 1 << 30,
         swap_bytes: 0,
         kv_cache_dtype: KvCacheDtype::Auto,
+        prefix_states: 0,
     };
     let mut engine = engine_of(&variant("llama-gqa"), rank, degree, backend, sizes).unwrap();
     if degree > 1 {

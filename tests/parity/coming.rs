@@ -75,6 +75,7 @@ impl<D: Device> Serving<D> {
                 kv_cache_bytes: 1 << 20,
                 swap_bytes: 0,
                 kv_cache_dtype: KvCacheDtype::Auto,
+                prefix_states: 0,
             },
         };
         let ready = self.rank.form(&form, &self.slot, &mut NoNews).unwrap();
@@ -118,6 +119,8 @@ impl<D: Device> Serving<D> {
             finished: Vec::new(),
             swap_out: Vec::new(),
             swap_in: Vec::new(),
+            begin_with: Vec::new(),
+            keep: Vec::new(),
             admitted,
             sequences: vec![SequenceStep { seq, start, count, new_blocks, sample, masked, drafts }],
         };

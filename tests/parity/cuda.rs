@@ -124,6 +124,7 @@ pub(crate) fn engine_on(model: &str, backend: CudaBackend) -> Engine<CudaBackend
         kv_cache_bytes: 1 << 30,
         swap_bytes: 0,
         kv_cache_dtype: KvCacheDtype::Auto,
+        prefix_states: 0,
     };
     let mut engine = engine_of(&variant(model), 0, 1, backend, sizes).unwrap();
     engine.start(BLOCKS * 80, 0).unwrap();
@@ -264,6 +265,7 @@ fn steps_of_another_size_need_what_they_need_from_the_start() {
         kv_cache_bytes: 1 << 30,
         swap_bytes: 0,
         kv_cache_dtype: KvCacheDtype::Auto,
+        prefix_states: 0,
     };
     let made = |tokens| {
         let backend = fake_cuda_backend(true, single_rank());

@@ -61,6 +61,7 @@ fn form(rank: u32, epoch: u64) -> Form {
             kv_cache_bytes: 1 << 20,
             swap_bytes: 0,
             kv_cache_dtype: KvCacheDtype::Auto,
+            prefix_states: 0,
         },
     }
 }
@@ -124,6 +125,7 @@ fn alone(epoch: u64, draft: Option<&str>) -> Form {
             kv_cache_bytes: 60_000,
             swap_bytes: 20_000,
             kv_cache_dtype: KvCacheDtype::Auto,
+            prefix_states: 0,
         },
     }
 }

@@ -22,6 +22,7 @@
 //! - [`masks`]: structured output by token masks, on every device and degree
 //! - [`odd`]: sizes, types and values that the repository's models do not have
 //! - [`plans`]: plans that do not fit are refused; plans at the bounds run
+//! - `prefix_states`: prompts that begin with a kept state of linear attention
 //! - [`quantised`]: weights in int8, and their distance from the goldens
 //! - `queued`: queued sampling compared with the reference sampler
 //! - `refusals`: every backend refuses invalid arguments in the same words
@@ -62,6 +63,7 @@ mod nccl;
 mod odd;
 mod peers;
 mod plans;
+mod prefix_states;
 mod quantised;
 mod queued;
 mod refusals;

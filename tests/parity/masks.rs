@@ -130,6 +130,7 @@ fn masks_of_all_sequences_cost_no_graphs() {
         kv_cache_bytes: 1 << 20,
         swap_bytes: 0,
         kv_cache_dtype: KvCacheDtype::Auto,
+        prefix_states: 0,
     };
     let backend = fake_cuda_backend(true, single_rank());
     let mut engine = engine_of(&demo(), 0, 1, backend, sizes).unwrap();

@@ -241,6 +241,7 @@ fn profiled(rank: u32, collective: Box<dyn Collective>, relay: SharedRelay) -> E
         kv_cache_bytes: 1 << 20,
         swap_bytes: 0,
         kv_cache_dtype: KvCacheDtype::Auto,
+        prefix_states: 0,
     };
     let backend = fake_nccl_backend(rank, collective, relay);
     let mut engine = engine_of(&variant("llama-gqa"), rank, 2, backend, sizes).unwrap();

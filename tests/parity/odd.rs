@@ -110,6 +110,7 @@ fn logits_that_are_not_finite_are_reported_and_the_engine_goes_on() {
         kv_cache_bytes: 1 << 20,
         swap_bytes: 0,
         kv_cache_dtype: KvCacheDtype::Auto,
+        prefix_states: 0,
     };
     let backend = ReferenceBackend::new(single_rank());
     let mut engine = engine_of(folder.path(), 0, 1, backend, sizes).unwrap();

@@ -25,6 +25,7 @@ fn unstarted() -> Engine<ReferenceBackend> {
         kv_cache_bytes: 1 << 20,
         swap_bytes: 0,
         kv_cache_dtype: KvCacheDtype::Auto,
+        prefix_states: 0,
     };
     let backend = ReferenceBackend::new(single_rank());
     engine_of(&variant("llama-gqa"), 0, 1, backend, sizes).unwrap()

@@ -297,6 +297,7 @@ fn engine_on<B: Backend>(
         kv_cache_bytes: 1 << 30,
         swap_bytes: 0,
         kv_cache_dtype,
+        prefix_states: 0,
     };
     let mut engine = engine_reducing(model, rank, degree, (quantization, lora), backend, sizes)?;
     engine.start(NUM_BLOCKS, 0)?;
@@ -336,9 +337,9 @@ fn engine_reducing<B: Backend>(
     let positions = sizes.max_model_len as usize;
     let source = Source { files: &files, config: &config, shard: &shard };
     let weights = weights::load(&mut backend, &source, quantization, positions, &mut |_, _| {})?;
-    let (tokens, rows) = (sizes.max_num_batched_tokens as usize, sizes.max_num_seqs as usize);
+    let tokens = sizes.max_num_batched_tokens as usize;
     let adapters = LoraFiles::open(lora, &config)?.load(&mut backend, &config, &shard, tokens)?;
-    let decoder = Decoder::new(&mut backend, config, shard, weights, tokens, rows)?;
+    let decoder = Decoder::new(&mut backend, config, shard, weights, &sizes)?;
     let decoder = decoder.with_adapters(adapters);
     Ok(Engine::new(backend, decoder, sizes))
 }
@@ -534,6 +535,7 @@ impl Rig {
                 kv_cache_bytes: 1 << 30,
                 swap_bytes: 0,
                 kv_cache_dtype: KvCacheDtype::Auto,
+                prefix_states: 0,
             };
             let mut engine = engine_of(&model, 0, 1, backend, sizes).unwrap();
             engine.start(NUM_BLOCKS, 0).unwrap();

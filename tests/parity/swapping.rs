@@ -38,23 +38,23 @@ const PATIENCE: Duration = Duration::from_secs(120);
 type Answer = Result<(Vec<SequenceOutput>, Vec<u32>), String>;
 
 /// Tokens with their log-probabilities.
-type Text = Vec<(u32, Option<TokenLogprobs>)>;
+pub(crate) type Text = Vec<(u32, Option<TokenLogprobs>)>;
 
 /// The result of a load: each choice's text, and statistics.
 #[derive(Debug, Default)]
-struct Outcome {
-    choices: BTreeMap<(RequestId, u32), Text>,
+pub(crate) struct Outcome {
+    pub(crate) choices: BTreeMap<(RequestId, u32), Text>,
     swapped: (u32, u32),
     preemptions: u32,
     recomputed: u32,
     /// Tokens of prompts that another sequence had computed.
-    cached: u32,
+    pub(crate) cached: u32,
     drafted: u32,
     accepted: u32,
     /// Numbers of steps that rank 0 began while the previous step ran: only decode; with chunks of
     /// prompts or admissions; with copies to or from host memory; and, of all these, those with
     /// masks.
-    ahead: [u32; 4],
+    pub(crate) ahead: [u32; 4],
 }
 
 /// A rank's messages: the next plan, which an engine may look at, and masks.
@@ -107,14 +107,14 @@ impl StepSource for Plans {
 
 /// A guide whose rule depends on all tokens.
 #[derive(Debug)]
-struct Rule {
+pub(crate) struct Rule {
     rule: u64,
     tokens: Vec<u32>,
     mask: TokenMask,
 }
 
 impl Rule {
-    fn new(rule: u64) -> Self {
+    pub(crate) fn new(rule: u64) -> Self {
         Self { rule, tokens: Vec::new(), mask: masks::of(rule, &[]) }
     }
 }
@@ -225,35 +225,53 @@ fn run<B: Backend>(
     run_load(("llama-gqa", load(answer)), degree, blocks, options, kv_cache_dtype, make)
 }
 
+/// How a scheduler works.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scheduling {
+    pub(crate) seqs: u32,
+    pub(crate) prefix_caching: bool,
+    pub(crate) prefix_states: Option<u32>,
+    pub(crate) speculation: Option<Speculation>,
+}
+
+impl From<(bool, Option<Speculation>)> for Scheduling {
+    fn from((prefix_caching, speculation): (bool, Option<Speculation>)) -> Self {
+        Self { seqs: SEQS, prefix_caching, prefix_states: None, speculation }
+    }
+}
+
 /// As [`run`], with a model and a load of one's own.
-fn run_load<B: Backend>(
+pub(crate) fn run_load<B: Backend>(
     (model, load): (&str, Vec<GenerateRequest>),
     degree: u32,
     (blocks, host): (u32, u32),
-    (prefix_caching, speculation): (bool, Option<Speculation>),
+    scheduling: impl Into<Scheduling>,
     kv_cache_dtype: KvCacheDtype,
     make: impl Fn(Box<dyn Collective>) -> B + Copy + Send,
 ) -> Outcome {
+    let Scheduling { seqs, prefix_caching, prefix_states, speculation } = scheduling.into();
     // If so, its steps are recorded.
     let is_cuda = make(single_rank()).queues_samples();
     let sizes = EngineConfig {
         block_size: BLOCK_SIZE,
         max_model_len: MAX_LEN,
-        max_num_seqs: SEQS,
+        max_num_seqs: seqs,
         max_num_batched_tokens: TOKENS,
         kv_cache_bytes: 1 << 30,
         swap_bytes: 0,
         kv_cache_dtype,
+        prefix_states: prefix_states.unwrap_or(0),
     };
     let mut scheduler = Scheduler::new(SchedulerConfig {
         block_size: BLOCK_SIZE,
         max_model_len: MAX_LEN,
-        max_num_seqs: SEQS,
+        max_num_seqs: seqs,
         max_num_batched_tokens: TOKENS,
         max_mixed_prefill_tokens: None,
         max_queued_requests: 100,
         max_steps_in_flight: 2,
         prefix_caching,
+        prefix_states,
         hidden_size: 2,
         vocab_size: u32::MAX,
         speculation,

@@ -37,12 +37,12 @@ fn crc32c(bytes: &[u8]) -> u32 {
 #[test]
 fn the_format_is_pinned() {
     let bytes = encode(FrameKind::Control, 0x0102_0304, b"body");
-    let header = "545554491a0006000400000004030201000000000100000000000000";
+    let header = "545554491b0006000400000004030201000000000100000000000000";
     let mut plain = bytes[..28].to_vec();
     plain.extend_from_slice(b"body");
     let checksum = hex(&crc32c(&plain).to_le_bytes());
     assert_eq!(hex(&bytes), format!("{header}{checksum}626f6479"));
-    assert_eq!((HEADER_LEN, PROTOCOL_VERSION), (32, 26), "changing these changes docs/protocol.md");
+    assert_eq!((HEADER_LEN, PROTOCOL_VERSION), (32, 27), "changing these changes docs/protocol.md");
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! Every message through codec and frame, and hostile bytes.
 use proptest::prelude::*;
 use shared::ids::{
-    BlockId, Epoch, HostBlockId, Incarnation, ReplicaId, RequestId, SeqId, StepId, WorkerId,
+    BlockId, Epoch, HostBlockId, Incarnation, ReplicaId, RequestId, SeqId, StateId, StepId,
+    WorkerId,
 };
 use shared::log::LogLines;
 use shared::model_config::{ConfigOverrides, OVERRIDES_BYTES_MAX};
@@ -20,7 +21,7 @@ use shared::protocol::{
     BadWords, ChangeAdapter, CollectiveSpec, DeviceKind, Drafts, Dtype, EngineConfig, EngineError,
     EngineEvent, ExitReason, FailedGroups, FinishReason, Form, FormFailed, Formed, FromFrontend,
     FromWorker, FrontendHello, FrontendId, FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec,
-    HeldShard, Hello, KvCacheDtype, LoadProgress, Lora, MODEL_NAME_MAX, MODEL_NAMES_MAX,
+    HeldShard, Hello, KeptState, KvCacheDtype, LoadProgress, Lora, MODEL_NAME_MAX, MODEL_NAMES_MAX,
     NewSequence, NodeResources, Quantization, Rejoin, RequestNote, SequenceOutput, SequenceStep,
     Serving, Start, Started, StepFailed, StepMasks, StepPlan, StepResult, StepTimings,
     SubmitRequest, Swap, SwapPair, ThinkingBudget, ToFetch, ToFrontend, ToWorker, TokenLogprobs,
@@ -81,6 +82,7 @@ fn plan() -> StepPlan {
                 ..SamplingParams::greedy()
             },
         }],
+        begin_with: vec![KeptState { seq: SeqId(9), place: StateId(300) }],
         sequences: vec![SequenceStep {
             seq: SeqId(9),
             start: 0,
@@ -90,6 +92,7 @@ fn plan() -> StepPlan {
             masked: true,
             drafts: Drafts::none(),
         }],
+        keep: vec![KeptState { seq: SeqId(9), place: StateId(1) }],
     }
 }
 
@@ -152,6 +155,7 @@ fn form(collective: CollectiveSpec) -> ToWorker {
             kv_cache_bytes: 1 << 40,
             swap_bytes: 0,
             kv_cache_dtype: KvCacheDtype::Fp8,
+            prefix_states: 5,
         },
     })
 }
@@ -609,7 +613,7 @@ fn the_form_of_messages_is_pinned() {
     assert_eq!(hex(abort), "03fb2c01");
     let ToWorker::Form(form) = form(CollectiveSpec::None) else { panic!("a form") };
     let engine = hex(codec::encode(&form.engine).unwrap());
-    assert_eq!(engine, "10fb000440fb0002".to_owned() + "fd0000000000010000" + "0001");
+    assert_eq!(engine, "10fb000440fb0002".to_owned() + "fd0000000000010000" + "000105");
     let start = codec::encode(&ToWorker::Start(Start {
         epoch: Epoch(1),
         num_blocks: 70_000,
@@ -619,6 +623,8 @@ fn the_form_of_messages_is_pinned() {
     assert_eq!(hex(start), "0101fc7011010000");
     let swap = Swap { seq: SeqId(9), blocks: vec![swap_pair(7, 300)] };
     assert_eq!(hex(codec::encode(&swap).unwrap()), "090107fb2c01");
+    let kept = KeptState { seq: SeqId(9), place: StateId(300) };
+    assert_eq!(hex(codec::encode(&kept).unwrap()), "09fb2c01");
     let id = GroupId { epoch: Epoch(5), bytes: vec![0xab, 0xcd] };
     assert_eq!(hex(codec::encode(&ToWorker::GroupId(id.clone())).unwrap()), "050502abcd");
     assert_eq!(hex(codec::encode(&FromWorker::GroupId(id.clone())).unwrap()), "090502abcd");

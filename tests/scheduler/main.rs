@@ -18,6 +18,7 @@
 //! - [`resuming`]: requests that continue from what another coordinator accepted
 //! - [`scenarios`]: the main cases, readable
 //! - [`shorter`]: short prompts beside long ones
+//! - [`states`]: kept states of linear attention
 //! - [`swapping`]: sequences that go to host memory and come back
 //! - [`deadlines`]: steps that take much longer than such steps do
 //! - [`draft_model`]: drafts by a model that only rank 0 has
@@ -50,6 +51,7 @@ mod rig;
 mod scenarios;
 mod shorter;
 mod speculation;
+mod states;
 mod swapping;
 mod thinking;
 mod worker;

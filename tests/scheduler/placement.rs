@@ -32,6 +32,7 @@ fn cluster(tensor_parallel: u32) -> Cluster {
             kv_cache_bytes: 1 << 20,
             swap_bytes: 0,
             kv_cache_dtype: KvCacheDtype::Auto,
+            prefix_states: 0,
         },
         cpu_step_tokens: 64,
         collective_timeout: Duration::from_secs(5),

@@ -154,8 +154,9 @@ fn config() -> impl Strategy<Value = SchedulerConfig> {
     let hidden = prop_oneof![4 => Just(2), 1 => Just(1u32 << 19), 1 => Just(1u32 << 20)];
     let mixed = prop::option::weighted(0.4, 1u32..20);
     let few = (1u32..8, 1u32..3, 1u32..8);
-    (few, 0u32..40, mixed, caching, hidden, speculation()).prop_map(
-        |((seqs, steps, queued), budget, mixed, caching, hidden_size, speculation)| {
+    let states = prop::option::weighted(0.3, 0u32..9);
+    (few, 0u32..40, mixed, (caching, states), hidden, speculation()).prop_map(
+        |((seqs, steps, queued), budget, mixed, (caching, states), hidden_size, speculation)| {
             SchedulerConfig {
                 block_size: 16,
                 max_model_len: 100,
@@ -165,11 +166,14 @@ fn config() -> impl Strategy<Value = SchedulerConfig> {
                 max_queued_requests: queued,
                 max_steps_in_flight: steps,
                 prefix_caching: caching,
+                prefix_states: states,
                 hidden_size,
                 vocab_size: u32::MAX,
-                speculation: speculation.filter(|_| seqs > 1).map(|it| Speculation {
-                    num_speculative_tokens: it.num_speculative_tokens.min(seqs - 1),
-                    ..it
+                speculation: speculation.filter(|_| seqs > 1 && states.is_none()).map(|it| {
+                    Speculation {
+                        num_speculative_tokens: it.num_speculative_tokens.min(seqs - 1),
+                        ..it
+                    }
                 }),
             }
         },
@@ -178,7 +182,9 @@ fn config() -> impl Strategy<Value = SchedulerConfig> {
 
 fn run(config: SchedulerConfig, host_blocks: u32, events: Vec<Event>) -> Result<(), TestCaseError> {
     let mut rig = Rig::new(config);
-    rig.host_blocks = host_blocks;
+    // States are not swapped.
+    let host = |blocks| if config.prefix_states.is_some() { 0 } else { blocks };
+    rig.host_blocks = host(host_blocks);
     rig.ready(12);
     for event in events {
         match event {
@@ -209,7 +215,7 @@ fn run(config: SchedulerConfig, host_blocks: u32, events: Vec<Event>) -> Result<
             Event::Move => rig.move_on(),
             Event::LeadAnew => rig.lead_anew(),
             Event::Ready(blocks, host_blocks) => {
-                rig.host_blocks = host_blocks;
+                rig.host_blocks = host(host_blocks);
                 rig.ready(blocks);
             }
         }

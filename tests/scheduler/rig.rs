@@ -30,6 +30,7 @@ pub(crate) fn sizes() -> SchedulerConfig {
         max_queued_requests: 100,
         max_steps_in_flight: 2,
         prefix_caching: true,
+        prefix_states: None,
         hidden_size: 2,
         vocab_size: u32::MAX,
         speculation: None,

@@ -53,6 +53,8 @@ struct Known {
     computed: u32,
     /// Its blocks in host memory while it is swapped out.
     host: Option<Vec<u32>>,
+    /// The kept state that it begins with.
+    begins_with: Option<u64>,
 }
 
 /// The state of a replica's ranks.
@@ -66,6 +68,8 @@ pub(crate) struct FakeWorker {
     /// Like `cache`, in host memory; and which of its blocks are in use.
     host: Vec<u64>,
     host_held: Vec<bool>,
+    /// What each kept state has seen: a hash as in `cache`.
+    kept: Vec<u64>,
     last_step: u64,
     /// Numbers of blocks copied out and in.
     pub(crate) swapped: (u32, u32),
@@ -117,12 +121,18 @@ fn extend(before: u64, token: u32) -> u64 {
     (before ^ u64::from(token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23) | 1
 }
 
+/// Returns what a state holds that has seen these tokens.
+fn seen(adapter: u32, tokens: &[u32]) -> u64 {
+    tokens.iter().fold(u64::from(adapter), |holds, token| extend(holds, *token))
+}
+
 impl FakeWorker {
     pub(crate) fn new(config: SchedulerConfig, num_blocks: u32, host_blocks: u32) -> Self {
         let cache = vec![0; (num_blocks * config.block_size) as usize];
         let host = vec![0; (host_blocks * config.block_size) as usize];
         let host_held = vec![false; host_blocks as usize];
         let known = BTreeMap::new();
+        let kept = vec![0; config.prefix_states.unwrap_or(0) as usize];
         Self {
             config,
             num_blocks,
@@ -130,6 +140,7 @@ impl FakeWorker {
             cache,
             host,
             host_held,
+            kept,
             last_step: 0,
             swapped: (0, 0),
             skill: Skill::default(),
@@ -198,10 +209,16 @@ impl FakeWorker {
                 blocks: Vec::new(),
                 computed: 0,
                 host: None,
+                begins_with: None,
             };
             assert_eq!(new.adapter, adapter_of(new.sampling.seed), "{} keeps its adapter", new.seq);
             let old = self.known.insert(new.seq, known);
             assert!(old.is_none(), "{} is admitted twice without being forgotten", new.seq);
+        }
+        for kept in &plan.begin_with {
+            assert!(plan.admitted.iter().any(|new| new.seq == kept.seq), "{} is new", kept.seq);
+            let known = self.known.get_mut(&kept.seq).unwrap();
+            known.begins_with = Some(self.kept[kept.place.0 as usize]);
         }
         // Ranks have states of linear attention for so many.
         let here = self.known.values().filter(|known| known.host.is_none()).count();
@@ -228,6 +245,14 @@ impl FakeWorker {
             let entry = &drafted;
             // The first share may begin after what the cache already holds.
             assert!(known.host.is_none(), "{} is in host memory", entry.seq);
+            let prefix = &known.tokens[..entry.start as usize];
+            match known.begins_with.take() {
+                Some(kept) => assert_eq!(kept, seen(known.adapter, prefix), "{}", entry.seq),
+                None if self.config.prefix_states.is_some() && known.computed == 0 => {
+                    assert_eq!(entry.start, 0, "{} begins without a state", entry.seq);
+                }
+                None => {}
+            }
             if known.computed == 0 && entry.start > 0 {
                 assert!(self.config.prefix_caching && entry.start % self.config.block_size == 0);
                 assert!(known.sampling.prompt_logprobs.is_none());
@@ -263,6 +288,16 @@ impl FakeWorker {
             outputs.extend(verified(known, entry));
         }
         assert_eq!(masks.next(), None, "a mask for each masked one");
+        let places: BTreeSet<u32> = plan.keep.iter().map(|kept| kept.place.0).collect();
+        assert_eq!(places.len(), plan.keep.len(), "a place is written once in a step");
+        for kept in &plan.keep {
+            let entry = plan.sequences.iter().find(|entry| entry.seq == kept.seq);
+            let entry = entry.expect("what is kept is computed");
+            let end = (entry.start + entry.count) as usize;
+            assert_eq!(end % self.config.block_size as usize, 0, "{}", kept.seq);
+            let known = &self.known[&kept.seq];
+            self.kept[kept.place.0 as usize] = seen(known.adapter, &known.tokens[..end]);
+        }
         self.cache_holds_what_it_shall();
         let embeddings = outputs.iter().filter(|output| !output.embedding.is_empty()).count();
         let bytes = embeddings * (4 * self.config.hidden_size as usize + 64);

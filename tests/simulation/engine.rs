@@ -31,6 +31,8 @@ struct Known {
     host: Option<Vec<u32>>,
     /// Number of places that it has written to, including those of rejected drafts.
     written: usize,
+    /// The kept state of linear attention that it begins with.
+    begins_with: Option<u64>,
 }
 
 /// Inputs to the choice of a sequence's next token, besides the model.
@@ -49,6 +51,8 @@ pub(crate) struct RankEngine {
     num_blocks: u32,
     /// Like `cache`, in host memory.
     host: Vec<u64>,
+    /// The model's state that each place for kept ones holds, if any.
+    kept: Vec<Option<u64>>,
     known: BTreeMap<SeqId, Known>,
     last_step: u64,
     /// Whether it has learned tokens other than those sampled.
@@ -74,6 +78,7 @@ impl RankEngine {
         self.release();
         self.host = vec![0; (host_blocks * config.block_size) as usize];
         self.cache = vec![0; (num_blocks * config.block_size) as usize];
+        self.kept = vec![None; config.prefix_states as usize];
         self.config = Some(config);
         self.num_blocks = num_blocks;
     }
@@ -105,6 +110,10 @@ impl RankEngine {
         self.forget(plan);
         self.swap(plan, config.block_size as usize, switches)?;
         self.admit(plan, adapters, &config)?;
+        self.begin_with_kept(plan)?;
+        if switches.states_are_kept_early {
+            self.keep_states(plan)?;
+        }
         if switches.adapters_are_mixed_up
             && let Some(last) = plan.admitted.last()
         {
@@ -137,6 +146,9 @@ impl RankEngine {
                 let drafts = drafts_of(&self.drafted, entry).len();
                 shares.extend(&known.states[known.states.len() - drafts - 1..]);
             }
+        }
+        if !switches.states_are_kept_early {
+            self.keep_states(plan)?;
         }
         for pair in before.iter().flatten().flat_map(|swap| &swap.blocks) {
             self.copy_out(*pair, config.block_size as usize);
@@ -256,6 +268,7 @@ impl RankEngine {
                 states: Vec::new(),
                 host: None,
                 written: 0,
+                begins_with: None,
             };
             if self.known.insert(new.seq, known).is_some() {
                 return Err(format!("{} is admitted twice", new.seq));
@@ -264,6 +277,30 @@ impl RankEngine {
         let on_host = self.host.len() / config.block_size as usize;
         if self.known.len() > config.max_num_seqs as usize * HELD_PER_RUNNING + on_host {
             return Err(format!("{} sequences are held", self.known.len()));
+        }
+        Ok(())
+    }
+
+    /// Gives new sequences their kept states.
+    fn begin_with_kept(&mut self, plan: &StepPlan) -> Result<(), String> {
+        for kept in &plan.begin_with {
+            let why = |what: &str| format!("{}: begins with {}: {what}", kept.seq, kept.place);
+            let place = self.kept.get(kept.place.0 as usize).ok_or_else(|| why("no such place"))?;
+            let is_new = plan.admitted.iter().any(|new| new.seq == kept.seq);
+            let known = self.known.get_mut(&kept.seq).filter(|_| is_new);
+            let known = known.ok_or_else(|| why("it is not new"))?;
+            known.begins_with = Some(place.ok_or_else(|| why("nothing is kept there"))?);
+        }
+        Ok(())
+    }
+
+    /// Keeps states of the step's sequences.
+    fn keep_states(&mut self, plan: &StepPlan) -> Result<(), String> {
+        for kept in &plan.keep {
+            let why = |what: &str| format!("{}: kept in {}: {what}", kept.seq, kept.place);
+            let known = self.known.get(&kept.seq).ok_or_else(|| why("it is not known"))?;
+            let place = self.kept.get_mut(kept.place.0 as usize);
+            *place.ok_or_else(|| why("no such place"))? = known.states.last().copied();
         }
         Ok(())
     }
@@ -306,6 +343,13 @@ impl RankEngine {
                 }
                 known.states.push(state);
             }
+            let begun = known.begins_with.take();
+            if config.prefix_states > 0 && begun != Some(state) {
+                return Err(format!("begins at {start} with another state: {begun:?}"));
+            }
+        }
+        if known.begins_with.is_some() {
+            return Err(format!("begins at {start}, and with a state"));
         }
         if start != known.states.len() || entry.count == 0 || end > known.tokens.len() {
             let (computed, len) = (known.states.len(), known.tokens.len());

@@ -168,7 +168,7 @@ const GUARD_SEEDS: u64 = 4000;
 /// showed its absence; it only saves the search for another.
 type Mutation = (&'static str, u64, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 61] = [
+const MUTATIONS: [Mutation; 62] = [
     ("ignores_abort", 0, |it| it.ignores_abort = true),
     ("keeps_epoch_without_link", 15, |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", 0, |it| it.keeps_cache = true),
@@ -224,6 +224,7 @@ const MUTATIONS: [Mutation; 61] = [
     ("swap_in_is_skipped", 5, |it| it.swap_in_is_skipped = true),
     ("swap_out_comes_late", 5, |it| it.swap_out_comes_late = true),
     ("swap_pairs_are_mixed_up", 5, |it| it.swap_pairs_are_mixed_up = true),
+    ("states_are_kept_early", 13, |it| it.states_are_kept_early = true),
     ("commands_are_forgotten", 12, |it| it.commands_are_forgotten = true),
     ("commands_stored_unfenced", 388, |it| it.commands_stored_unfenced = true),
     ("leases_are_given_up", 1793, |it| it.leases_are_given_up = true),

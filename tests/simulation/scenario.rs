@@ -217,6 +217,7 @@ impl Scenario {
             kv_cache_bytes: 1 << 20,
             swap_bytes: 0,
             kv_cache_dtype: KvCacheDtype::Auto,
+            prefix_states: 0,
         };
         let scheduler = SchedulerConfig {
             block_size: engine.block_size,
@@ -228,6 +229,7 @@ impl Scenario {
             max_queued_requests: random.pick(&[4, 16, 64]),
             max_steps_in_flight: random.pick(&[1, 2, 2, 2]),
             prefix_caching: random.chance(80),
+            prefix_states: None,
             hidden_size: 2,
             vocab_size: u32::MAX,
             speculation: speculation(seed, max_num_seqs),
@@ -275,6 +277,7 @@ impl Scenario {
         };
         scenario.add_clients(random);
         scenario.add_faults(random);
+        scenario.add_states(seed);
         scenario.add_open_ended(seed);
         scenario.add_hang(seed);
         scenario.add_bad_ranks(seed);
@@ -295,6 +298,18 @@ impl Scenario {
         let coming = self.clients.iter_mut().filter(|client| COMING.contains(&client.adapter));
         coming.for_each(|client| client.adapter = "");
         self
+    }
+
+    /// Every fourth model has linear attention, if its prefixes are cached: some states are kept,
+    /// and what such a model cannot do is off.
+    fn add_states(&mut self, seed: u64) {
+        let states = [0, 1, 3, 12][(mix(seed, 9) % 4) as usize];
+        if mix(seed, 10).is_multiple_of(4) && self.scheduler.prefix_caching {
+            self.engine.prefix_states = states;
+            self.scheduler.prefix_states = Some(states);
+            self.scheduler.speculation = None;
+            self.host_blocks = (0, 0);
+        }
     }
 
     fn add_clients(&mut self, random: &mut Random) {

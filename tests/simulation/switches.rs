@@ -120,6 +120,8 @@ pub(crate) struct Switches {
     pub(crate) swap_out_comes_late: bool,
     /// Workers put what comes back from host memory into each other's blocks.
     pub(crate) swap_pairs_are_mixed_up: bool,
+    /// Workers keep the states that sequences had before the step.
+    pub(crate) states_are_kept_early: bool,
     /// Any coordinator that thinks it leads stores what operators told it.
     pub(crate) commands_stored_unfenced: bool,
     /// A lease that could not be kept is given up, and its keys are not put under the next one.

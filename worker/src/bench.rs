@@ -278,6 +278,7 @@ fn engine<D: Device>(
         kv_cache_bytes: u64::MAX,
         swap_bytes: 0,
         kv_cache_dtype: options.kv_cache_dtype,
+        prefix_states: 0,
     };
     let quantization = options.quantization;
     let (adapters, ranks_here) = (&LoraFiles::default(), options.tensor_parallel);
@@ -286,8 +287,7 @@ fn engine<D: Device>(
     device.check_limits((&config, &shard), &sizes)?;
     device.check_fit(&backend, &source, alone, &sizes)?;
     let weights = weights::load(&mut backend, &source, quantization, positions, &mut |_, _| {})?;
-    let tokens = sizes.max_num_batched_tokens as usize;
-    let decoder = Decoder::new(&mut backend, config, shard, weights, tokens, seqs as usize)?;
+    let decoder = Decoder::new(&mut backend, config, shard, weights, &sizes)?;
     let num_blocks = longest.div_ceil(BLOCK_SIZE) * seqs.max(2);
     let mut engine = Engine::new(backend, decoder, sizes);
     device.prepare(&mut engine)?;

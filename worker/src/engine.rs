@@ -254,9 +254,8 @@ impl<B: Backend> Engine<B> {
     pub fn resized(mut self, config: EngineConfig) -> Result<Self, KernelError> {
         self.release();
         let Self { mut backend, decoder, draft, .. } = self;
-        let (tokens, rows) = (config.max_num_batched_tokens, config.max_num_seqs);
         backend.release_scratch()?;
-        let decoder = decoder.resized(&mut backend, tokens as usize, rows as usize)?;
+        let decoder = decoder.resized(&mut backend, &config)?;
         let draft = draft.map(|draft| draft.resized(&mut backend, &config)).transpose()?;
         Ok(Self { backend, decoder, draft, config, ..self })
     }
@@ -275,7 +274,7 @@ impl<B: Backend> Engine<B> {
             draft.start(&mut self.backend, &self.config, num_blocks)?;
         }
         self.num_blocks = num_blocks;
-        self.states.reset(self.config.max_num_seqs);
+        self.states.reset(self.config.max_num_seqs, self.config.prefix_states);
         // What it took to get here belongs to no step.
         let _ = self.backend.take_collective_time();
         Ok(())
@@ -419,6 +418,7 @@ impl<B: Backend> Engine<B> {
             seqs: &step.seqs,
             block_tables: &step.block_tables,
         };
+        decoder.copy_states(backend, &step.begin_with)?;
         backend.begin_step(&StepInputs {
             ids: &step.ids,
             batch,
@@ -455,6 +455,7 @@ impl<B: Backend> Engine<B> {
             backend.launch_step()?;
         } else {
             backend.end_step()?;
+            decoder.copy_states(backend, &step.keep)?;
         }
         step.sampling = recycle(rows);
         Ok(sampling)

@@ -166,6 +166,7 @@ pub(crate) fn coordinator_options(
         kv_cache_bytes: args.kv_cache_memory.unwrap_or(0),
         swap_bytes: args.swap_space,
         prefix_caching: !args.no_enable_prefix_caching,
+        prefix_states: args.prefix_states,
         speculation: args.speculative_config.as_ref().map(|config| config.speculation),
         api,
         priorities: args.scheduling_policy == PolicyArg::Priority,

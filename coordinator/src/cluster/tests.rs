@@ -57,6 +57,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
             kv_cache_bytes: 1 << 20,
             swap_bytes: 0,
             kv_cache_dtype: KvCacheDtype::Auto,
+            prefix_states: 0,
         },
         cpu_step_tokens: 64,
         collective_timeout: Duration::from_secs(5),

@@ -69,6 +69,9 @@ pub struct CoordinatorOptions {
     pub swap_bytes: u64,
     /// Whether sequences reuse the KV blocks that the cache still has of their prompts.
     pub prefix_caching: bool,
+    /// Number of states of linear attention that are kept for that; absent:
+    /// [`Self::usual_prefix_states`].
+    pub prefix_states: Option<u32>,
     /// Whether sequences draft tokens, and how.
     pub speculation: Option<Speculation>,
     /// Whether requests have priorities; otherwise they run in order of arrival.
@@ -166,6 +169,14 @@ pub enum StartError {
     /// The operating system refuses a thread.
     #[error("cannot start a thread: {0}")]
     Thread(io::Error),
+}
+
+impl CoordinatorOptions {
+    /// Number of states of linear attention that are kept where none is given.
+    #[must_use]
+    pub const fn usual_prefix_states(max_num_seqs: u32) -> u32 {
+        max_num_seqs.div_ceil(2)
+    }
 }
 
 /// Rewrites an error about sizes with the names of the options.

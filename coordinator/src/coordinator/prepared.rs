@@ -72,12 +72,7 @@ impl PreparedCoordinator {
         if let Some(why) = text.cannot(options.swap_bytes > 0, options.speculation.is_some()) {
             return Err(StartError::Sizes(why));
         }
-        if text.has_linear_attention && std::mem::replace(&mut options.prefix_caching, false) {
-            tracing::info!(
-                "no prefix caching: the model has linear attention, whose state is known only at \
-                 the end of a sequence"
-            );
-        }
+        let prefix_states = prefix_states(&mut options, text.has_linear_attention);
         let max_model_len = options.max_model_len.unwrap_or(text.usual_positions);
         if options.max_model_len.is_none() && max_model_len < text.max_positions {
             let most = text.max_positions;
@@ -115,6 +110,7 @@ impl PreparedCoordinator {
             kv_cache_bytes: options.kv_cache_bytes,
             swap_bytes: options.swap_bytes,
             kv_cache_dtype: options.kv_cache_dtype,
+            prefix_states: prefix_states.unwrap_or(0),
         };
         let scheduling = SchedulerConfig {
             block_size: engine.block_size,
@@ -125,6 +121,7 @@ impl PreparedCoordinator {
             max_queued_requests: options.max_queued_requests,
             max_steps_in_flight: STEPS_IN_FLIGHT,
             prefix_caching: options.prefix_caching,
+            prefix_states,
             hidden_size: text.numbers(),
             vocab_size: text.vocab_size,
             speculation: options.speculation,
@@ -220,6 +217,21 @@ impl PreparedCoordinator {
     pub(crate) fn root_path(&self) -> &RootPath {
         &self.options.api.root_path
     }
+}
+
+/// Number of states that replicas keep for prefix caching; absent if the model has none. Without
+/// any there is no prefix caching.
+fn prefix_states(options: &mut CoordinatorOptions, has_states: bool) -> Option<u32> {
+    if !has_states {
+        if options.prefix_states.is_some() {
+            tracing::info!("--prefix-states has no effect: the model has no linear attention");
+        }
+        return None;
+    }
+    let usual = CoordinatorOptions::usual_prefix_states(options.max_num_seqs);
+    let count = options.prefix_states.unwrap_or(usual);
+    options.prefix_caching &= count > 0;
+    Some(if options.prefix_caching { count } else { 0 })
 }
 
 /// Identity of the model folder's contents here. A coordinator needs no weights; without them, its

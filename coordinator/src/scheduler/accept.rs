@@ -7,7 +7,7 @@ use shared::protocol::{Drafts, SequenceOutput, TokenLogprobs};
 
 use super::drafts::{DraftVerification, drafts_of};
 use super::sequence::Sequence;
-use super::{Effect, Scheduler, StepSummary, keep_full, plan};
+use super::{Effect, Scheduler, StepSummary, keep_full, plan, states};
 use crate::engine::{EngineError, FinishReason, GuideEnd, Guided};
 
 /// An answer that does not belong to the oldest step in flight.
@@ -224,6 +224,7 @@ impl Scheduler {
             // No other sequence may reuse these blocks.
             self.blocks.forget(&seq.blocks);
             self.blocks.forget(seq.swapped.as_ref().map_or(&[], |swapped| &swapped.was));
+            states::forget_own(&mut self.states, seq);
         }
         if output.corrupted || (samples && output.position as usize != seq.tokens.len()) {
             self.end_request(request, Some(EngineError::Corrupted), effects);
@@ -274,7 +275,7 @@ impl Scheduler {
     ) {
         let Some(seq) = &mut self.sequences[slot] else { return };
         seq.tokens.push(token);
-        keep_full(&mut self.blocks, seq, &self.config);
+        keep_full((&mut self.blocks, &mut self.states), seq, &self.config);
         let (id, request, choice) = (seq.id, seq.request, seq.sampling.choice);
         let num_output = seq.num_output();
         let may_end = num_output >= seq.sampling.min_tokens;

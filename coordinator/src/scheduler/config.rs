@@ -22,6 +22,9 @@ pub struct SchedulerConfig {
     pub max_steps_in_flight: u32,
     /// Whether a sequence reuses the KV blocks that the cache still has of its prefix.
     pub prefix_caching: bool,
+    /// Number of states of linear attention that are kept for that, if the model has some: a prefix
+    /// is only reused up to where one is kept.
+    pub prefix_states: Option<u32>,
     /// Length of an embedding: the model's hidden size, or 0 if unknown. For a model that sorts
     /// texts into classes, their number.
     pub hidden_size: u32,

@@ -349,6 +349,7 @@ mod tests {
             disable_by_batch_size: None,
         };
         let config = SchedulerConfig {
+            prefix_states: None,
             hidden_size: 64,
             vocab_size: u32::MAX,
             block_size: 16,

@@ -4,6 +4,7 @@ use shared::metrics::labels::FailoverReason;
 use shared::mix::IdSet;
 
 use super::blocks::BlockPool;
+use super::states::KeptStates;
 use super::swap::HostPool;
 use super::{Effect, HandedOver, Scheduler};
 use crate::engine::{EngineError, FinishReason};
@@ -38,6 +39,7 @@ impl Scheduler {
         self.epoch = Some(epoch);
         self.last_step = StepId(0);
         self.blocks = BlockPool::new(num_blocks, self.config.block_size);
+        self.states = KeptStates::new(self.config.prefix_states.unwrap_or(0));
         self.blocks_most = self.blocks_most.max(num_blocks);
         self.waits_for = None;
         self.host = HostPool::new(host_blocks);
@@ -96,6 +98,7 @@ impl Scheduler {
         self.forget.clear();
         self.masks_awaited.clear();
         self.blocks = BlockPool::default();
+        self.states = KeptStates::default();
     }
 
     /// Ends open-ended sequences that are longer than the KV cache they came to: no other has room.

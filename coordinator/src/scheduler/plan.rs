@@ -1,6 +1,6 @@
 //! PURE: plans the next step.
 use shared::ids::{SeqId, StepId};
-use shared::protocol::{Drafts, SequenceStep, StepPlan};
+use shared::protocol::{Drafts, KeptState, SequenceStep, StepPlan};
 
 use super::admission::FrameUse;
 use super::effect::RequestPlace;
@@ -98,6 +98,7 @@ impl Scheduler {
             return false;
         }
         clear(plan);
+        self.states.begin_step();
         let step = self.spare.pop().unwrap_or_default().cleared();
         let budget = self.step_tokens;
         let frame = FrameUse::default();
@@ -241,6 +242,7 @@ impl Scheduler {
         let (id, request, tokens) = (seq.id, seq.request, seq.computed);
         // This very plan may have admitted it, before its first share.
         builder.plan.admitted.retain(|new| new.seq != id);
+        builder.plan.begin_with.retain(|kept| kept.seq != id);
         let blocks = seq.blocks.len() as u32;
         let swapped = self.swap_out(victim).then_some(blocks);
         if swapped.is_none() {
@@ -263,8 +265,11 @@ impl Scheduler {
     pub(super) fn plan_sequence(&mut self, slot: usize, count: u32, builder: &mut PlanBuilder<'_>) {
         builder.budget -= count;
         let PlanBuilder { plan, step, .. } = builder;
+        let end = self.sequences[slot].as_ref().map_or(0, |seq| seq.computed + count);
+        let kept = self.keeps_at(slot, end);
         let Some(seq) = &mut self.sequences[slot] else { return };
-        let (start, end) = (seq.computed, seq.computed + count);
+        let start = seq.computed;
+        plan.keep.extend(kept.map(|place| KeptState { seq: seq.id, place }));
         while (seq.blocks.len() as u32) < self.config.blocks_for(end) {
             // `make_room` made sure that there are enough.
             let Some(block) = self.blocks.take() else { break };
@@ -310,7 +315,7 @@ impl Scheduler {
         seq.known = true;
         let admission = seq.admission.unwrap_or_default();
         let (seq_id, fresh) = (seq.id, fresh > 0);
-        keep_full(&mut self.blocks, seq, &self.config);
+        keep_full((&mut self.blocks, &mut self.states), seq, &self.config);
         let seq = seq_id;
         step.entries.push(Entry {
             slot,
@@ -334,5 +339,7 @@ fn clear(plan: &mut StepPlan) {
     plan.swap_out.clear();
     plan.swap_in.clear();
     plan.admitted.clear();
+    plan.begin_with.clear();
     plan.sequences.clear();
+    plan.keep.clear();
 }

@@ -10,6 +10,7 @@ use super::effect::RequestPlace;
 use super::pace::DraftPace;
 use super::queue::QueueLoad;
 use super::speculate::NgramDrafter;
+use super::states::OwnStates;
 use super::swap::SwappedBlocks;
 use super::tokens::Tokens;
 use super::{AwaitedMask, SchedulerConfig};
@@ -47,6 +48,8 @@ pub(super) struct Sequence {
     /// How many of its blocks are full and offered to others, and the prefix of the next one.
     pub(super) kept: u32,
     pub(super) prefix: Prefix,
+    /// What it has of kept states of linear attention.
+    pub(super) states: OwnStates,
     /// Whether others may find its blocks: not those computed before all prompts were forgotten.
     pub(super) publishes: bool,
     /// Sequences with another salt share no blocks with it.
@@ -122,6 +125,7 @@ impl Sequence {
             swapped: None,
             kept: 0,
             prefix: Prefix::Start { salt: request.cache_salt, adapter: request.adapter.number() },
+            states: OwnStates::default(),
             publishes: true,
             cache_salt: request.cache_salt,
             adapter: request.adapter.number(),
@@ -264,6 +268,7 @@ impl Sequence {
     /// Forgets everything but the log: it waits again.
     pub(super) fn reset(&mut self) {
         self.forget_blocks();
+        self.states = OwnStates::default();
         self.publishes = true;
         self.known = false;
         self.swapped = None;

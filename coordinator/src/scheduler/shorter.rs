@@ -49,7 +49,7 @@ impl Scheduler {
             builder.budget += own;
             builder.step.scores -= scores;
         }
-        let count = wanted.min(builder.budget);
+        let count = self.up_to_end(slot, wanted.min(builder.budget));
         let seq = self.sequences[slot].as_ref();
         seq.map_or(0, |seq| weight::scored_max(seq, count, builder.step.scores))
     }

@@ -9,13 +9,15 @@ use super::sequence::Sequence;
 /// Maximum bytes of an encoded number: one for its width, then all of its own.
 const U32: usize = 5;
 const U64: usize = 9;
-/// A plan without its lists' contents: the message's variant, epoch, step, lengths of the five
+/// A plan without its lists' contents: the message's variant, epoch, step, lengths of the seven
 /// lists.
-const HEAD: usize = U32 + 7 * U64;
-/// A `SequenceStep` without its blocks and drafts.
-const SHARE: usize = U64 + 2 * U32 + 2 * U64 + 3;
-/// A `NewSequence` without its tokens and the lists of its sampling parameters.
-const NEW: usize = 2 * U64 + 2 * U32 + SAMPLING;
+const HEAD: usize = U32 + 9 * U64;
+/// A `SequenceStep` without its blocks and drafts, and where its state is kept.
+const SHARE: usize = U64 + 2 * U32 + 2 * U64 + 3 + KEPT_STATE;
+/// A `NewSequence` without its tokens and the lists of its sampling parameters, and the state that
+/// it begins with.
+const NEW: usize = 2 * U64 + 2 * U32 + SAMPLING + KEPT_STATE;
+const KEPT_STATE: usize = U64 + U32;
 /// `SamplingParams` without their lists: six floats, three numbers, the seed, two lengths, three
 /// optional numbers.
 const SAMPLING: usize = 6 * 4 + 3 * U32 + 3 * U64 + 3 * (1 + U32);

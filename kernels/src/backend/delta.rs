@@ -69,7 +69,7 @@ impl DeltaShape {
 pub struct StatesShape {
     /// Layers with linear attention.
     pub num_layers: usize,
-    /// Number of states of each layer: one for each sequence that runs.
+    /// Number of states of each layer: one for each sequence that runs, and those that are kept.
     pub slots: usize,
     /// Sizes of each layer.
     pub layer: DeltaShape,
@@ -138,6 +138,17 @@ pub trait DeltaOps: Tensors {
     /// # Errors
     /// [`KernelError::Shape`], [`KernelError::OutOfMemory`].
     fn new_states(&mut self, shape: StatesShape) -> Result<Self::States, KernelError>;
+
+    /// Copies states between slots of all layers: (from, to) pairs, one after the other, in the
+    /// order of steps. Not within a step.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn copy_states(
+        &mut self,
+        states: &mut Self::States,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError>;
 
     /// Linear attention over a batch, as [`self`](crate::backend::delta) says, before its output
     /// projection: `out: [rows, value_width]`, a [`Tensors::new_input_buffer`], whose rows it sets.

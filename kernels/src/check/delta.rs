@@ -29,6 +29,17 @@ pub(crate) fn states(shape: &StatesShape) -> Result<(), KernelError> {
     Ok(())
 }
 
+/// Checks slots to copy between.
+pub(crate) fn copies(of: &StatesShape, pairs: &[(u32, u32)]) -> Result<(), KernelError> {
+    let (op, slots) = ("copy_states", of.slots);
+    for &(from, to) in pairs {
+        let largest = from.max(to);
+        ensure!(op, (largest as usize) < slots, "state {largest} of {slots} is named");
+        ensure!(op, from != to, "state {from} is to be copied to itself");
+    }
+    Ok(())
+}
+
 /// Checks all arguments of `delta_attention`.
 pub(crate) fn attend<B: Buffer, V: Vector>(
     input: &DeltaInput<'_, B, V>,

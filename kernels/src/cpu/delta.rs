@@ -34,6 +34,32 @@ impl DeltaOps for CpuBackend {
         Ok(CpuStates { shape, values })
     }
 
+    fn copy_states(
+        &mut self,
+        states: &mut CpuStates,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        check::copies(&states.shape, pairs)?;
+        if pairs.is_empty() {
+            return Ok(());
+        }
+        let StatesShape { num_layers, slots, layer } = states.shape;
+        let len = layer.state_len();
+        let values = Disjoint::new(&mut states.values);
+        self.pool.run_ranges(num_layers, 1, &|layers, _| {
+            for &(from, to) in pairs {
+                for layer in layers.clone() {
+                    let at = |slot: u32| (layer * slots + slot as usize) * len;
+                    // SAFETY: the slot exists, and only this task has this layer.
+                    let source = unsafe { values.slice(at(from), len) };
+                    // SAFETY: likewise, and it is another slot.
+                    let target = unsafe { values.slice(at(to), len) };
+                    target.copy_from_slice(source);
+                }
+            }
+        })
+    }
+
     fn delta_attention(
         &mut self,
         input: DeltaInput<'_, CpuBuffer, CpuVector>,

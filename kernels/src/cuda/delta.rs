@@ -55,6 +55,26 @@ impl DeltaOps for CudaBackend {
         Ok(CudaStates { memory, shape })
     }
 
+    fn copy_states(
+        &mut self,
+        states: &mut CudaStates,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        check::copies(&states.shape, pairs)?;
+        let op = "copy_states";
+        ensure!(op, !self.step.is_open(), "a step is open");
+        // A copy for each layer: on the stream, as steps are, and behind all that they do.
+        let bytes = states.shape.layer.state_len() * size_of::<f32>();
+        let at = |layer: usize, slot: u32| (layer * states.shape.slots + slot as usize) * bytes;
+        for &(from, to) in pairs {
+            for layer in 0..states.shape.num_layers {
+                let (from, to) = (at(layer, from), at(layer, to));
+                states.memory.copy_within(&self.device.stream, from, to, bytes)?;
+            }
+        }
+        Ok(())
+    }
+
     fn delta_attention(
         &mut self,
         input: DeltaInput<'_, CudaBuffer, CudaVector>,

@@ -132,6 +132,25 @@ impl DeviceMemory {
         check(status, "copy on the GPU")
     }
 
+    /// Copies `bytes` from byte `from` to byte `to`, which do not overlap, in stream order.
+    ///
+    /// # Errors
+    /// As [`DeviceMemory::copy_from`].
+    pub fn copy_within(
+        &self,
+        stream: &Stream,
+        from: usize,
+        to: usize,
+        bytes: usize,
+    ) -> Result<(), KernelError> {
+        self.covers(from, bytes, "copy")?;
+        self.covers(to, bytes, "copy")?;
+        let (from, to) = (self.ptr.offset(from), self.ptr.offset(to));
+        // SAFETY: both ranges were checked.
+        let status = unsafe { sys::cuMemcpyDtoDAsync_v2(to.0, from.0, bytes, stream.raw()) };
+        check(status, "copy on the GPU")
+    }
+
     /// Copies host memory here and waits until it has been read.
     ///
     /// # Errors

@@ -22,6 +22,22 @@ impl DeltaOps for ReferenceBackend {
         Ok(ReferenceStates { shape, values: zeroed("states of sequences", &[shape.num_values()])? })
     }
 
+    fn copy_states(
+        &mut self,
+        states: &mut ReferenceStates,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        check::copies(&states.shape, pairs)?;
+        let (slots, len) = (states.shape.slots, states.shape.layer.state_len());
+        for layer in states.values.chunks_exact_mut(slots * len) {
+            for &(from, to) in pairs {
+                let from = from as usize * len;
+                layer.copy_within(from..from + len, to as usize * len);
+            }
+        }
+        Ok(())
+    }
+
     fn delta_attention(
         &mut self,
         input: DeltaInput<'_, Self::Buffer, Self::Vector>,

@@ -254,6 +254,9 @@ pub struct EngineConfig {
     pub swap_bytes: u64,
     /// Data type of the KV cache.
     pub kv_cache_dtype: KvCacheDtype,
+    /// Number of states that are kept for sequences with the same beginning, beside those of
+    /// sequences that run; 0 unless the model has linear attention.
+    pub prefix_states: u32,
 }
 
 impl EngineConfig {

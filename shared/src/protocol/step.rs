@@ -3,13 +3,13 @@ use serde::{Deserialize, Serialize};
 
 use super::control::WorkerStats;
 use super::mask::TokenMask;
-use crate::ids::{BlockId, Epoch, HostBlockId, SeqId, StepId};
+use crate::ids::{BlockId, Epoch, HostBlockId, SeqId, StateId, StepId};
 use crate::sampling::SamplingParams;
 
 /// What every rank of a replica computes in one step. Encoded once; every rank gets the same bytes.
 ///
 /// A worker applies it in this order: forget `finished`, copy `swap_out`, copy `swap_in`, add
-/// `admitted`, then run `sequences` as one batch.
+/// `admitted`, copy `begin_with`, run `sequences` as one batch, then copy `keep`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepPlan {
     /// The epoch the plan belongs to.
@@ -29,8 +29,23 @@ pub struct StepPlan {
     pub swap_in: Vec<Swap>,
     /// Sequences run for the first time (or again after preemption), in full.
     pub admitted: Vec<NewSequence>,
+    /// Of `admitted`, those that begin with a kept state of linear attention: that after the tokens
+    /// before their share in `sequences`.
+    pub begin_with: Vec<KeptState>,
     /// The batch; each sequence occurs at most once.
     pub sequences: Vec<SequenceStep>,
+    /// Of `sequences`, those whose state of linear attention after their share is to be kept, in
+    /// places that differ.
+    pub keep: Vec<KeptState>,
+}
+
+/// A sequence's state of linear attention, and the place where such a state is kept for others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeptState {
+    /// The sequence.
+    pub seq: SeqId,
+    /// The place, below [`EngineConfig::prefix_states`](super::EngineConfig::prefix_states).
+    pub place: StateId,
 }
 
 /// A sequence that workers have not seen, or have forgotten.

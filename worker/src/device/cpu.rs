@@ -147,6 +147,7 @@ mod tests {
         kv_cache_bytes: 1 << 20,
         swap_bytes: 0,
         kv_cache_dtype: KvCacheDtype::Auto,
+        prefix_states: 0,
     };
 
     fn demo() -> PathBuf {

@@ -107,11 +107,10 @@ impl<B: Backend> Draft<B> {
     /// The same with room for other steps.
     pub(super) fn resized(self, shared: &mut B, sizes: &EngineConfig) -> Result<Self, KernelError> {
         let Self { mut backend, decoder, positions, .. } = self;
-        let (tokens, rows) = (sizes.max_num_batched_tokens as usize, sizes.max_num_seqs as usize);
         if let Some(own) = &mut backend {
             own.release_scratch()?;
         }
-        let decoder = decoder.resized(backend.as_mut().unwrap_or(shared), tokens, rows)?;
+        let decoder = decoder.resized(backend.as_mut().unwrap_or(shared), sizes)?;
         Ok(Self::new(backend, decoder, positions))
     }
 

@@ -18,6 +18,9 @@ pub(super) struct StepBuffers {
     pub(super) seqs: Vec<SeqRows>,
     /// State of each sequence; empty if the model has no linear attention.
     pub(super) states: Vec<u32>,
+    /// States to copy before the step and after it: (from, to).
+    pub(super) begin_with: Vec<(u32, u32)>,
+    pub(super) keep: Vec<(u32, u32)>,
     pub(super) block_tables: Vec<u32>,
     /// First row of each entry of the plan.
     pub(super) entry_rows: Vec<u32>,
@@ -53,6 +56,8 @@ impl StepBuffers {
         self.slots.clear();
         self.seqs.clear();
         self.states.clear();
+        self.begin_with.clear();
+        self.keep.clear();
         self.block_tables.clear();
         self.entry_rows.clear();
         self.sample_rows.clear();
@@ -110,6 +115,19 @@ impl<B: Backend> Engine<B> {
                 return Err(fault(format!("{} is admitted twice", new.seq)));
             }
         }
+        for kept in &plan.begin_with {
+            let fault = |what: &str| EngineError::Plan {
+                step: plan.step.0,
+                message: format!("{} {what}", kept.seq),
+            };
+            let is_new = plan.admitted.iter().any(|new| new.seq == kept.seq);
+            let seq = self.sequences.get_mut(&kept.seq).filter(|_| is_new);
+            let seq = seq.ok_or_else(|| fault("is not new, but is to begin with a state"))?;
+            if seq.state.is_some() {
+                seq.begins_with =
+                    Some(self.states.kept(kept.place).map_err(|message| fault(&message))?);
+            }
+        }
         Ok(())
     }
 
@@ -123,6 +141,9 @@ impl<B: Backend> Engine<B> {
         if plan.sequences.len() > self.config.max_num_seqs as usize {
             let (len, max) = (plan.sequences.len(), self.config.max_num_seqs);
             return Err(fault(format!("{len} sequences, the limit is {max}")));
+        }
+        if self.decoder.config().delta.is_some() {
+            self.states.check(&plan.keep, &plan.sequences).map_err(fault)?;
         }
         let (mut tokens, mut rows) = (0, 0);
         for entry in &plan.sequences {
@@ -204,10 +225,19 @@ impl<B: Backend> Engine<B> {
                 table_len: seq.blocks.len() as u32,
             });
             step.states.extend(seq.state);
+            if let (Some(own), Some(kept)) = (seq.state, seq.begins_with.take()) {
+                step.begin_with.push((kept, own));
+            }
             seq.computed = Some(entry.start + entry.count);
             if entry.sample {
                 step.sample_rows.push(row_start + entry.count - 1);
                 step.sample_entries.push(index);
+            }
+        }
+        for kept in &plan.keep {
+            let own = self.sequences.get(&kept.seq).and_then(|seq| seq.state);
+            if let (Some(own), Ok(place)) = (own, self.states.kept(kept.place)) {
+                step.keep.push((own, place));
             }
         }
         if step.adapters.iter().all(|row| *row == NOT_ASSIGNED) {

@@ -103,6 +103,7 @@ impl<B: Backend> Engine<B> {
             backend.sample(logits, vocab, 0, &rows, &mut step.sampled)?;
         }
         backend.end_step()?;
+        decoder.copy_states(backend, &step.keep)?;
         step.sampling = recycle(rows);
         Ok((waited, if queue { Duration::ZERO } else { began.elapsed() }))
     }

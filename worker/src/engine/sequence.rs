@@ -21,6 +21,8 @@ pub(super) struct Sequence {
     pub(super) computed: Option<u32>,
     /// Its state of linear attention, if the model has that.
     pub(super) state: Option<u32>,
+    /// The kept state to copy there before its first share.
+    pub(super) begins_with: Option<u32>,
     /// The last step it was part of.
     pub(super) last_step: Option<StepId>,
     pub(super) params: SampleParams,
@@ -70,6 +72,7 @@ impl Sequence {
             host: None,
             computed: None,
             state: None,
+            begins_with: None,
             last_step: None,
             params,
             adapter: new.adapter,
@@ -94,9 +97,17 @@ impl Sequence {
                 "is to be computed from {start}, but its cache ends at {computed}"
             ));
         }
-        if self.state.is_some() && self.computed.is_none() && entry.start > 0 {
+        if self.state.is_some() && self.computed.is_none() {
             let start = entry.start;
-            return Err(format!("is to be computed from {start}, where it has no state"));
+            match self.begins_with {
+                None if start > 0 => {
+                    return Err(format!("is to be computed from {start}, where it has no state"));
+                }
+                Some(_) if start == 0 => {
+                    return Err("is to be computed from 0, but begins with a state".to_owned());
+                }
+                _ => {}
+            }
         }
         if self.state.is_some() && !entry.drafts.is_empty() {
             return Err("has drafts, which its state could not be without again".to_owned());
@@ -163,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sequence_with_a_state_begins_at_its_first_token_and_has_no_drafts() {
+    fn a_sequence_with_a_state_begins_where_that_is_and_has_no_drafts() {
         let new = NewSequence {
             seq: SeqId(1),
             tokens: vec![7; 40],
@@ -179,6 +190,7 @@ mod tests {
             kv_cache_bytes: 0,
             swap_bytes: 0,
             kv_cache_dtype: KvCacheDtype::Auto,
+            prefix_states: 0,
         };
         let entry = |start: u32, drafts: Vec<u32>| SequenceStep {
             seq: SeqId(1),
@@ -189,15 +201,19 @@ mod tests {
             masked: false,
             drafts: drafts.into(),
         };
-        let check = |state, start, drafts| {
-            let seq = Sequence { state, ..Sequence::new(&new, 64) };
+        let check = |(state, begins_with), start, drafts| {
+            let seq = Sequence { state, begins_with, ..Sequence::new(&new, 64) };
             seq.check(&entry(start, drafts), &config, 4)
         };
-        assert_eq!(check(Some(0), 0, vec![]), Ok(()));
-        assert_eq!(check(None, 16, vec![]), Ok(()));
-        let error = check(Some(0), 16, vec![]).unwrap_err();
+        let (plain, stateful, begun) = ((None, None), (Some(0), None), (Some(0), Some(2)));
+        assert_eq!(check(stateful, 0, vec![]), Ok(()));
+        assert_eq!(check(plain, 16, vec![]), Ok(()));
+        assert_eq!(check(begun, 16, vec![]), Ok(()));
+        let error = check(stateful, 16, vec![]).unwrap_err();
         assert!(error.contains("from 16, where it has no state"), "{error}");
-        let error = check(Some(0), 0, vec![1]).unwrap_err();
+        let error = check(begun, 0, vec![]).unwrap_err();
+        assert!(error.contains("from 0, but begins with a state"), "{error}");
+        let error = check(stateful, 0, vec![1]).unwrap_err();
         assert!(error.contains("has drafts"), "{error}");
     }
 

@@ -38,6 +38,7 @@ pub(super) struct LoadedKey {
     reduction_ranks: u32,
     max_model_len: u32,
     max_num_seqs: u32,
+    prefix_states: u32,
 }
 
 impl LoadedKey {
@@ -59,6 +60,7 @@ impl LoadedKey {
             reduction_ranks: form.reduction_ranks,
             max_model_len: sizes.max_model_len,
             max_num_seqs: sizes.max_num_seqs,
+            prefix_states: sizes.prefix_states,
         }
     }
 }
@@ -153,14 +155,13 @@ pub(super) fn load<D: Device>(
     let weights =
         weights::load(&mut backend, &source, form.quantization, positions, &mut progress)?;
     let tokens_max = form.engine.max_num_batched_tokens as usize;
-    let rows_max = form.engine.max_num_seqs as usize;
     let adapters = adapters.load(&mut backend, &config, &shard, tokens_max)?;
     if let Some(loaded) = &adapters {
         let bytes = bytes_text(loaded.bytes());
         tracing::info!(places = loaded.count(), bytes, "room for LoRA adapters");
     }
-    let decoder = Decoder::new(&mut backend, config, shard, weights, tokens_max, rows_max)?
-        .with_adapters(adapters);
+    let decoder =
+        Decoder::new(&mut backend, config, shard, weights, &form.engine)?.with_adapters(adapters);
     let draft = match draft {
         Some(files) => {
             let own = device.draft_backend()?;

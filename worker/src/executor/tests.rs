@@ -233,6 +233,7 @@ fn form(epoch: u64, model: &str) -> ExecutorCommand {
             kv_cache_bytes: 1,
             swap_bytes: 0,
             kv_cache_dtype: KvCacheDtype::Auto,
+            prefix_states: 0,
         },
     })
 }

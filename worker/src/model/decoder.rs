@@ -171,8 +171,8 @@ impl<B: Backend> std::fmt::Debug for Decoder<B> {
 }
 
 impl<B: Backend> Decoder<B> {
-    /// Creates a decoder with room for `tokens_max` tokens, `rows_max` rows of logits and, with
-    /// linear attention, the states of `rows_max` sequences.
+    /// Creates a decoder with room for the largest step of these sizes and, with linear attention,
+    /// for the states of sequences: those that run, then those that are kept.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`].
@@ -181,9 +181,10 @@ impl<B: Backend> Decoder<B> {
         config: ModelConfig,
         shard: Shard,
         weights: BackendWeights<B>,
-        tokens_max: usize,
-        rows_max: usize,
+        sizes: &EngineConfig,
     ) -> Result<Self, KernelError> {
+        let tokens_max = sizes.max_num_batched_tokens as usize;
+        let rows_max = sizes.max_num_seqs as usize;
         let hidden = config.hidden_size;
         let heads = shard.heads.len();
         let per_head = config.latent.map_or(config.head_dim, |latent| latent.rank);
@@ -204,7 +205,7 @@ impl<B: Backend> Decoder<B> {
                 None => None,
                 Some(sizes) => Some(LatentBuffers::new(backend, tokens_max, heads, sizes)?),
             },
-            delta: match shard.states(&config, rows_max) {
+            delta: match shard.states(&config, size::num_states(sizes)) {
                 None => None,
                 Some(shape) => Some(DeltaBuffers::new(backend, tokens_max, shape)?),
             },
@@ -249,17 +250,13 @@ impl<B: Backend> Decoder<B> {
     ///
     /// # Errors
     /// [`KernelError`].
-    pub fn resized(
-        self,
-        backend: &mut B,
-        tokens_max: usize,
-        rows_max: usize,
-    ) -> Result<Self, KernelError> {
+    pub fn resized(self, backend: &mut B, sizes: &EngineConfig) -> Result<Self, KernelError> {
         let Self { weights, config, shard, buffers, adapters, .. } = self;
         // The old buffers go first: there may not be enough memory for both.
         drop(buffers);
-        let adapters = adapters.map(|it| it.resized(backend, tokens_max)).transpose()?;
-        let resized = Self::new(backend, config, shard, weights, tokens_max, rows_max)?;
+        let tokens = sizes.max_num_batched_tokens as usize;
+        let adapters = adapters.map(|it| it.resized(backend, tokens)).transpose()?;
+        let resized = Self::new(backend, config, shard, weights, sizes)?;
         Ok(resized.with_adapters(adapters))
     }
 
@@ -354,8 +351,8 @@ impl<B: Backend> Decoder<B> {
     /// Computes the batch's tokens: K and V go to the cache, the last layer's output stays in the
     /// decoder for [`Decoder::logits`]. `rows` holds the adapter of each row
     /// ([`Decoder::adapter_row`]), and is empty if no row has one. `states` holds the state of each
-    /// sequence, below the `rows_max` that this was made with; it is read if the model has linear
-    /// attention. Every rank must call it with the same batch.
+    /// sequence; it is read if the model has linear attention. Every rank must call it with the
+    /// same batch.
     ///
     /// # Errors
     /// [`KernelError`]; the cache and the states are undefined then.
@@ -398,6 +395,22 @@ impl<B: Backend> Decoder<B> {
             pending = Pending::of(layer.down_norm.as_ref());
         }
         pass.norm(pending, Some(&weights.final_norm))
+    }
+
+    /// Copies states of linear attention, if the model has some, as
+    /// [`copy_states`](kernels::backend::DeltaOps::copy_states).
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    pub fn copy_states(
+        &mut self,
+        backend: &mut B,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        match &mut self.buffers.delta {
+            Some(delta) => backend.copy_states(&mut delta.states, pairs),
+            None => Ok(()),
+        }
     }
 
     /// Reads the last norm's output for some rows of the last batch, one range after another,

@@ -120,8 +120,7 @@ impl DraftFiles {
         let weights =
             weights::load(backend, &self.source(), QUANTIZATION, longest, &mut |_, _| {})?;
         let Self { config, shard, .. } = self;
-        let (tokens, rows) = (sizes.max_num_batched_tokens as usize, sizes.max_num_seqs as usize);
-        let decoder = Decoder::new(backend, config, shard, weights, tokens, rows)?;
+        let decoder = Decoder::new(backend, config, shard, weights, sizes)?;
         Ok(Draft::new(own, decoder, positions))
     }
 }

@@ -194,10 +194,17 @@ pub fn buffer_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig) -
     buffers.saturating_add(state_bytes(config, shard, sizes))
 }
 
-/// Size of the states of linear attention, of as many sequences as run at a time, in bytes.
+/// Number of states of linear attention: of as many sequences as run at a time, and those that are
+/// kept.
+#[must_use]
+pub fn num_states(sizes: &EngineConfig) -> usize {
+    (sizes.max_num_seqs as usize).saturating_add(sizes.prefix_states as usize)
+}
+
+/// Size of the states of linear attention, in bytes.
 #[must_use]
 pub fn state_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig) -> u64 {
-    let states = shard.states(config, sizes.max_num_seqs as usize);
+    let states = shard.states(config, num_states(sizes));
     states.map_or(0, |states| states.bytes() as u64)
 }
 
@@ -208,10 +215,11 @@ pub fn advice_on_states(config: &ModelConfig, shard: &Shard, sizes: &EngineConfi
     match state_bytes(config, shard, sizes) {
         0 => String::new(),
         bytes => format!(
-            "; {} of the activations are states of linear attention for --max-num-seqs {}: fewer \
-             sequences take less",
+            "; {} of the activations are states of linear attention for --max-num-seqs {} and \
+             --prefix-states {}: fewer take less",
             bytes_text(bytes),
-            sizes.max_num_seqs
+            sizes.max_num_seqs,
+            sizes.prefix_states
         ),
     }
 }
@@ -247,6 +255,7 @@ mod tests {
             kv_cache_bytes: 0,
             swap_bytes: 0,
             kv_cache_dtype: KvCacheDtype::Auto,
+            prefix_states: 0,
         }
     }
 

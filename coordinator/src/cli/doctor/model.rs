@@ -1,6 +1,7 @@
 //! The model folder, and whether its weights fit.
 use std::path::{Path, PathBuf};
 
+use coordinator::coordinator::CoordinatorOptions;
 use coordinator::text::model::{TextModel, TextOptions};
 use shared::host::available_memory;
 use shared::hub::ModelPart;
@@ -53,7 +54,10 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
             let available = available_memory(Path::new("/"));
             let ranks = u64::from(args.tensor_parallel);
             let weights = needs.weight_bytes / ranks + adapters;
-            let states = needs.state_bytes.saturating_mul(u64::from(args.max_num_seqs)) / ranks;
+            let usual = CoordinatorOptions::usual_prefix_states(args.max_num_seqs);
+            let kept = args.prefix_states.unwrap_or(usual);
+            let count = u64::from(args.max_num_seqs) + u64::from(kept);
+            let states = needs.state_bytes.saturating_mul(count) / ranks;
             findings.push(memory(Taken { weights, states, draft }, args, workers, available));
         }
         Err(error) => findings.push(Finding::fail(MODEL, error.to_string(), remedy(&error, args))),
@@ -232,8 +236,8 @@ fn memory(taken: Taken, args: &DoctorArgs, workers: u32, available: Option<u64>)
     }
     let fix = match args.swap_space {
         _ if taken.states > 0 => {
-            "more hosts (--tensor-parallel), fewer workers here, or less --kv-cache-memory or \
-             --max-num-seqs"
+            "more hosts (--tensor-parallel), fewer workers here, or less --kv-cache-memory, \
+             --max-num-seqs or --prefix-states"
         }
         0 => "more hosts (--tensor-parallel), fewer workers here, or less --kv-cache-memory",
         _ => "more hosts, fewer workers here, less --swap-space or less --kv-cache-memory",

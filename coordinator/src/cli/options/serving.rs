@@ -144,6 +144,10 @@ pub(crate) struct ServingArgs {
     /// Compute every prompt in full, even if the KV cache still holds its beginning
     #[arg(long)]
     pub(crate) no_enable_prefix_caching: bool,
+    /// Number of states kept for prefix caching by models with linear attention (Qwen3-Next,
+    /// Qwen3.5), each of which takes memory [default: half of --max-num-seqs]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=65_536))]
+    pub(crate) prefix_states: Option<u32>,
     /// Speculative decoding: draft tokens and verify several in one step; the text stays the same.
     /// JSON as in vLLM. To draft from repetitions in the prompt and the text so far:
     /// {"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4,"prompt_lookup_min":2};

@@ -225,6 +225,17 @@ pub(crate) const ROWS: &[Row] = &[
         Other("`--swap-space GIB`, for requests that are preempted"),
     ),
     row(
+        &["mamba-cache-mode", "mamba-block-size"],
+        Other(
+            "`--prefix-states N`: states of linear attention are kept where prompts end and where \
+             they part ([how](configuration.md#linear-attention))",
+        ),
+    ),
+    row(
+        &["mamba-cache-dtype", "mamba-ssm-cache-dtype"],
+        Other("states of linear attention are in f32"),
+    ),
+    row(
         &["kv-transfer-config", "kv-events-config", "ec-transfer-config", "tokens-only"],
         Other("each replica computes its own prompts: KV caches are not passed on"),
     ),

@@ -56,6 +56,7 @@ fn cluster_with(lora: Lora) -> (Addr<ClusterActor>, watch::Receiver<ClusterView>
         kv_cache_bytes: 1 << 20,
         swap_bytes: 0,
         kv_cache_dtype: KvCacheDtype::Auto,
+        prefix_states: 0,
     };
     let config = ClusterConfig {
         tensor_parallel: 1,
@@ -93,6 +94,7 @@ fn cluster_with(lora: Lora) -> (Addr<ClusterActor>, watch::Receiver<ClusterView>
             max_queued_requests: 4,
             max_steps_in_flight: 2,
             prefix_caching: true,
+            prefix_states: None,
             hidden_size: 2,
             vocab_size: u32::MAX,
             speculation: None,

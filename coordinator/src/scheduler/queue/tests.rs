@@ -10,6 +10,7 @@ use shared::metrics::labels::FailoverReason;
 
 fn scheduler(max_queued_requests: u32) -> Scheduler {
     let config = SchedulerConfig {
+        prefix_states: None,
         hidden_size: 64,
         vocab_size: u32::MAX,
         block_size: 16,

@@ -1,0 +1,204 @@
+//! Prefix caching by models with linear attention: a sequence begins with a prefix whose state was
+//! kept. The worker checks what each kept state has seen.
+use coordinator::scheduler::SchedulerConfig;
+use proptest::prelude::*;
+use shared::ids::RequestId;
+
+use crate::rig::{ClientRequest, Rig, sizes};
+
+/// Room for so many kept states.
+fn config(prefix_states: u32) -> SchedulerConfig {
+    SchedulerConfig { max_num_batched_tokens: 512, prefix_states: Some(prefix_states), ..sizes() }
+}
+
+fn rig(prefix_states: u32) -> Rig {
+    let mut rig = Rig::new(config(prefix_states));
+    rig.ready(400);
+    rig
+}
+
+/// Tokens that no other text has, unless it has the same name.
+fn text(name: u32, length: u32) -> impl Iterator<Item = u32> {
+    (0..length).map(move |at| 7 * at + 100_000 * name)
+}
+
+/// Runs a request alone; returns how much of its prompt was found, and its output.
+fn run(rig: &mut Rig, prompt: Vec<u32>, max_tokens: u32) -> (u32, Vec<u32>) {
+    let before = rig.totals.found;
+    let id = rig.submit(ClientRequest { prompt, max_tokens, ..Default::default() }).unwrap();
+    rig.drain();
+    (rig.totals.found - before, rig.requests[&id].1.tokens[0].clone())
+}
+
+#[test]
+fn a_conversation_goes_on_with_the_last_state_before_its_new_turn() {
+    let mut rig = rig(8);
+    let mut prompt: Vec<u32> = text(1, 200).collect();
+    let (found, output) = run(&mut rig, prompt.clone(), 100);
+    assert_eq!((found, output.len()), (0, 100));
+    // The same again: all but the last 8 tokens of the prompt, whatever was answered.
+    assert_eq!(run(&mut rig, prompt.clone(), 1).0, 192);
+    // With the answer: the last state while it was given, behind 256 tokens.
+    prompt.extend(output);
+    prompt.extend(text(2, 30));
+    assert_eq!(run(&mut rig, prompt.clone(), 1).0, 256);
+    // Without the reasoning that came first, say: the last one that the prompt left.
+    let mut other: Vec<u32> = text(1, 200).collect();
+    other.extend(text(3, 90));
+    assert_eq!(run(&mut rig, other, 1).0, 192);
+    // And the whole second turn: 330 tokens.
+    prompt.extend(text(4, 1));
+    assert_eq!(run(&mut rig, prompt, 1).0, 320);
+}
+
+#[test]
+fn what_two_prompts_have_in_common_is_kept_for_the_third() {
+    let mut rig = rig(8);
+    let prompt = |name| text(1, 150).chain(text(name, 90)).collect::<Vec<u32>>();
+    // 144 tokens in whole blocks are the same; the first prompt's state is that behind 224.
+    let found: Vec<u32> = (2..6).map(|name| run(&mut rig, prompt(name), 3).0).collect();
+    assert_eq!(found, [0, 0, 144, 144]);
+    // Each prompt's own state was kept besides.
+    assert_eq!(run(&mut rig, prompt(3), 3).0, 224);
+}
+
+#[test]
+fn a_prompt_that_is_computed_soon_takes_no_step_more() {
+    let mut rig = rig(8);
+    // The state behind 64 tokens would be worth a step; that behind 48 is not.
+    for (length, steps) in [(80, 2), (79, 2), (65, 2), (64, 1), (20, 1)] {
+        let before = rig.scheduler.last_step().0;
+        run(&mut rig, text(length, length).collect(), 1);
+        assert_eq!(rig.scheduler.last_step().0 - before, steps, "{length} tokens");
+    }
+    // Nor does any without room for states.
+    for none in [Some(0), None] {
+        let mut rig = Rig::new(SchedulerConfig { prefix_states: none, ..config(0) });
+        rig.ready(400);
+        let prompt: Vec<u32> = text(1, 300).collect();
+        assert_eq!(run(&mut rig, prompt.clone(), 1).0, 0);
+        assert_eq!(rig.scheduler.last_step().0, 1);
+        assert_eq!(run(&mut rig, prompt, 1).0, if none.is_none() { 288 } else { 0 });
+    }
+}
+
+#[test]
+fn the_states_that_were_not_used_for_longest_make_room() {
+    let mut rig = rig(2);
+    let prompt = |name| text(name, 100).collect::<Vec<u32>>();
+    assert_eq!([1, 2, 1, 3].map(|name| run(&mut rig, prompt(name), 1).0), [0, 0, 96, 0]);
+    assert_eq!([1, 2, 3].map(|name| run(&mut rig, prompt(name), 1).0), [96, 0, 0]);
+}
+
+#[test]
+fn a_long_answer_takes_one_place() {
+    let mut rig = rig(3);
+    let (own, other) = (text(1, 100).collect::<Vec<u32>>(), text(2, 100).collect::<Vec<u32>>());
+    run(&mut rig, other.clone(), 1);
+    let (_, output) = run(&mut rig, own.clone(), 700);
+    assert_eq!(run(&mut rig, other, 1).0, 96);
+    assert_eq!(run(&mut rig, own.clone(), 1).0, 96);
+    let whole: Vec<u32> = own.into_iter().chain(output).collect();
+    assert_eq!(run(&mut rig, whole, 1).0, 768);
+}
+
+#[test]
+fn requests_that_come_together_do_not_begin_with_what_is_being_computed() {
+    let mut rig = rig(8);
+    let prompt: Vec<u32> = text(1, 100).collect();
+    let ask = ClientRequest { prompt, n: 3, max_tokens: 3, ..Default::default() };
+    rig.submit(ask.clone()).unwrap();
+    rig.drain();
+    assert_eq!(rig.totals.found, 0);
+    rig.submit(ask).unwrap();
+    rig.drain();
+    assert_eq!(rig.totals.found, 3 * 96);
+}
+
+#[test]
+fn a_state_is_lost_with_its_blocks_and_with_its_replica() {
+    let mut rig = Rig::new(config(8));
+    rig.ready(20);
+    let prompt = |name| text(name, 150).collect::<Vec<u32>>();
+    assert_eq!([1, 1].map(|name| run(&mut rig, prompt(name), 1).0), [0, 144]);
+    // These take most of the blocks, the end of the first one's among them.
+    assert_eq!([2, 3, 1].map(|name| run(&mut rig, prompt(name), 1).0), [0, 0, 0]);
+    assert_eq!(run(&mut rig, prompt(1), 1).0, 144);
+    rig.lost();
+    rig.ready(20);
+    assert_eq!([1, 1].map(|name| run(&mut rig, prompt(name), 1).0), [0, 144]);
+    rig.scheduler.forget_prefixes();
+    assert_eq!([1, 1].map(|name| run(&mut rig, prompt(name), 1).0), [0, 144]);
+}
+
+#[derive(Clone, Debug)]
+enum Event {
+    Submit(ClientRequest),
+    Plan,
+    Deliver,
+    Cancel(u64),
+    Lost,
+    Forget,
+}
+
+/// Prompts that begin alike, and may go on alike.
+fn request() -> impl Strategy<Value = ClientRequest> {
+    let parts = prop::collection::vec((1u32..4, prop_oneof![Just(40u32), 1u32..90]), 1..5);
+    (parts, 1u32..3, 0u32..150, any::<u64>()).prop_map(|(parts, n, max_tokens, seed)| {
+        let prompt = parts.into_iter().flat_map(|(name, length)| text(name, length)).collect();
+        // The same seed answers the same.
+        ClientRequest { prompt, n, max_tokens, seed: seed % 4, ..Default::default() }
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn every_sequence_begins_with_its_own_state(
+        (states, block_size, seqs, budget) in
+            (0u32..12, prop_oneof![Just(16u32), 1u32..90], 1u32..6, 0u32..300),
+        blocks in 1u32..4,
+        events in prop::collection::vec(
+            prop_oneof![
+                4 => request().prop_map(Event::Submit),
+                20 => Just(Event::Plan),
+                18 => Just(Event::Deliver),
+                1 => (0u64..40).prop_map(Event::Cancel),
+                1 => Just(Event::Lost),
+                1 => Just(Event::Forget),
+            ],
+            1..200,
+        ),
+    ) {
+        let mut rig = Rig::new(SchedulerConfig {
+            block_size,
+            max_num_seqs: seqs,
+            max_num_batched_tokens: seqs + budget,
+            ..config(states)
+        });
+        // Room for one sequence of maximum length, or for some.
+        let blocks = (blocks * rig.config.max_model_len).div_ceil(block_size);
+        rig.ready(blocks);
+        for event in events {
+            match event {
+                Event::Submit(client) => {
+                    rig.submit(client).unwrap();
+                }
+                Event::Plan => {
+                    rig.plan();
+                }
+                Event::Deliver => {
+                    rig.deliver();
+                }
+                Event::Cancel(id) => rig.cancel(RequestId(id)),
+                Event::Forget => rig.scheduler.forget_prefixes(),
+                Event::Lost => {
+                    rig.lost();
+                    rig.ready(blocks);
+                }
+            }
+        }
+        rig.drain();
+    }
+}
