@@ -113,9 +113,10 @@ struct BlockWait {
     blocks: u64,
     /// Tokens it has to compute: the more they are, the more blocks running sequences keep.
     uncomputed: u32,
-    /// [`BlockPool::gains`] when these two were computed, and [`KeptStates::gains`].
+    /// [`BlockPool::gains`] when these two were computed.
     gains: u64,
-    states: u64,
+    /// [`KeptStates::gains`] then, if one more state might have saved blocks: any number of them.
+    states: Option<u64>,
 }
 
 /// One replica's scheduler.
@@ -249,6 +250,7 @@ impl Scheduler {
     /// those that follow, unless they are computed again.
     pub fn forget_prefixes(&mut self) {
         self.blocks.forget_all();
+        self.states.forget_all();
         for seq in self.sequences.iter_mut().flatten() {
             seq.publishes &= seq.admission.is_none();
         }

@@ -76,7 +76,8 @@ async fn sequences_get_the_same_tokens_alone_and_among_others() {
     assert!(scrape.sum("tutti_preemptions_total", &[]) > 0.0, "the cache must be too small");
     let queries = scrape.sum("tutti_prefix_cache_query_tokens_total", &[]);
     let hits = scrape.sum("tutti_prefix_cache_hit_tokens_total", &[]);
-    assert!(queries > 0.0 && hits < queries, "{hits} of {queries} tokens");
+    // One of the goldens has 106 tokens, and is asked for twice.
+    assert!(hits >= 96.0 && hits < queries, "{hits} of {queries} tokens");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -2,9 +2,9 @@
 //! them; plans exactly at the bounds run.
 use kernels::ReferenceBackend;
 use kernels::collective::single_rank;
-use shared::ids::{BlockId, SeqId, StepId};
+use shared::ids::{BlockId, SeqId, StateId, StepId};
 use shared::protocol::{
-    Drafts, EngineConfig, KvCacheDtype, NewSequence, SequenceStep, StepPlan, TokenMask,
+    Drafts, EngineConfig, KeptState, KvCacheDtype, NewSequence, SequenceStep, StepPlan, TokenMask,
 };
 use shared::sampling::{Pooling, SamplingParams};
 use testkit::models::variant;
@@ -17,6 +17,10 @@ const NUM_BLOCKS: u32 = 8;
 const TOKENS: [u32; 5] = [1, 2, 3, 4, 5];
 
 fn unstarted() -> Engine<ReferenceBackend> {
+    of("llama-gqa", 0)
+}
+
+fn of(model: &str, prefix_states: u32) -> Engine<ReferenceBackend> {
     let sizes = EngineConfig {
         block_size: 4,
         max_model_len: 12,
@@ -25,10 +29,10 @@ fn unstarted() -> Engine<ReferenceBackend> {
         kv_cache_bytes: 1 << 20,
         swap_bytes: 0,
         kv_cache_dtype: KvCacheDtype::Auto,
-        prefix_states: 0,
+        prefix_states,
     };
     let backend = ReferenceBackend::new(single_rank());
-    engine_of(&variant("llama-gqa"), 0, 1, backend, sizes).unwrap()
+    engine_of(&variant(model), 0, 1, backend, sizes).unwrap()
 }
 
 /// An engine that has run `seq-1`: five prompt tokens and one sampled, in blocks 0 and 1.
@@ -326,4 +330,63 @@ fn a_new_start_forgets_everything() {
     engine.start(NUM_BLOCKS, 0).unwrap();
     let error = step(&mut engine, &StepPlan { sequences: vec![run(1, 5, 1, &[])], ..plan(2) });
     assert_eq!(error.unwrap_err(), "step 2: seq-1 is not known");
+}
+
+#[test]
+fn a_sequence_begins_with_a_state_that_was_kept_behind_what_comes_before() {
+    let kept = |seq, place| KeptState { seq: SeqId(seq), place: StateId(place) };
+    let engine = || {
+        let mut engine = of("qwen3_5", 2);
+        engine.start(NUM_BLOCKS, 0).unwrap();
+        let first = StepPlan {
+            admitted: vec![new(1, &TOKENS, 5)],
+            sequences: vec![SequenceStep { sample: false, ..run(1, 0, 4, &[0, 1]) }],
+            keep: vec![kept(1, 0)],
+            ..plan(1)
+        };
+        step(&mut engine, &first).unwrap();
+        engine
+    };
+    let second = |entry, begin_with| StepPlan {
+        admitted: vec![new(2, &TOKENS, 5)],
+        sequences: vec![entry, run(1, 4, 1, &[])],
+        begin_with,
+        ..plan(2)
+    };
+    let begun = || run(2, 4, 1, &[0, 2]);
+    let tokens = step(&mut engine(), &second(begun(), vec![kept(2, 0)])).unwrap();
+    assert_eq!(tokens[0], tokens[1], "the same prompt");
+    for (plan, words) in [
+        (second(begun(), vec![]), "seq-2 is to be computed from 4, where it has no state"),
+        (second(begun(), vec![kept(2, 1)]), "with state 1, which has seen nothing"),
+        (second(begun(), vec![kept(2, 2)]), "seq-2 names state 2 of 2 kept ones"),
+        (second(begun(), vec![kept(2, 0), kept(1, 0)]), "seq-1 is not new, but is to begin"),
+        (
+            second(run(2, 0, 5, &[2, 3]), vec![kept(2, 0)]),
+            "seq-2 is to be computed from 0 with state 0, which has seen 4 tokens",
+        ),
+        (
+            StepPlan { sequences: vec![run(1, 4, 1, &[])], ..second(begun(), vec![kept(2, 0)]) },
+            "seq-2 begins with a state, but is not computed",
+        ),
+        (
+            StepPlan { keep: vec![kept(3, 0)], ..second(begun(), vec![kept(2, 0)]) },
+            "seq-3 is not computed, but its state is to be kept",
+        ),
+        (
+            StepPlan { keep: vec![kept(1, u32::MAX)], ..second(begun(), vec![kept(2, 0)]) },
+            "seq-1 names state 4294967295 of 2 kept ones",
+        ),
+    ] {
+        let error = step(&mut engine(), &plan).unwrap_err();
+        assert!(error.contains(words), "{words}: {error}");
+    }
+    // A model without linear attention has no states: the blocks are enough.
+    let mut plain = of("llama-gqa", u32::MAX);
+    plain.start(NUM_BLOCKS, 0).unwrap();
+    let entry = SequenceStep { sample: false, ..run(1, 0, 4, &[0, 1]) };
+    let admitted = vec![new(1, &TOKENS, 5)];
+    let keep = vec![kept(1, u32::MAX - 1)];
+    step(&mut plain, &StepPlan { admitted, sequences: vec![entry], keep, ..plan(1) }).unwrap();
+    step(&mut plain, &second(begun(), vec![kept(2, 7)])).unwrap();
 }

@@ -185,6 +185,35 @@ fn graphs_find_the_states_of_each_step() {
     assert!(cuda.backend.num_graphs() > 0);
 }
 
+/// One that failed while it was captured, too: its stream would swallow the copies.
+#[test]
+fn states_are_copied_behind_a_step_that_failed() {
+    // The step that fails is called, captured or replayed, depending on how many came before.
+    for done in 1..5 {
+        let mut reference = Device::new(ReferenceBackend::new(single_rank()));
+        let mut cuda = Device::new(fake_cuda_backend(true, single_rank()));
+        for step in 1..=done {
+            let step = Step::new(step as usize, &[(step, 5), (step, 0)]);
+            reference.run(&step);
+            cuda.run(&step, &step.slots, &step.slots).unwrap();
+        }
+        let next = Step::new(9, &[(done + 1, 5), (done + 1, 0)]);
+        cuda.run(&next, &next.slots, &[0, 5]).unwrap_err();
+        let copies = [(5, 3), (0, 1)];
+        reference.backend.copy_states(&mut reference.states, &copies).unwrap();
+        cuda.backend.copy_states(&mut cuda.states, &copies).unwrap();
+        for slots in [[3, 0], [5, 1]] {
+            let next = Step::new(9, &slots.map(|slot| (done + 1, slot)));
+            let want = reference.run(&next);
+            let got = cuda.run(&next, &next.slots, &next.slots).unwrap();
+            for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                let close = (got - want).abs() <= want.abs() / 128.0 + 1e-3;
+                assert!(close, "{done}, {slots:?}, {i}: {got}, not {want}");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_step_attends_with_the_states_that_it_began_with() {
     let mut cuda = Device::new(fake_cuda_backend(false, single_rank()));

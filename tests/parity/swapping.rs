@@ -55,6 +55,8 @@ pub(crate) struct Outcome {
     /// prompts or admissions; with copies to or from host memory; and, of all these, those with
     /// masks.
     pub(crate) ahead: [u32; 4],
+    /// Numbers of plans that keep a state: of decode alone, and of any kind with masks.
+    pub(crate) keeps: (u32, u32),
 }
 
 /// A rank's messages: the next plan, which an engine may look at, and masks.
@@ -229,6 +231,7 @@ fn run<B: Backend>(
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scheduling {
     pub(crate) seqs: u32,
+    pub(crate) max_len: u32,
     pub(crate) prefix_caching: bool,
     pub(crate) prefix_states: Option<u32>,
     pub(crate) speculation: Option<Speculation>,
@@ -236,7 +239,7 @@ pub(crate) struct Scheduling {
 
 impl From<(bool, Option<Speculation>)> for Scheduling {
     fn from((prefix_caching, speculation): (bool, Option<Speculation>)) -> Self {
-        Self { seqs: SEQS, prefix_caching, prefix_states: None, speculation }
+        Self { seqs: SEQS, max_len: MAX_LEN, prefix_caching, prefix_states: None, speculation }
     }
 }
 
@@ -249,12 +252,13 @@ pub(crate) fn run_load<B: Backend>(
     kv_cache_dtype: KvCacheDtype,
     make: impl Fn(Box<dyn Collective>) -> B + Copy + Send,
 ) -> Outcome {
-    let Scheduling { seqs, prefix_caching, prefix_states, speculation } = scheduling.into();
+    let Scheduling { seqs, max_len, prefix_caching, prefix_states, speculation } =
+        scheduling.into();
     // If so, its steps are recorded.
     let is_cuda = make(single_rank()).queues_samples();
     let sizes = EngineConfig {
         block_size: BLOCK_SIZE,
-        max_model_len: MAX_LEN,
+        max_model_len: max_len,
         max_num_seqs: seqs,
         max_num_batched_tokens: TOKENS,
         kv_cache_bytes: 1 << 30,
@@ -264,7 +268,7 @@ pub(crate) fn run_load<B: Backend>(
     };
     let mut scheduler = Scheduler::new(SchedulerConfig {
         block_size: BLOCK_SIZE,
-        max_model_len: MAX_LEN,
+        max_model_len: max_len,
         max_num_seqs: seqs,
         max_num_batched_tokens: TOKENS,
         max_mixed_prefill_tokens: None,
@@ -312,6 +316,12 @@ pub(crate) fn run_load<B: Backend>(
                 let count = |swaps: &[shared::protocol::Swap]| -> u32 {
                     swaps.iter().map(|swap| swap.blocks.len() as u32).sum()
                 };
+                if !plan.keep.is_empty() {
+                    let decodes = plan.sequences.iter().all(|entry| entry.count == 1);
+                    outcome.keeps.0 += u32::from(decodes);
+                    let is_masked = plan.sequences.iter().any(|entry| entry.masked);
+                    outcome.keeps.1 += u32::from(is_masked);
+                }
                 outcome.swapped.0 += count(&plan.swap_out);
                 outcome.swapped.1 += count(&plan.swap_in);
                 let plan = ToWorker::Step(plan.clone());

@@ -3,7 +3,9 @@
 use coordinator::scheduler::SchedulerConfig;
 use proptest::prelude::*;
 use shared::ids::RequestId;
+use shared::sampling::Pooling;
 
+use crate::guided::Guidance;
 use crate::rig::{ClientRequest, Rig, sizes};
 
 /// Room for so many kept states.
@@ -65,8 +67,8 @@ fn what_two_prompts_have_in_common_is_kept_for_the_third() {
 #[test]
 fn a_prompt_that_is_computed_soon_takes_no_step_more() {
     let mut rig = rig(8);
-    // The state behind 64 tokens would be worth a step; that behind 48 is not.
-    for (length, steps) in [(80, 2), (79, 2), (65, 2), (64, 1), (20, 1)] {
+    // The state behind 64 tokens is worth a step; that behind 48 is not.
+    for (length, steps) in [(80, 2), (79, 2), (68, 2), (67, 1), (20, 1)] {
         let before = rig.scheduler.last_step().0;
         run(&mut rig, text(length, length).collect(), 1);
         assert_eq!(rig.scheduler.last_step().0 - before, steps, "{length} tokens");
@@ -115,6 +117,98 @@ fn requests_that_come_together_do_not_begin_with_what_is_being_computed() {
     assert_eq!(rig.totals.found, 3 * 96);
 }
 
+/// A template for a model that reasons ends a prompt with a mark that the next one does not have.
+#[test]
+fn a_turn_need_not_begin_as_the_last_prompt_ended() {
+    for length in 192..208 {
+        let mut rig = rig(8);
+        let turn: Vec<u32> = text(1, length).collect();
+        let asked = turn.iter().copied().chain(text(2, 2)).collect();
+        assert_eq!(run(&mut rig, asked, 30).0, 0);
+        let next = turn.into_iter().chain(text(3, 60)).collect();
+        let found = run(&mut rig, next, 1).0;
+        assert!((176..=length).contains(&found), "{found} of {length}");
+    }
+}
+
+#[test]
+fn many_of_a_kind_take_one_place() {
+    let mut rig = rig(3);
+    let prompt = |name| text(name, 100).collect::<Vec<u32>>();
+    assert_eq!([1, 2].map(|name| run(&mut rig, prompt(name), 1).0), [0, 0]);
+    let ask = ClientRequest { prompt: prompt(3), n: 8, max_tokens: 3, ..Default::default() };
+    rig.submit(ask).unwrap();
+    rig.drain();
+    assert_eq!([1, 2, 3].map(|name| run(&mut rig, prompt(name), 1).0), [96; 3]);
+}
+
+#[test]
+fn answers_under_way_take_half_of_the_places() {
+    let mut rig = rig(4);
+    let prompt = |name| text(name, 100).collect::<Vec<u32>>();
+    assert_eq!([1, 2].map(|name| run(&mut rig, prompt(name), 1).0), [0, 0]);
+    // Prompts too short to leave a state.
+    for name in 3..7 {
+        let prompt = text(name, 20).collect();
+        let seed = u64::from(name);
+        rig.submit(ClientRequest { prompt, max_tokens: 400, seed, ..Default::default() }).unwrap();
+    }
+    rig.drain();
+    assert_eq!([1, 2].map(|name| run(&mut rig, prompt(name), 1).0), [96; 2]);
+    // Two of the answers have left one.
+    let texts = rig.requests.values().filter(|(client, _)| client.max_tokens == 400);
+    let texts = texts.map(|(client, got)| [&client.prompt[..], &got.tokens[0]].concat());
+    let texts: Vec<Vec<u32>> = texts.collect();
+    let found: Vec<u32> = texts.into_iter().map(|text| run(&mut rig, text, 1).0).collect();
+    assert_eq!(found.iter().filter(|found| **found == 384).count(), 2, "{found:?}");
+}
+
+#[test]
+fn what_is_computed_as_a_whole_each_time_leaves_nothing() {
+    let mut rig = rig(2);
+    let prompt = |name| text(name, 100).collect::<Vec<u32>>();
+    assert_eq!(run(&mut rig, prompt(1), 1).0, 0);
+    let plain = ClientRequest { prompt: prompt(2), max_tokens: 1, ..Default::default() };
+    for (name, pooling) in [(3, Pooling::Mean), (4, Pooling::Last)] {
+        let (prompt, pooling) = (prompt(name), Some(pooling));
+        let ask = ClientRequest { prompt, pooling, max_tokens: 0, ..plain.clone() };
+        let steps = rig.scheduler.last_step().0;
+        rig.submit(ask).unwrap();
+        rig.drain();
+        assert_eq!(rig.scheduler.last_step().0, steps + 1, "{name}");
+    }
+    let steps = rig.scheduler.last_step().0;
+    rig.submit(ClientRequest { prompt_logprobs: Some(0), ..plain }).unwrap();
+    rig.drain();
+    assert_eq!(rig.scheduler.last_step().0, steps + 1);
+    assert_eq!(run(&mut rig, prompt(1), 1).0, 96);
+}
+
+/// What a corrupted sequence has left is behind blocks that another one had computed, too.
+#[test]
+fn states_of_corrupted_sequences_are_not_found() {
+    let mut rig = rig(8);
+    let begins = |name, length| text(1, 100).chain(text(name, length)).collect::<Vec<u32>>();
+    // Of the first, blocks are kept, and a state behind 144 tokens, which none of the others has.
+    run(&mut rig, begins(2, 50), 1);
+    let corrupted = ClientRequest { prompt: begins(3, 5), max_tokens: 9, ..Default::default() };
+    rig.submit(corrupted).unwrap();
+    // It leaves the state behind 96 tokens, in the first of two steps.
+    while rig.plan() && rig.scheduler.last_step().0 < 4 {
+        rig.deliver();
+    }
+    rig.tamper(|outputs| outputs[0].corrupted = true);
+    rig.drain();
+    assert_eq!([4, 5].map(|name| run(&mut rig, begins(name, 5), 1).0), [0, 96]);
+    // It may be the state that it began with.
+    let again = ClientRequest { prompt: begins(6, 5), max_tokens: 9, ..Default::default() };
+    rig.submit(again).unwrap();
+    rig.plan();
+    rig.tamper(|outputs| outputs[0].corrupted = true);
+    rig.drain();
+    assert_eq!(run(&mut rig, begins(7, 5), 1).0, 0);
+}
+
 #[test]
 fn a_state_is_lost_with_its_blocks_and_with_its_replica() {
     let mut rig = Rig::new(config(8));
@@ -139,16 +233,30 @@ enum Event {
     Cancel(u64),
     Lost,
     Forget,
+    Corrupt,
 }
 
-/// Prompts that begin alike, and may go on alike.
+/// Prompts that begin alike, and may go on alike; some need all of their tokens to be computed.
 fn request() -> impl Strategy<Value = ClientRequest> {
     let parts = prop::collection::vec((1u32..4, prop_oneof![Just(40u32), 1u32..90]), 1..5);
-    (parts, 1u32..3, 0u32..150, any::<u64>()).prop_map(|(parts, n, max_tokens, seed)| {
-        let prompt = parts.into_iter().flat_map(|(name, length)| text(name, length)).collect();
-        // The same seed answers the same.
-        ClientRequest { prompt, n, max_tokens, seed: seed % 4, ..Default::default() }
-    })
+    let kind = (0u32..12, prop_oneof![3 => Just(0), 1 => -1i32..2]);
+    (parts, 1u32..3, 0u32..150, any::<u64>(), kind).prop_map(
+        |(parts, n, max_tokens, seed, (kind, priority))| {
+            let prompt = parts.into_iter().flat_map(|(name, length)| text(name, length)).collect();
+            // The same seed answers the same.
+            let seed = seed % 4;
+            let plain =
+                ClientRequest { prompt, n, max_tokens, seed, priority, ..Default::default() };
+            let pools = |pooling| ClientRequest { pooling, n: 1, max_tokens: 0, ..plain.clone() };
+            match kind {
+                0 => pools(Some(Pooling::Last)),
+                1 => pools(Some(Pooling::Mean)),
+                2 if plain.prompt.len() > 1 => ClientRequest { prompt_logprobs: Some(0), ..plain },
+                3 => ClientRequest { guide: Some(Guidance::default()), ..plain },
+                _ => plain,
+            }
+        },
+    )
 }
 
 proptest! {
@@ -156,8 +264,8 @@ proptest! {
 
     #[test]
     fn every_sequence_begins_with_its_own_state(
-        (states, block_size, seqs, budget) in
-            (0u32..12, prop_oneof![Just(16u32), 1u32..90], 1u32..6, 0u32..300),
+        (states, block_size, seqs, budget, steps) in
+            (0u32..12, prop_oneof![Just(16u32), 1u32..90], 1u32..6, 0u32..300, 1u32..4),
         blocks in 1u32..4,
         events in prop::collection::vec(
             prop_oneof![
@@ -167,6 +275,7 @@ proptest! {
                 1 => (0u64..40).prop_map(Event::Cancel),
                 1 => Just(Event::Lost),
                 1 => Just(Event::Forget),
+                1 => Just(Event::Corrupt),
             ],
             1..200,
         ),
@@ -175,6 +284,7 @@ proptest! {
             block_size,
             max_num_seqs: seqs,
             max_num_batched_tokens: seqs + budget,
+            max_steps_in_flight: steps,
             ..config(states)
         });
         // Room for one sequence of maximum length, or for some.
@@ -192,6 +302,12 @@ proptest! {
                     rig.deliver();
                 }
                 Event::Cancel(id) => rig.cancel(RequestId(id)),
+                Event::Corrupt if rig.scheduler.gauges().steps_in_flight > 0 => {
+                    rig.tamper(|outputs| {
+                        outputs.iter_mut().take(1).for_each(|it| it.corrupted = true);
+                    });
+                }
+                Event::Corrupt => {}
                 Event::Forget => rig.scheduler.forget_prefixes(),
                 Event::Lost => {
                     rig.lost();

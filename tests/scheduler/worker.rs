@@ -219,6 +219,7 @@ impl FakeWorker {
             assert!(plan.admitted.iter().any(|new| new.seq == kept.seq), "{} is new", kept.seq);
             let known = self.known.get_mut(&kept.seq).unwrap();
             known.begins_with = Some(self.kept[kept.place.0 as usize]);
+            assert!(plan.sequences.iter().any(|it| it.seq == kept.seq), "{} is run", kept.seq);
         }
         // Ranks have states of linear attention for so many.
         let here = self.known.values().filter(|known| known.host.is_none()).count();

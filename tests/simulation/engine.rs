@@ -289,6 +289,9 @@ impl RankEngine {
             let is_new = plan.admitted.iter().any(|new| new.seq == kept.seq);
             let known = self.known.get_mut(&kept.seq).filter(|_| is_new);
             let known = known.ok_or_else(|| why("it is not new"))?;
+            if !plan.sequences.iter().any(|entry| entry.seq == kept.seq) {
+                return Err(why("it is not computed"));
+            }
             known.begins_with = Some(place.ok_or_else(|| why("nothing is kept there"))?);
         }
         Ok(())

@@ -274,7 +274,9 @@ impl<B: Backend> Engine<B> {
             draft.start(&mut self.backend, &self.config, num_blocks)?;
         }
         self.num_blocks = num_blocks;
-        self.states.reset(self.config.max_num_seqs, self.config.prefix_states);
+        if self.decoder.config().delta.is_some() {
+            self.states.reset(self.config.max_num_seqs, self.config.prefix_states);
+        }
         // What it took to get here belongs to no step.
         let _ = self.backend.take_collective_time();
         Ok(())

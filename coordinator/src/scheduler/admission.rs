@@ -1,6 +1,6 @@
 //! PURE: which waiting sequences come into a step, and whether there is room for them.
 use shared::ids::RequestId;
-use shared::protocol::{KeptState, NewSequence};
+use shared::protocol::NewSequence;
 
 use super::plan::PlanBuilder;
 use super::sequence::Sequence;
@@ -109,8 +109,7 @@ impl Scheduler {
         }
         self.waiting.remove(at);
         self.share_found(slot);
-        self.decide_ends(slot);
-        let state = self.found_state;
+        builder.plan.begin_with.extend(self.decide_ends(slot));
         let Some(seq) = &mut self.sequences[slot] else { return true };
         let (length, request) = (seq.tokens.len() as u32, seq.request);
         seq.computed = seq.kept * self.config.block_size;
@@ -125,8 +124,6 @@ impl Scheduler {
             adapter: seq.adapter,
             sampling: seq.sampling.clone(),
         });
-        let kept = state.map(|place| KeptState { seq: seq.id, place });
-        builder.plan.begin_with.extend(kept);
         self.run(slot);
         self.count(request, |owner| owner.admitted += 1);
         self.resumed(request, builder.effects);
@@ -185,8 +182,8 @@ impl Scheduler {
         let Some(seq) = &self.sequences[slot] else { return false };
         let key = (seq.id, seq.tokens.len() as u32);
         let known = self.waits_for.filter(|waits| (waits.seq, waits.length) == key);
-        // A state that is kept now may save many.
-        let known = known.filter(|known| known.states == self.states.gains());
+        let gains = self.states.gains();
+        let known = known.filter(|known| known.states.is_none_or(|states| states == gains));
         let Some(known) = known.filter(|_| !self.running.is_empty()) else { return false };
         // Each gain saves at most one block, with the tokens in it.
         let gains = self.blocks.gains() - known.gains;
@@ -203,7 +200,9 @@ impl Scheduler {
         let free = self.free_beside(seq.priority, uncomputed);
         let (seq, length, blocks) = (seq.id, seq.tokens.len() as u32, u64::from(blocks));
         let waits = !self.running.is_empty() && blocks > free;
-        let (gains, states) = (self.blocks.gains(), self.states.gains());
+        let gains = self.blocks.gains();
+        let is_cut = self.found_blocks > self.found.len() as u32;
+        let states = is_cut.then_some(self.states.gains());
         let wait = BlockWait { seq, length, blocks, uncomputed, gains, states };
         self.waits_for = waits.then_some(wait);
         waits

@@ -113,7 +113,8 @@ impl BlockPool {
         self.total() - self.num_free
     }
 
-    /// Number of times a block became findable or a free block was shared. Each time changes at
+    /// Number of times a block became findable, a free block was shared, or one's content became
+    /// that of a block in use. Each time changes at
     /// most one block of what a sequence finds here: blocks after it refer to it by its name, which
     /// is new each time.
     #[must_use]
@@ -121,8 +122,9 @@ impl BlockPool {
         self.gains
     }
 
-    /// Takes a free block; its content is no longer findable.
-    pub fn take(&mut self) -> Option<BlockId> {
+    /// Takes a free block; its content is no longer findable. If it had any, `lost` is told what
+    /// came behind it.
+    pub fn take(&mut self, lost: impl FnOnce(Prefix)) -> Option<BlockId> {
         let block = self.front;
         if block == NONE {
             return None;
@@ -132,6 +134,7 @@ impl BlockPool {
         taken.users = 1;
         if let Some(holds) = taken.holds.take() {
             self.kept.remove(&holds.hash);
+            lost(Prefix::Kept(holds.name));
         }
         Some(BlockId(block))
     }
@@ -162,10 +165,14 @@ impl BlockPool {
     }
 
     /// Makes a full block findable by its content. Returns the prefix of the next block. If another
-    /// block already has the same content, that one stays findable instead.
+    /// block already has the same content, that one stays findable instead, unless nobody uses it:
+    /// then it would be reused before this one, and what follows it would be lost.
     pub fn keep(&mut self, block: BlockId, prefix: Prefix, tokens: &[u32]) -> Prefix {
         let hash = hash(prefix, tokens);
         if let Some(found) = self.find_hashed(hash, prefix, tokens) {
+            if found.is_free && found.block != block {
+                self.pass_on(found.block, block, tokens);
+            }
             return found.prefix;
         }
         self.last_name += 1;
@@ -182,6 +189,19 @@ impl BlockPool {
             self.blocks[block.0 as usize].holds = Some(BlockContent { prefix, name, hash });
         }
         Prefix::Kept(name)
+    }
+
+    /// Makes the content of a free block that of another block, which holds the same.
+    fn pass_on(&mut self, from: BlockId, to: BlockId, tokens: &[u32]) {
+        let start = to.0 as usize * self.block_size;
+        let Some(room) = self.tokens.get_mut(start..start + self.block_size) else { return };
+        let Some(holds) = self.blocks[from.0 as usize].holds.take() else { return };
+        room.copy_from_slice(tokens);
+        self.kept.insert(holds.hash, to.0);
+        self.blocks[to.0 as usize].holds = Some(holds);
+        self.unlink(from.0);
+        self.push_front(from.0);
+        self.gains += 1;
     }
 
     /// Makes these blocks unfindable, and thereby all blocks that follow them.
@@ -273,7 +293,7 @@ mod tests {
     #[test]
     fn what_is_kept_is_found_until_it_is_taken_the_longest_unused_first() {
         let mut pool = BlockPool::new(3, 2);
-        let mut table: Vec<BlockId> = (0..2).filter_map(|_| pool.take()).collect();
+        let mut table: Vec<BlockId> = (0..2).filter_map(|_| pool.take(drop)).collect();
         let first = pool.keep(table[0], START, &[1, 2]);
         pool.keep(table[1], first, &[3, 4]);
         for (salt, adapter, what) in [(1, 0, "another salt"), (0, 1, "another adapter")] {
@@ -284,23 +304,23 @@ mod tests {
         assert_eq!(pool.num_free(), 3);
         let found = pool.find(START, &[1, 2]).unwrap();
         assert!(found.is_free && pool.find(found.prefix, &[3, 4]).is_some());
-        assert_eq!(pool.take(), Some(BlockId(2)), "the one that holds nothing");
-        assert_eq!(pool.take(), Some(BlockId(1)), "the end before the beginning");
+        assert_eq!(pool.take(drop), Some(BlockId(2)), "the one that holds nothing");
+        assert_eq!(pool.take(drop), Some(BlockId(1)), "the end before the beginning");
         assert!(pool.find(found.prefix, &[3, 4]).is_none());
         pool.share(found.block);
-        assert_eq!((pool.take(), pool.num_free()), (None, 0));
+        assert_eq!((pool.take(drop), pool.num_free()), (None, 0));
     }
 
     #[test]
     fn what_is_forgotten_is_not_found_nor_what_is_behind_it() {
         let mut pool = BlockPool::new(3, 1);
-        let mut table: Vec<BlockId> = (0..2).filter_map(|_| pool.take()).collect();
+        let mut table: Vec<BlockId> = (0..2).filter_map(|_| pool.take(drop)).collect();
         let first = pool.keep(table[0], START, &[1]);
         pool.keep(table[1], first, &[2]);
         pool.forget(&table[..1]);
         assert!(pool.find(START, &[1]).is_none());
         // The same tokens computed again are another block: what followed the old one stays lost.
-        let again = pool.take().unwrap();
+        let again = pool.take(drop).unwrap();
         let prefix = pool.keep(again, START, &[1]);
         assert_eq!(pool.find(START, &[1]).map(|found| found.block), Some(again));
         assert!(pool.find(prefix, &[2]).is_none());
@@ -312,8 +332,8 @@ mod tests {
     #[test]
     fn nothing_is_found_of_what_was_there_when_all_was_forgotten() {
         let mut pool = BlockPool::new(4, 1);
-        let mut used: Vec<BlockId> = (0..2).filter_map(|_| pool.take()).collect();
-        let mut free: Vec<BlockId> = pool.take().into_iter().collect();
+        let mut used: Vec<BlockId> = (0..2).filter_map(|_| pool.take(drop)).collect();
+        let mut free: Vec<BlockId> = pool.take(drop).into_iter().collect();
         let first = pool.keep(used[0], START, &[1]);
         pool.keep(free[0], START, &[2]);
         pool.give_back(&mut free);
@@ -321,19 +341,43 @@ mod tests {
         assert!(pool.find(START, &[1]).is_none() && pool.find(START, &[2]).is_none());
         // A sequence that goes on adds to what cannot be found; others begin anew.
         pool.keep(used[1], first, &[3]);
-        let mut again: Vec<BlockId> = pool.take().into_iter().collect();
+        let mut again: Vec<BlockId> = pool.take(drop).into_iter().collect();
         let prefix = pool.keep(again[0], START, &[1]);
         assert!(pool.find(START, &[1]).is_some() && pool.find(prefix, &[3]).is_none());
         pool.give_back(&mut used);
         pool.give_back(&mut again);
         assert_eq!(pool.num_free(), 4);
-        assert!((0..4).all(|_| pool.take().is_some()), "all can be used");
+        assert!((0..4).all(|_| pool.take(drop).is_some()), "all can be used");
+    }
+
+    #[test]
+    fn what_nobody_uses_is_passed_on_to_who_computes_it_again() {
+        let mut pool = BlockPool::new(4, 1);
+        let mut old: Vec<BlockId> = (0..2).filter_map(|_| pool.take(drop)).collect();
+        let first = pool.keep(old[0], START, &[1]);
+        let second = pool.keep(old[1], first, &[2]);
+        let in_use = pool.take(drop).unwrap();
+        assert_eq!(pool.keep(in_use, START, &[1]), first);
+        assert_eq!(pool.find(START, &[1]).map(|found| found.block), Some(old[0]), "both in use");
+        let given = old.clone();
+        pool.give_back(&mut old);
+        assert_eq!(pool.keep(in_use, START, &[1]), first);
+        let found = pool.find(START, &[1]).unwrap();
+        assert_eq!((found.block, found.is_free), (in_use, false));
+        // What follows is still there, and the block that had it is the first to be reused.
+        assert_eq!(pool.find(first, &[2]).map(|found| found.prefix), Some(second));
+        let mut lost = None;
+        let mut take = |pool: &mut BlockPool| pool.take(|prefix| lost = Some(prefix));
+        assert_eq!(take(&mut pool), Some(given[0]));
+        assert_eq!(take(&mut pool), Some(BlockId(3)));
+        assert_eq!(take(&mut pool), Some(given[1]));
+        assert_eq!((lost, pool.take(drop)), (Some(second), None));
     }
 
     #[test]
     fn a_hash_is_not_believed() {
         let mut pool = BlockPool::new(2, 1);
-        let block = pool.take().unwrap();
+        let block = pool.take(drop).unwrap();
         pool.keep(block, START, &[7]);
         let same = hash(START, &[7]);
         // Other content under the same hash.
@@ -371,7 +415,7 @@ mod tests {
                             *prefix = found.prefix;
                             continue;
                         }
-                        let taken = pool.take();
+                        let taken = pool.take(drop);
                         prop_assert_eq!(taken.map(|it| it.0), free.pop_front());
                         let Some(block) = taken else {
                             tokens.pop();

@@ -266,7 +266,7 @@ impl Scheduler {
             entry.verifies = drafted > 0;
             entry.asks = seq.drafts.asked().is_some();
             while (seq.blocks.len() as u32) < self.config.blocks_for(len + drafted) {
-                let Some(block) = self.blocks.take() else { break };
+                let Some(block) = self.blocks.take(|lost| self.states.forget(lost)) else { break };
                 spare = spare.saturating_sub(1);
                 seq.blocks.push(block);
                 planned.new_blocks.push(block);

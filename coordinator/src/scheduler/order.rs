@@ -3,8 +3,7 @@ use shared::ids::RequestId;
 
 use super::effect::RequestPlace;
 use super::sequence::{Request, Sequence, Urgency};
-use super::states::drop_unnamed;
-use super::{Effect, Scheduler};
+use super::{Effect, Scheduler, states};
 
 impl Scheduler {
     /// Puts an admitted sequence on the list of running ones.
@@ -53,7 +52,7 @@ impl Scheduler {
         let Some(seq) = &mut self.sequences[slot] else { return };
         let request = seq.request;
         self.blocks.give_back(&mut seq.blocks);
-        drop_unnamed(&mut self.states, seq);
+        states::leave(&mut self.states, seq);
         if seq.known {
             self.forget.push(seq.id);
         }

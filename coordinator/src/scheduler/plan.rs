@@ -1,6 +1,6 @@
 //! PURE: plans the next step.
 use shared::ids::{SeqId, StepId};
-use shared::protocol::{Drafts, KeptState, SequenceStep, StepPlan};
+use shared::protocol::{Drafts, SequenceStep, StepPlan};
 
 use super::admission::FrameUse;
 use super::effect::RequestPlace;
@@ -98,6 +98,7 @@ impl Scheduler {
             return false;
         }
         clear(plan);
+        debug_assert!(!self.running.is_empty() || self.states.is_at_rest(), "{:?}", self.states);
         self.states.begin_step();
         let step = self.spare.pop().unwrap_or_default().cleared();
         let budget = self.step_tokens;
@@ -265,14 +266,11 @@ impl Scheduler {
     pub(super) fn plan_sequence(&mut self, slot: usize, count: u32, builder: &mut PlanBuilder<'_>) {
         builder.budget -= count;
         let PlanBuilder { plan, step, .. } = builder;
-        let end = self.sequences[slot].as_ref().map_or(0, |seq| seq.computed + count);
-        let kept = self.keeps_at(slot, end);
         let Some(seq) = &mut self.sequences[slot] else { return };
-        let start = seq.computed;
-        plan.keep.extend(kept.map(|place| KeptState { seq: seq.id, place }));
+        let (start, end) = (seq.computed, seq.computed + count);
         while (seq.blocks.len() as u32) < self.config.blocks_for(end) {
             // `make_room` made sure that there are enough.
-            let Some(block) = self.blocks.take() else { break };
+            let Some(block) = self.blocks.take(|lost| self.states.forget(lost)) else { break };
             seq.blocks.push(block);
         }
         let samples = seq.samples_at(end);
@@ -331,6 +329,7 @@ impl Scheduler {
             looks_up,
             computed_max,
         });
+        plan.keep.extend(self.keep_state(slot));
     }
 }
 

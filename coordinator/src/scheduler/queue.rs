@@ -9,8 +9,7 @@ use std::sync::Arc;
 use shared::ids::{RequestId, SeqId};
 
 use super::sequence::{Request, Sequence};
-use super::states::drop_unnamed;
-use super::{Effect, Scheduler};
+use super::{Effect, Scheduler, states};
 use crate::engine::{EngineError, GenerateRequest};
 
 /// Number of choices that may wait, per request that may.
@@ -241,7 +240,7 @@ impl Scheduler {
     pub(super) fn detach(&mut self, slot: usize) -> Option<(Sequence, bool)> {
         let mut seq = self.sequences[slot].take()?;
         self.free_slots.push(slot);
-        drop_unnamed(&mut self.states, &mut seq);
+        states::leave(&mut self.states, &mut seq);
         if seq.known {
             self.forget.push(seq.id);
         }

@@ -1,18 +1,18 @@
-//! PURE: which states of linear attention are kept for sequences that begin alike. Mechanism only,
-//! as in `blocks`: the scheduler decides when one is kept.
+//! PURE: which states of linear attention are kept for sequences that begin alike: where they are,
+//! and when one is worth keeping.
 //!
 //! K and V of a prefix are in its blocks, whatever comes behind it. A state is that of one length
 //! alone: a sequence begins with a prefix of which the blocks are found and the state is kept.
 //! States are large, so few are kept, the most recently used. Each belongs to a block that the
 //! state comes right behind, by the name under which the block's content is kept (`blocks`): names
-//! are never reused, so a state whose block is lost is never found, and its place is reused in its
-//! turn.
+//! are never reused, so a state is never found again once its block is lost.
 //!
 //! Workers copy a kept state before they compute a step and keep one after it. So a place that is
 //! written in the step being planned is neither found nor reused before the next.
 use std::collections::{BTreeMap, HashMap};
 
 use shared::ids::StateId;
+use shared::protocol::KeptState;
 
 use super::blocks::Prefix;
 use super::sequence::Sequence;
@@ -20,8 +20,11 @@ use super::{Scheduler, SchedulerConfig};
 
 /// It is not worth a step of its own to keep what takes fewer tokens to compute.
 const TOKENS_MIN: u32 = 64;
-/// While a sequence decodes, its state is kept whenever it has so many tokens more, at least.
+/// While a sequence decodes, its state is kept about whenever it has so many tokens more.
 const DECODED: u32 = 64;
+/// Chat templates end a prompt with up to so many tokens that the next turn's prompt does not have
+/// in their place: a model that reasons begins with a mark that is left out of the history.
+const ENDS_OTHERWISE: u32 = 4;
 
 /// The kept states of one replica. Every rank has the same.
 #[derive(Clone, Debug, Default)]
@@ -36,6 +39,8 @@ pub struct KeptStates {
     uses: u64,
     /// Those written in the step being planned.
     written: Vec<u32>,
+    /// Number of those that sequences hold.
+    held: u32,
     gains: u64,
 }
 
@@ -45,6 +50,8 @@ struct Place {
     /// Its key in `by_use`, if it is there.
     used: u64,
     is_written: bool,
+    /// Whether a sequence that decodes holds it, for its latest state.
+    is_held: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -71,11 +78,24 @@ impl KeptStates {
         self.gains
     }
 
+    /// Whether every place is unused or can be reused, but for those that were written last.
+    #[must_use]
+    pub fn is_at_rest(&self) -> bool {
+        let here = |place: &&u32| {
+            let Place { holds, is_written, .. } = self.places[**place as usize];
+            is_written && holds != Holds::Unnamed
+        };
+        let written = self.written.iter().filter(here).count();
+        self.held == 0 && self.free.len() + self.by_use.len() + written == self.places.len()
+    }
+
     /// Begins another step: what was written in the last one can be found and reused.
     pub fn begin_step(&mut self) {
-        while let Some(place) = self.written.pop() {
-            self.places[place as usize].is_written = false;
-            match self.places[place as usize].holds {
+        let mut written = std::mem::take(&mut self.written);
+        for place in written.drain(..) {
+            let Place { holds, is_written, .. } = &mut self.places[place as usize];
+            *is_written = false;
+            match holds {
                 Holds::Nothing => self.free.push(place),
                 Holds::Unnamed => {}
                 Holds::Named(_) => {
@@ -84,14 +104,26 @@ impl KeptStates {
                 }
             }
         }
+        // Empty; for its allocation.
+        self.written = written;
     }
 
     /// Finds the state behind a block, given the prefix that comes of it.
     #[must_use]
     pub fn find(&self, prefix: Prefix) -> Option<StateId> {
-        let Prefix::Kept(name) = prefix else { return None };
-        let place = *self.by_name.get(&name)?;
+        let place = self.place_of(prefix)?;
         (!self.places[place as usize].is_written).then_some(StateId(place))
+    }
+
+    /// Whether the state behind a block is kept, or will be once this step is computed.
+    #[must_use]
+    pub fn has(&self, prefix: Prefix) -> bool {
+        self.place_of(prefix).is_some()
+    }
+
+    fn place_of(&self, prefix: Prefix) -> Option<u32> {
+        let Prefix::Kept(name) = prefix else { return None };
+        self.by_name.get(&name).copied()
     }
 
     /// Notes that a state that was found is used.
@@ -109,14 +141,26 @@ impl KeptStates {
         if let Holds::Named(name) = taken.holds {
             self.by_name.remove(&name);
         }
-        *taken = Place { holds: Holds::Unnamed, used: 0, is_written: true };
+        *taken = Place { holds: Holds::Unnamed, is_written: true, ..Place::default() };
         self.written.push(place);
         Some(StateId(place))
     }
 
-    /// Makes a place that was taken findable, behind the block that this prefix comes of; gives it
-    /// back if there is such a state.
-    pub fn name(&mut self, StateId(place): StateId, prefix: Prefix) {
+    /// Takes a place likewise, and holds it: it is not reused before it is let go. No more than
+    /// half of all are held.
+    pub fn hold(&mut self) -> Option<StateId> {
+        if self.held >= self.places.len() as u32 / 2 {
+            return None;
+        }
+        let StateId(place) = self.take()?;
+        self.places[place as usize].is_held = true;
+        self.held += 1;
+        Some(StateId(place))
+    }
+
+    /// Makes a place that was taken findable, behind the block that this prefix comes of. If there
+    /// is such a state already, it gives the place back and returns false.
+    pub fn name(&mut self, StateId(place): StateId, prefix: Prefix) -> bool {
         debug_assert_eq!(self.places[place as usize].holds, Holds::Unnamed);
         match prefix {
             Prefix::Kept(name) if !self.by_name.contains_key(&name) => {
@@ -126,14 +170,27 @@ impl KeptStates {
                     self.gains += 1;
                     self.touch(place);
                 }
+                true
             }
-            _ => self.give_back(StateId(place)),
+            _ => {
+                self.clear(place);
+                false
+            }
         }
     }
 
     /// Gives back a place that was taken and not named.
     pub fn give_back(&mut self, StateId(place): StateId) {
         self.clear(place);
+    }
+
+    /// Lets the state behind a block go, if one is there that is held: it is the latest used.
+    pub fn let_go(&mut self, prefix: Prefix) {
+        let Some(place) = self.place_of(prefix) else { return };
+        if std::mem::take(&mut self.places[place as usize].is_held) {
+            self.held -= 1;
+            self.touch(place);
+        }
     }
 
     /// Makes the state behind a block unfindable, if there is one.
@@ -144,9 +201,19 @@ impl KeptStates {
         }
     }
 
+    /// Makes all states unfindable.
+    pub fn forget_all(&mut self) {
+        for (_, place) in std::mem::take(&mut self.by_name) {
+            self.clear(place);
+        }
+        // In an order that does not depend on hashing.
+        self.free.sort_unstable_by(|a, b| b.cmp(a));
+    }
+
     fn clear(&mut self, place: u32) {
         let cleared = &mut self.places[place as usize];
         cleared.holds = Holds::Nothing;
+        self.held -= u32::from(std::mem::take(&mut cleared.is_held));
         if !cleared.is_written {
             self.by_use.remove(&cleared.used);
             self.free.push(place);
@@ -155,7 +222,7 @@ impl KeptStates {
 
     fn touch(&mut self, place: u32) {
         let touched = &mut self.places[place as usize];
-        if touched.is_written {
+        if touched.is_written || touched.is_held {
             return;
         }
         self.uses += 1;
@@ -170,14 +237,14 @@ impl KeptStates {
 pub(super) struct OwnStates {
     /// Lengths at which a share of its prompt ends, so that the state there is kept: 0 for none.
     ends: [u32; 2],
-    /// Tokens that it had when it was admitted.
-    admitted: u32,
-    /// States written whose tokens were not all known when it last had any: the length, and where.
-    unnamed: Vec<(u32, StateId)>,
+    /// Tokens that it had when it was admitted; its states behind more are kept, too, if it is set.
+    admitted: Option<u32>,
+    /// Where a state was written whose last token was not known then, and the length.
+    unnamed: Option<(u32, StateId)>,
     /// Blocks behind which it has found or left a state.
     named: Vec<Prefix>,
-    /// The last one that it left while it decoded: the next takes its place.
-    decoded: Option<Prefix>,
+    /// The one of these that holds a place, as it decodes.
+    held: Option<Prefix>,
 }
 
 impl OwnStates {
@@ -187,32 +254,37 @@ impl OwnStates {
     }
 }
 
-/// Gives places back whose states will not be named.
-pub(super) fn drop_unnamed(states: &mut KeptStates, seq: &mut Sequence) {
-    seq.states.unnamed.drain(..).for_each(|(_, place)| states.give_back(place));
+/// Lets go of a sequence's places: it no longer runs.
+pub(super) fn leave(states: &mut KeptStates, seq: &mut Sequence) {
+    if let Some((_, place)) = seq.states.unnamed.take() {
+        states.give_back(place);
+    }
+    if let Some(held) = seq.states.held.take() {
+        states.let_go(held);
+    }
 }
 
 /// Makes the states that a sequence has found or left unfindable.
 pub(super) fn forget_own(states: &mut KeptStates, seq: &mut Sequence) {
     seq.states.named.drain(..).for_each(|named| states.forget(named));
-    drop_unnamed(states, seq);
+    seq.states.held = None;
+    leave(states, seq);
 }
 
 /// Names a state that was kept behind the sequence's last block that is findable.
 pub(super) fn name_kept(states: &mut KeptStates, seq: &mut Sequence, config: &SchedulerConfig) {
     let (end, own) = (seq.kept * config.block_size, &mut seq.states);
-    let Some(at) = own.unnamed.iter().position(|(length, _)| *length == end) else { return };
-    let (_, place) = own.unnamed.swap_remove(at);
-    states.name(place, seq.prefix);
-    own.named.push(seq.prefix);
-    if end > own.admitted {
-        own.decoded = Some(seq.prefix);
+    if let Some((_, place)) = own.unnamed.take_if(|(length, _)| *length == end)
+        && states.name(place, seq.prefix)
+    {
+        own.named.push(seq.prefix);
+        own.held = Some(seq.prefix);
     }
 }
 
 impl Scheduler {
     /// Whether sequences have states of which some are kept.
-    pub(super) fn keeps_states(&self) -> bool {
+    fn keeps_states(&self) -> bool {
         self.config.prefix_caching && self.config.prefix_states.is_some()
     }
 
@@ -220,11 +292,10 @@ impl Scheduler {
     /// states.
     pub(super) fn cut_to_state(&mut self) {
         self.found_state = None;
+        self.found_blocks = self.found.len() as u32;
         if !self.keeps_states() {
-            self.found_blocks = 0;
             return;
         }
-        self.found_blocks = self.found.len() as u32;
         while let Some(last) = self.found.last() {
             self.found_state = self.states.find(last.prefix);
             if self.found_state.is_some() {
@@ -235,33 +306,40 @@ impl Scheduler {
     }
 
     /// Decides where shares of a sequence that is admitted end so that its state can be kept, which
-    /// `cut_to_state` has been called for and which has its blocks.
-    pub(super) fn decide_ends(&mut self, slot: usize) {
+    /// `cut_to_state` has been called for and which has its blocks. Returns the state that it
+    /// begins with.
+    pub(super) fn decide_ends(&mut self, slot: usize) -> Option<KeptState> {
         if !self.keeps_states() {
-            return;
+            return None;
         }
         let (size, found) = (self.config.block_size, self.found_blocks);
-        let Some(seq) = &mut self.sequences[slot] else { return };
+        let seq = self.sequences[slot].as_mut()?;
         let (tokens, begin) = (seq.tokens.len() as u32, seq.kept * size);
-        seq.states = OwnStates { admitted: tokens, ..OwnStates::default() };
+        seq.states = OwnStates::default();
         if let Some(state) = self.found_state {
             self.states.use_again(state);
             seq.states.named.push(seq.prefix);
         }
-        if !seq.publishes || self.config.prefix_states == Some(0) {
-            return;
+        let begins_with = self.found_state.map(|place| KeptState { seq: seq.id, place });
+        // Who has to be computed from the first token on would not use it either.
+        if !seq.publishes || !seq.may_be_cached() || self.config.prefix_states == Some(0) {
+            return begins_with;
         }
-        // Others had as much in common with it, of which no state was kept. And whatever continues
-        // it has all of it in common; its last token is computed anyway.
+        // Others had as much in common with it, of which no state was kept.
         let shared = found * size;
-        let whole = (tokens - 1) / size * size;
         let from = if shared >= begin + TOKENS_MIN { shared } else { begin };
         if from > begin {
             seq.states.ends[0] = shared;
         }
-        if whole >= from + TOKENS_MIN {
-            seq.states.ends[1] = whole;
+        // Whatever continues it has nearly all of it in common.
+        let whole = tokens.saturating_sub(ENDS_OTHERWISE) / size * size;
+        if seq.max_tokens > 0 {
+            seq.states.admitted = Some(tokens);
+            if whole >= from + TOKENS_MIN {
+                seq.states.ends[1] = whole;
+            }
         }
+        begins_with
     }
 
     /// Bounds a share of a sequence by the next length at which its state is to be kept.
@@ -271,30 +349,45 @@ impl Scheduler {
         end.map_or(count, |end| count.min(end - seq.computed))
     }
 
-    /// Returns where a sequence's state after a share up to `end` is to be kept, if it is.
-    pub(super) fn keeps_at(&mut self, slot: usize, end: u32) -> Option<StateId> {
-        if !self.keeps_states() || !end.is_multiple_of(self.config.block_size) {
-            return None;
-        }
+    /// Returns where a sequence's state after its planned share is to be kept, if it is. What is
+    /// known of its blocks is findable already.
+    pub(super) fn keep_state(&mut self, slot: usize) -> Option<KeptState> {
+        let size = self.config.block_size;
         let seq = self.sequences[slot].as_mut()?;
-        let own = &mut seq.states;
-        // Blocks of any size: the first end in each stretch of so many tokens.
-        let decodes = end > own.admitted && end % DECODED < self.config.block_size;
-        if !seq.publishes || !(own.ends.contains(&end) || decodes) {
+        let (end, own) = (seq.computed, &mut seq.states);
+        if !seq.publishes || !end.is_multiple_of(size) {
             return None;
         }
-        if let Some(before) = own.decoded.take_if(|_| decodes) {
+        if own.ends.contains(&end) && seq.kept * size == end {
+            if self.states.has(seq.prefix) {
+                return None;
+            }
+            let place = self.states.take()?;
+            self.states.name(place, seq.prefix);
+            own.named.push(seq.prefix);
+            return Some(KeptState { seq: seq.id, place });
+        }
+        // Blocks of any size: about one in so many tokens.
+        let decodes = own.admitted.is_some_and(|admitted| end > admitted);
+        if !decodes || end % DECODED >= size || own.unnamed.is_some() {
+            return None;
+        }
+        if let Some(before) = own.held.take() {
             own.named.retain(|named| *named != before);
             self.states.forget(before);
         }
-        let place = self.states.take()?;
-        own.unnamed.push((end, place));
-        Some(place)
+        let place = self.states.hold()?;
+        own.unnamed = Some((end, place));
+        Some(KeptState { seq: seq.id, place })
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
     use super::*;
 
     fn behind(name: u64) -> Prefix {
@@ -306,17 +399,19 @@ mod tests {
         let mut states = KeptStates::new(2);
         states.begin_step();
         let (first, second) = (states.take().unwrap(), states.take().unwrap());
-        states.name(first, behind(1));
+        assert!(states.name(first, behind(1)));
         states.give_back(second);
         assert_eq!((states.find(behind(1)), states.take()), (None, None));
+        assert!(states.has(behind(1)) && states.is_at_rest());
         assert_eq!(states.gains(), 0);
         states.begin_step();
         assert_eq!((states.find(behind(1)), states.gains()), (Some(first), 1));
         assert_eq!(states.take(), Some(second), "the unused one");
         states.begin_step();
         // Nobody knows yet what the second one holds.
+        assert!(!states.is_at_rest());
         assert_eq!((states.take(), states.find(behind(1))), (Some(first), None));
-        states.name(second, behind(2));
+        assert!(states.name(second, behind(2)));
         assert_eq!((states.find(behind(2)), states.gains()), (Some(second), 2));
     }
 
@@ -324,7 +419,7 @@ mod tests {
     fn the_first_state_behind_a_block_stays_until_it_is_forgotten() {
         let mut states = KeptStates::new(2);
         let kept = [0, 1].map(|_| states.take().unwrap());
-        kept.into_iter().for_each(|place| states.name(place, behind(1)));
+        assert_eq!(kept.map(|place| states.name(place, behind(1))), [true, false]);
         states.begin_step();
         assert_eq!(states.find(behind(1)), Some(kept[0]));
         states.forget(behind(1));
@@ -335,17 +430,102 @@ mod tests {
     }
 
     #[test]
-    fn the_one_not_used_for_longest_is_reused_first() {
-        let mut states = KeptStates::new(3);
-        let places = [1, 2, 3].map(|name| {
-            let place = states.take().unwrap();
-            states.name(place, behind(name));
-            states.begin_step();
+    fn what_is_held_is_not_reused_and_is_half_at_most() {
+        let mut states = KeptStates::new(5);
+        let held = [1, 2].map(|name| {
+            let place = states.hold().unwrap();
+            assert!(states.name(place, behind(name)));
             place
         });
-        states.use_again(places[0]);
-        assert_eq!(states.take(), Some(places[1]));
-        states.give_back(places[1]);
-        assert_eq!(states.take(), Some(places[2]), "not what this step may write");
+        assert_eq!(states.hold(), None);
+        states.begin_step();
+        assert_eq!([0, 1, 2, 3].map(|_| states.take().is_some()), [true, true, true, false]);
+        assert_eq!(states.find(behind(2)), Some(held[1]));
+        states.let_go(behind(2));
+        assert_eq!(states.take(), Some(held[1]));
+        states.forget(behind(1));
+        assert_eq!(states.hold(), Some(held[0]));
+    }
+
+    proptest! {
+        /// Compares with a list of what is kept, the one used last at its end.
+        #[test]
+        fn it_agrees_with_a_naive_list(ops in prop::collection::vec((0u8..9, 0u64..9), 1..200)) {
+            const COUNT: u32 = 5;
+            let mut states = KeptStates::new(COUNT);
+            let mut kept: Vec<u64> = Vec::new();
+            let (mut held, mut unnamed) = (BTreeSet::new(), Vec::new());
+            let mut written: Vec<u64> = Vec::new();
+            for (op, name) in ops {
+                match op {
+                    0 | 1 if !kept.contains(&name) => {
+                        let holds = op == 1;
+                        let may = !holds || held.len() < COUNT as usize / 2;
+                        let reusable = |it: &&u64| !held.contains(*it) && !written.contains(*it);
+                        let is_full = kept.len() + unnamed.len() == COUNT as usize;
+                        let oldest = kept.iter().find(reusable).copied();
+                        let place = if holds { states.hold() } else { states.take() };
+                        // A place that was given back in this step is not free yet.
+                        if place.is_none() && may && !is_full && oldest.is_none() {
+                            continue;
+                        }
+                        prop_assert_eq!(place.is_some(), may && (!is_full || oldest.is_some()));
+                        let Some(place) = place else { continue };
+                        if let Some(oldest) = oldest.filter(|it| states.find(behind(*it)).is_none()) {
+                            kept.retain(|it| *it != oldest);
+                        }
+                        prop_assert!(states.name(place, behind(name)));
+                        kept.push(name);
+                        written.push(name);
+                        if holds {
+                            held.insert(name);
+                        }
+                    }
+                    2 => unnamed.extend(states.take().inspect(|_| {
+                        kept.retain(|it| states.has(behind(*it)));
+                    })),
+                    3 => unnamed.drain(..).for_each(|place| states.give_back(place)),
+                    4 => {
+                        states.forget(behind(name));
+                        kept.retain(|it| *it != name);
+                        held.remove(&name);
+                        written.retain(|it| *it != name);
+                    }
+                    5 => {
+                        states.let_go(behind(name));
+                        if held.remove(&name) && !written.contains(&name) {
+                            kept.retain(|it| *it != name);
+                            kept.push(name);
+                        }
+                    }
+                    6 => {
+                        if let Some(found) = states.find(behind(name)) {
+                            states.use_again(found);
+                            if !held.contains(&name) {
+                                kept.retain(|it| *it != name);
+                                kept.push(name);
+                            }
+                        }
+                    }
+                    _ => {
+                        states.begin_step();
+                        for name in written.drain(..) {
+                            kept.retain(|it| *it != name);
+                            kept.push(name);
+                        }
+                    }
+                }
+                for name in 0..9 {
+                    let found = kept.contains(&name) && !written.contains(&name);
+                    prop_assert_eq!(states.has(behind(name)), kept.contains(&name));
+                    prop_assert_eq!(states.find(behind(name)).is_some(), found);
+                }
+            }
+            unnamed.drain(..).for_each(|place| states.give_back(place));
+            held.iter().for_each(|name| states.let_go(behind(*name)));
+            prop_assert!(states.is_at_rest());
+            states.begin_step();
+            prop_assert!(states.is_at_rest());
+        }
     }
 }

@@ -140,7 +140,7 @@ impl Scheduler {
         let mut pairs = Vec::with_capacity(swapped.host.len() - num_found as usize);
         for host in swapped.host.iter().skip(num_found as usize) {
             // There are enough: see above.
-            let Some(device) = self.blocks.take() else { break };
+            let Some(device) = self.blocks.take(|lost| self.states.forget(lost)) else { break };
             seq.blocks.push(device);
             pairs.push(SwapPair { device, host: *host });
         }

@@ -140,7 +140,7 @@ pub trait DeltaOps: Tensors {
     fn new_states(&mut self, shape: StatesShape) -> Result<Self::States, KernelError>;
 
     /// Copies states between slots of all layers: (from, to) pairs, one after the other, in the
-    /// order of steps. Not within a step.
+    /// order of steps. Not within a step; one that has failed is over.
     ///
     /// # Errors
     /// [`KernelError::Shape`].

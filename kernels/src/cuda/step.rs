@@ -207,10 +207,7 @@ impl Step {
         stream: &Stream,
         inputs: &StepInputs<'_>,
     ) -> Result<(), KernelError> {
-        if self.abandon(stream) {
-            let fault = stream.take_capture_fault();
-            self.not_recorded(fault, "a step failed while its graph was captured");
-        }
+        self.drop_failed(stream);
         self.shortage.step_begins();
         let shape = inputs.attention;
         let cut = self.cut(shape, Windows::new(inputs.windows)?);
@@ -341,6 +338,14 @@ impl Step {
         self.mode = Mode::Loose;
         self.identity = StepSlices::default();
         closed
+    }
+
+    /// Drops a step that failed, if the last one did.
+    pub(super) fn drop_failed(&mut self, stream: &Stream) {
+        if self.abandon(stream) {
+            let fault = stream.take_capture_fault();
+            self.not_recorded(fault, "a step failed while its graph was captured");
+        }
     }
 
     /// Drops a step that was not ended; returns whether it was being recorded.

@@ -2,7 +2,7 @@
 use kernels::Backend;
 use kernels::backend::{NOT_ASSIGNED, SeqRows};
 use kernels::sampling::{SampleRow, Sampled};
-use shared::protocol::StepPlan;
+use shared::protocol::{KeptState, StepPlan};
 
 use super::ahead::Entry;
 use super::sequence::Sequence;
@@ -103,30 +103,20 @@ impl<B: Backend> Engine<B> {
             if self.sequences.len() >= held_max {
                 return Err(fault(format!("{held_max} sequences are held, the limit is reached")));
             }
-            let state = match self.decoder.config().delta {
-                None => None,
-                Some(_) => {
-                    let taken = self.states.take();
-                    Some(taken.map_err(|message| fault(format!("{} {message}", new.seq)))?)
-                }
-            };
-            let sequence = Sequence { state, ..Sequence::new(new, max) };
+            let mut sequence = Sequence::new(new, max);
+            if self.decoder.config().delta.is_some() {
+                let fault = |message| fault(format!("{} {message}", new.seq));
+                sequence.begins_with = self.states.begins_with(plan, new.seq).map_err(fault)?;
+                sequence.state = Some(self.states.take().map_err(fault)?);
+            }
             if self.sequences.insert(new.seq, sequence).is_some() {
                 return Err(fault(format!("{} is admitted twice", new.seq)));
             }
         }
-        for kept in &plan.begin_with {
-            let fault = |what: &str| EngineError::Plan {
-                step: plan.step.0,
-                message: format!("{} {what}", kept.seq),
-            };
-            let is_new = plan.admitted.iter().any(|new| new.seq == kept.seq);
-            let seq = self.sequences.get_mut(&kept.seq).filter(|_| is_new);
-            let seq = seq.ok_or_else(|| fault("is not new, but is to begin with a state"))?;
-            if seq.state.is_some() {
-                seq.begins_with =
-                    Some(self.states.kept(kept.place).map_err(|message| fault(&message))?);
-            }
+        let is_new = |kept: &&KeptState| plan.admitted.iter().any(|new| new.seq == kept.seq);
+        if let Some(kept) = plan.begin_with.iter().find(|kept| !is_new(kept)) {
+            let message = format!("{} is not new, but is to begin with a state", kept.seq);
+            return Err(EngineError::Plan { step: plan.step.0, message });
         }
         Ok(())
     }
@@ -235,10 +225,10 @@ impl<B: Backend> Engine<B> {
             }
         }
         for kept in &plan.keep {
-            let own = self.sequences.get(&kept.seq).and_then(|seq| seq.state);
-            if let (Some(own), Ok(place)) = (own, self.states.kept(kept.place)) {
-                step.keep.push((own, place));
-            }
+            let seq = self.sequences.get(&kept.seq);
+            let own = seq.and_then(|seq| Some((seq.state?, seq.computed?)));
+            let Some((own, seen)) = own else { continue };
+            step.keep.extend(self.states.keep(kept.place, seen).map(|place| (own, place)));
         }
         if step.adapters.iter().all(|row| *row == NOT_ASSIGNED) {
             step.adapters.clear();
