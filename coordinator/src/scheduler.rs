@@ -252,7 +252,10 @@ impl Scheduler {
         self.blocks.forget_all();
         self.states.forget_all();
         for seq in self.sequences.iter_mut().flatten() {
-            seq.publishes &= seq.admission.is_none();
+            if seq.admission.is_some() {
+                seq.publishes = false;
+                states::stop(&mut self.states, seq);
+            }
         }
     }
 

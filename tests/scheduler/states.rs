@@ -14,7 +14,11 @@ fn config(prefix_states: u32) -> SchedulerConfig {
 }
 
 fn rig(prefix_states: u32) -> Rig {
-    let mut rig = Rig::new(config(prefix_states));
+    rig_ahead(prefix_states, 2)
+}
+
+fn rig_ahead(prefix_states: u32, max_steps_in_flight: u32) -> Rig {
+    let mut rig = Rig::new(SchedulerConfig { max_steps_in_flight, ..config(prefix_states) });
     rig.ready(400);
     rig
 }
@@ -34,7 +38,13 @@ fn run(rig: &mut Rig, prompt: Vec<u32>, max_tokens: u32) -> (u32, Vec<u32>) {
 
 #[test]
 fn a_conversation_goes_on_with_the_last_state_before_its_new_turn() {
-    let mut rig = rig(8);
+    // Whether or not the token behind which a state is kept is known when that is planned.
+    for steps in 1..4 {
+        goes_on(rig_ahead(8, steps));
+    }
+}
+
+fn goes_on(mut rig: Rig) {
     let mut prompt: Vec<u32> = text(1, 200).collect();
     let (found, output) = run(&mut rig, prompt.clone(), 100);
     assert_eq!((found, output.len()), (0, 100));
@@ -223,6 +233,20 @@ fn a_state_is_lost_with_its_blocks_and_with_its_replica() {
     assert_eq!([1, 1].map(|name| run(&mut rig, prompt(name), 1).0), [0, 144]);
     rig.scheduler.forget_prefixes();
     assert_eq!([1, 1].map(|name| run(&mut rig, prompt(name), 1).0), [0, 144]);
+    // What is under way then leaves nothing, and holds no place.
+    let mut rig = rig_ahead(2, 2);
+    for steps in 0..70 {
+        let ask = ClientRequest { prompt: prompt(2), max_tokens: 80, ..Default::default() };
+        rig.submit(ask).unwrap();
+        for _ in 0..steps {
+            rig.plan();
+            rig.deliver();
+        }
+        rig.scheduler.forget_prefixes();
+        rig.drain();
+        assert_eq!(run(&mut rig, prompt(2), 1).0, if steps == 0 { 144 } else { 0 }, "{steps}");
+        rig.scheduler.forget_prefixes();
+    }
 }
 
 #[derive(Clone, Debug)]

@@ -115,7 +115,7 @@ pub(crate) struct DoctorArgs {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) max_num_seqs: u32,
     /// Number of states kept for prefix caching by models with linear attention, each of which
-    /// takes memory [default: half of --max-num-seqs]
+    /// takes memory [default: half of --max-num-seqs, at least 2]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=65_536))]
     pub(crate) prefix_states: Option<u32>,
     /// Host memory per worker for requests that are preempted when the KV cache is full: in GiB, or

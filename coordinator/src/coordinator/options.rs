@@ -172,10 +172,11 @@ pub enum StartError {
 }
 
 impl CoordinatorOptions {
-    /// Number of states of linear attention that are kept where none is given.
+    /// Number of states of linear attention that are kept where none is given. Even a single
+    /// conversation needs two.
     #[must_use]
     pub const fn usual_prefix_states(max_num_seqs: u32) -> u32 {
-        max_num_seqs.div_ceil(2)
+        if max_num_seqs < 3 { 2 } else { max_num_seqs.div_ceil(2) }
     }
 }
 

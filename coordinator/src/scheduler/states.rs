@@ -271,6 +271,12 @@ pub(super) fn forget_own(states: &mut KeptStates, seq: &mut Sequence) {
     leave(states, seq);
 }
 
+/// Lets go of a sequence's places, and ends no more of its shares for states: it keeps none.
+pub(super) fn stop(states: &mut KeptStates, seq: &mut Sequence) {
+    leave(states, seq);
+    seq.states = OwnStates::default();
+}
+
 /// Names a state that was kept behind the sequence's last block that is findable.
 pub(super) fn name_kept(states: &mut KeptStates, seq: &mut Sequence, config: &SchedulerConfig) {
     let (end, own) = (seq.kept * config.block_size, &mut seq.states);
@@ -358,26 +364,30 @@ impl Scheduler {
         if !seq.publishes || !end.is_multiple_of(size) {
             return None;
         }
-        if own.ends.contains(&end) && seq.kept * size == end {
-            if self.states.has(seq.prefix) {
-                return None;
-            }
-            let place = self.states.take()?;
-            self.states.name(place, seq.prefix);
-            own.named.push(seq.prefix);
-            return Some(KeptState { seq: seq.id, place });
-        }
+        let (is_known, is_end) = (seq.kept * size == end, own.ends.contains(&end));
         // Blocks of any size: about one in so many tokens.
         let decodes = own.admitted.is_some_and(|admitted| end > admitted);
-        if !decodes || end % DECODED >= size || own.unnamed.is_some() {
+        let decodes = decodes && end % DECODED < size && own.unnamed.is_none();
+        if !is_end && !decodes || is_known && self.states.has(seq.prefix) {
             return None;
         }
-        if let Some(before) = own.held.take() {
-            own.named.retain(|named| *named != before);
-            self.states.forget(before);
+        let place = if is_end {
+            self.states.take()?
+        } else {
+            // Now, not once the next is named: it takes the same place.
+            if let Some(before) = own.held.take() {
+                own.named.retain(|named| *named != before);
+                self.states.forget(before);
+            }
+            self.states.hold()?
+        };
+        if is_known {
+            self.states.name(place, seq.prefix);
+            own.named.push(seq.prefix);
+            own.held = own.held.or((!is_end).then_some(seq.prefix));
+        } else {
+            own.unnamed = Some((end, place));
         }
-        let place = self.states.hold()?;
-        own.unnamed = Some((end, place));
         Some(KeptState { seq: seq.id, place })
     }
 }
