@@ -2,7 +2,7 @@
 //! kept. The worker checks what each kept state has seen.
 use coordinator::scheduler::SchedulerConfig;
 use proptest::prelude::*;
-use shared::ids::RequestId;
+use shared::ids::{RequestId, SeqId};
 use shared::sampling::Pooling;
 
 use crate::guided::Guidance;
@@ -199,16 +199,26 @@ fn what_is_computed_as_a_whole_each_time_leaves_nothing() {
 fn states_of_corrupted_sequences_are_not_found() {
     let mut rig = rig(8);
     let begins = |name, length| text(1, 100).chain(text(name, length)).collect::<Vec<u32>>();
-    // Of the first, blocks are kept, and a state behind 144 tokens, which none of the others has.
-    run(&mut rig, begins(2, 50), 1);
-    let corrupted = ClientRequest { prompt: begins(3, 5), max_tokens: 9, ..Default::default() };
-    rig.submit(corrupted).unwrap();
-    // It leaves the state behind 96 tokens, in the first of two steps.
-    while rig.plan() && rig.scheduler.last_step().0 < 4 {
+    // The first one's blocks are found while it runs, and no state of what others have in common.
+    let long = ClientRequest { prompt: begins(2, 50), max_tokens: 300, ..Default::default() };
+    rig.submit(long).unwrap();
+    for _ in 0..5 {
+        rig.plan();
         rig.deliver();
     }
-    rig.tamper(|outputs| outputs[0].corrupted = true);
-    rig.drain();
+    // The second leaves the state behind 96 tokens before its first output.
+    let corrupted = ClientRequest { prompt: begins(3, 5), max_tokens: 9, ..Default::default() };
+    rig.submit(corrupted).unwrap();
+    let mut is_over = false;
+    while !is_over {
+        rig.plan();
+        rig.tamper(|outputs| {
+            let own = outputs.iter_mut().find(|output| output.seq == SeqId(2));
+            is_over = own.map(|output| output.corrupted = true).is_some();
+        });
+        rig.deliver();
+    }
+    assert!(rig.scheduler.gauges().running > 0, "the first one runs");
     assert_eq!([4, 5].map(|name| run(&mut rig, begins(name, 5), 1).0), [0, 96]);
     // It may be the state that it began with.
     let again = ClientRequest { prompt: begins(6, 5), max_tokens: 9, ..Default::default() };
