@@ -1,6 +1,6 @@
-// Linear attention by the gated delta rule (Gated DeltaNet), in three launches: what each row
-// brings, the recurrence of each sequence, and the norm of each row. And gates of attention's
-// results.
+// Linear attention by the gated delta rule (Gated DeltaNet) or as in Mamba 2, in three launches: what
+// each row brings, the recurrence of each sequence, and the norm or the gate of each row. And gates of
+// attention's results.
 //
 // A column of S changes by itself: it needs k, q and the gates of a token, and its own element of
 // v. So a sequence's tokens are walked by as many independent groups of 8 lanes as there are
@@ -10,7 +10,8 @@
 //
 //   u = beta (v - kept S' k),   o = kept S' q + (q k) u
 //
-// where both sums over S' can be made together, and q k does not depend on S.
+// where both sums over S' can be made together, and q k does not depend on S. In Mamba 2, where
+// nothing is recalled, u = step v, and skip v is added to o.
 //
 // Every sum that S or o is made of has one order and says where it is fused, so that it does not
 // matter which copy of a loop's body computes a token: the bits are the same however steps divide a
@@ -46,6 +47,8 @@ struct Sizes {
     uint32_t key_dim;
     uint32_t value_dim;
     uint32_t kernel;
+    // Mamba 2.
+    bool adds;
 
     __device__ __forceinline__ uint32_t keys() const { return key_heads * key_dim; }
     __device__ __forceinline__ uint32_t values() const { return value_heads * value_dim; }
@@ -162,6 +165,8 @@ struct LaneWeights {
 // multiprocessor, and fewer rows be on their way.
 struct Weights {
     const float* all;
+    // f32 [channels], or null.
+    const float* bias;
     // Where a lane has one four of a head, with the usual number of weights.
     bool are_kept;
     // This thread's, four channels of a tap at a time: the next is 4 THREADS further on.
@@ -198,6 +203,11 @@ struct Weights {
     __device__ __forceinline__ float4 at(uint32_t part, uint32_t tap) const {
         return load4(kept + (part * TOKENS_USUAL + tap) * 4 * THREADS);
     }
+    // What the sums of four channels begin with.
+    __device__ __forceinline__ float4 begin(uint32_t channel) const {
+        return bias == nullptr ? make_float4(0.0f, 0.0f, 0.0f, 0.0f)
+                               : load_constants(bias + channel);
+    }
 };
 
 __device__ __forceinline__ float4 silu4(float4 v) {
@@ -205,12 +215,12 @@ __device__ __forceinline__ float4 silu4(float4 v) {
 }
 
 // Four channels of the row, convolved, with SiLU.
-__device__ __forceinline__ float4 convolved(const float* conv, const Window& window,
+__device__ __forceinline__ float4 convolved(const Weights& weights, const Window& window,
                                             uint32_t channel) {
     const uint32_t kernel = window.kernel;
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float4 sum = weights.begin(channel);
     for (uint32_t tap = 0; tap < kernel; tap++) {
-        const float* w = conv + static_cast<size_t>(channel) * kernel + tap;
+        const float* w = weights.all + static_cast<size_t>(channel) * kernel + tap;
         sum = fused4(make_float4(w[0], w[kernel], w[2 * kernel], w[3 * kernel]),
                      window.at(tap, channel), sum);
     }
@@ -245,7 +255,7 @@ __device__ __forceinline__ void convolve_head(float4 (&fours)[PARTS][HEAD_FOURS]
         }
 #pragma unroll
         for (uint32_t part = 0; part < PARTS; part++) {
-            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            float4 sum = weights.begin(first + part * apart + lane_first);
 #pragma unroll
             for (uint32_t tap = 0; tap < TOKENS_USUAL; tap++) {
                 sum = fused4(weights.at(part, tap), x[part][tap], sum);
@@ -260,7 +270,7 @@ __device__ __forceinline__ void convolve_head(float4 (&fours)[PARTS][HEAD_FOURS]
         for (uint32_t i = 0; i < HEAD_FOURS; i++) {
             const uint32_t at = lane_first + 4 * 32 * i;
             if (at < dim) {
-                fours[part][i] = convolved(weights.all, window, first + part * apart + at);
+                fours[part][i] = convolved(weights, window, first + part * apart + at);
             }
         }
     }
@@ -421,6 +431,8 @@ __device__ __forceinline__ void update(const float* qkvz, const float* gates, co
             kept[i] = load_row(s + at);
         }
     }
+    // A factor, since two loops are longer than one.
+    const float recalls = sizes.adds ? 0.0f : -1.0f;
     uint32_t buffer = 0;
     for (uint32_t first = 0; first < own.count; first += CHUNK) {
         wait_copies<0>();
@@ -447,14 +459,14 @@ __device__ __forceinline__ void update(const float* qkvz, const float* gates, co
                 recalled += __shfl_xor_sync(ALL_LANES, recalled, distance);
                 asked += __shfl_xor_sync(ALL_LANES, asked, distance);
             }
-            // What is kept, beta, q k.
+            // What is kept, beta or the step, q k, skip or 0.
             const float4 gate = load4(shared_gates + (buffer * CHUNK + token) * 4);
             const float v = shared_values[(buffer * CHUNK + token) * COLUMNS +
                                           threadIdx.x / SHARERS];
-            const float u = __fmul_rn(gate.y, fmaf(-gate.x, recalled, v));
+            const float u = __fmul_rn(gate.y, fmaf(__fmul_rn(recalls, gate.x), recalled, v));
             if (part == 0 && exists) {
                 result[static_cast<size_t>(first + token) * channels] =
-                    fmaf(gate.z, u, __fmul_rn(gate.x, asked));
+                    fmaf(gate.w, v, fmaf(gate.z, u, __fmul_rn(gate.x, asked)));
             }
 #pragma unroll
             for (uint32_t i = 0; i < FOURS; i++) {
@@ -479,17 +491,17 @@ using namespace tutti;
 
 // A warp has a key head (q and k) or a value head (v and the gates) of each row.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    tutti_delta_mix(const float* qkvz, const float* ba, const float* conv, const float* decay,
-                    const float* dt_bias, const float* slots, const TuttiSeq* seqs,
-                    const uint32_t* states, const uint32_t* num_seqs, float* mixed, float* gates,
-                    TUTTI_DELTA_SIZE_ARGUMENTS, uint32_t rows, uint32_t each, uint32_t releases,
-                    const uint32_t* live) {
+    tutti_delta_mix(const float* qkvz, const float* ba, const float* conv, const float* conv_bias,
+                    const float* decay, const float* dt_bias, const float* skip, const float* slots,
+                    const TuttiSeq* seqs, const uint32_t* states, const uint32_t* num_seqs,
+                    float* mixed, float* gates, TUTTI_DELTA_SIZE_ARGUMENTS, uint32_t rows,
+                    uint32_t each, uint32_t releases, const uint32_t* live) {
     SHARED_ARRAY(float, shared_weights, 2 * 4 * 4 * THREADS);
     // Otherwise the end of the block does it: see kernels.h.
     if (releases != 0) {
         release_successors();
     }
-    const Sizes sizes = {key_heads, value_heads, key_dim, value_dim, kernel};
+    const Sizes sizes = {key_heads, value_heads, key_dim, value_dim, kernel, adds != 0};
     rows = at_most(rows, live_items(live));
     const uint32_t first = blockIdx.x * each;
     if (first >= rows) {
@@ -504,7 +516,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const uint32_t dim = is_key ? key_dim : value_dim;
     const uint32_t channel = is_key ? head * key_dim : 2 * sizes.keys() + head * value_dim;
     const uint32_t parts = is_key ? 2 : 1;
-    const Weights weights = {conv, kernel == TOKENS_USUAL && dim <= 4 * 32,
+    const Weights weights = {conv, conv_bias, kernel == TOKENS_USUAL && dim <= 4 * 32,
                              shared_weights + 4 * threadIdx.x};
     LaneWeights of_lane = {};
     if (exists && weights.are_kept) {
@@ -515,9 +527,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     float rate = 0.0f;
     float bias = 0.0f;
+    float skipped = 0.0f;
     if (exists && !is_key) {
         rate = load_early(decay + head);
         bias = load_early(dt_bias + head);
+        skipped = sizes.adds ? load_early(skip + head) : 0.0f;
     }
     uint32_t index = find_seq(seqs, load_input(num_seqs), first);
     Rows own(seqs, states, index);
@@ -551,9 +565,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (is_key) {
             float4 of[2][HEAD_FOURS];
             convolve_head(of, weights, window, channel, sizes.keys(), dim);
-            const float root = sqrtf(static_cast<float>(key_dim));
-            const float q_scale = 1.0f / (sqrtf(products(of[0], of[0]) + LENGTH_EPS) * root);
-            const float k_scale = 1.0f / sqrtf(products(of[1], of[1]) + LENGTH_EPS);
+            float q_scale = 1.0f;
+            float k_scale = 1.0f;
+            if (!sizes.adds) {
+                const float root = sqrtf(static_cast<float>(key_dim));
+                q_scale = 1.0f / (sqrtf(products(of[0], of[0]) + LENGTH_EPS) * root);
+                k_scale = 1.0f / sqrtf(products(of[1], of[1]) + LENGTH_EPS);
+            }
             const float both = products(of[0], of[1]) * q_scale * k_scale;
             store_head(to, of[0], q_scale, dim);
             store_head(to + sizes.keys(), of[1], k_scale, dim);
@@ -563,15 +581,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             }
         } else {
             // On their way together with the channels.
-            const float* own_ba = ba + static_cast<size_t>(row) * 2 * value_heads + head;
+            const float* own_ba =
+                ba + static_cast<size_t>(row) * (sizes.adds ? 1 : 2) * value_heads + head;
             const float b = own_ba[0];
-            const float a = own_ba[value_heads];
+            const float a = sizes.adds ? b : own_ba[value_heads];
             float4 of[1][HEAD_FOURS];
             convolve_head(of, weights, window, channel, 0, dim);
             store_head(to, of[0], 1.0f, dim);
             if (lane == 0) {
-                of_row[head * 4] = expf(-(rate * softplus(a + bias)));
-                of_row[head * 4 + 1] = sigmoid(b);
+                const float step = softplus(a + bias);
+                const float beta = sizes.adds ? step : sigmoid(b);
+                uint2 both;
+                both.x = __float_as_uint(expf(-(rate * step)));
+                both.y = __float_as_uint(beta);
+                *reinterpret_cast<uint2*>(of_row + head * 4) = both;
+                of_row[head * 4 + 3] = skipped;
             }
         }
     }
@@ -580,7 +604,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #define DELTA_UPDATE(key_dim_most)                                                                 \
     extern "C" __global__ void __launch_bounds__(THREADS)                                          \
         tutti_delta_update_##key_dim_most(TUTTI_DELTA_UPDATE_ARGUMENTS) {                          \
-        const Sizes sizes = {key_heads, value_heads, key_dim, value_dim, kernel};                  \
+        const Sizes sizes = {key_heads, value_heads, key_dim, value_dim, kernel, adds != 0};                  \
         update<key_dim_most / 4 / SHARERS>(qkvz, gates, seqs, states, mixed, slots, sizes, live);  \
     }
 DELTA_UPDATE(32)
@@ -590,7 +614,7 @@ DELTA_UPDATE(256)
 // A warp has a value head.
 extern "C" __global__ void __launch_bounds__(THREADS)
     tutti_delta_finish(const float* qkvz, const float* mixed, const float* norm, tutti_bf16* out,
-                       uint32_t value_heads, uint32_t value_dim, uint32_t channels,
+                       float* gated, uint32_t value_heads, uint32_t value_dim, uint32_t channels,
                        uint32_t out_stride, float eps, const uint32_t* live) {
     release_successors();
     float4 weights[HEAD_FOURS];
@@ -598,7 +622,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (uint32_t i = 0; i < HEAD_FOURS; i++) {
         const uint32_t at = 4 * (threadIdx.x % 32 + 32 * i);
         weights[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (at < value_dim) {
+        if (norm != nullptr && at < value_dim) {
             weights[i] = load_constants(norm + at);
         }
     }
@@ -622,6 +646,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             fours[i] = load_row(o + at);
             doors[i] = load_row(z + at);
         }
+    }
+    if (norm == nullptr) {
+        float* to = gated + row * values + head * value_dim;
+#pragma unroll
+        for (uint32_t i = 0; i < HEAD_FOURS; i++) {
+            const uint32_t at = 4 * (threadIdx.x % 32 + 32 * i);
+            const float4 v = fours[i];
+            const float4 z4 = silu4(doors[i]);
+            if (at < value_dim) {
+                store_row(to + at, make_float4(v.x * z4.x, v.y * z4.y, v.z * z4.z, v.w * z4.w));
+            }
+        }
+        return;
     }
     const float scale = norm_scale(products(fours, fours), value_dim, eps);
     tutti_bf16* to = out + row * out_stride + head * value_dim;

@@ -535,32 +535,35 @@ __global__ void tutti_latent_decode_fp8(const tutti_bf16* q, const tutti_fp8* k_
  * to 8, value_heads a multiple of key_heads. `states` u32: each sequence's own slot. That of a
  * sequence whose context_len is its num_rows is not read: it begins with zeros. */
 #define TUTTI_DELTA_SIZE_ARGUMENTS                                                                 \
-    uint32_t key_heads, uint32_t value_heads, uint32_t key_dim, uint32_t value_dim, uint32_t kernel
+    uint32_t key_heads, uint32_t value_heads, uint32_t key_dim, uint32_t value_dim,                \
+        uint32_t kernel, uint32_t adds
 /* Columns of S that a block of tutti_delta_update_* has; channels that one of its others keeps. */
 #define TUTTI_DELTA_COLUMNS 32u
 #define TUTTI_DELTA_KEPT 1024u
 
-/* What a token brings: its channels, convolved with those of the tokens before it, with SiLU, q and
- * k then divided by their lengths and q by sqrt(key_dim); and for each value head kept =
- * exp(-decay * softplus(a + dt_bias)), beta = sigmoid(b), and q k. qkvz f32 [rows,
- * channels + value_heads * value_dim]; ba f32 [rows, 2 * value_heads], b before a; conv f32
- * [channels, kernel]; decay, dt_bias f32 [value_heads]; mixed f32 [rows, channels]; gates f32
- * [rows, value_heads, 4], the last unused. `num_seqs`: a word in device memory. A block has `each`
- * rows. `releases`: 0 where a sequence has many rows. Then the next kernel, tutti_delta_update_*,
- * begins only when this one ends. Its blocks run for long, and begun earlier they would pile up on
- * the multiprocessors that were done first.
+/* What a token brings: its channels, convolved with those of the tokens before it, with SiLU; by the
+ * delta rule (`adds` is 0) q and k then divided by their lengths and q by sqrt(key_dim). And for each
+ * value head, with step = softplus(a + dt_bias): kept = exp(-decay * step); beta = sigmoid(b), or the
+ * step in Mamba 2 (`adds` is 1); q k; skip, or 0. qkvz f32 [rows, channels + value_heads *
+ * value_dim]; ba f32 [rows, 2 * value_heads], b before a, or a alone in Mamba 2; conv f32 [channels,
+ * kernel]; conv_bias f32 [channels] or null, added before SiLU; decay, dt_bias, and skip in Mamba 2
+ * f32 [value_heads]; mixed f32 [rows, channels]; gates f32 [rows, value_heads, 4]. `num_seqs`: a word
+ * in device memory. A block has `each` rows. `releases`: 0 where a sequence has many rows. Then the
+ * next kernel, tutti_delta_update_*, begins only when this one ends. Its blocks run for long, and
+ * begun earlier they would pile up on the multiprocessors that were done first.
  * grid (ceil(rows / each), ceil((key_heads + value_heads) / 8)), block 256; `live` counts rows. */
 __global__ void tutti_delta_mix(const float* qkvz, const float* ba, const float* conv,
-                                const float* decay, const float* dt_bias, const float* slots,
-                                const TuttiSeq* seqs, const uint32_t* states,
-                                const uint32_t* num_seqs, float* mixed, float* gates,
-                                TUTTI_DELTA_SIZE_ARGUMENTS, uint32_t rows, uint32_t each,
-                                uint32_t releases, const uint32_t* live);
+                                const float* conv_bias, const float* decay, const float* dt_bias,
+                                const float* skip, const float* slots, const TuttiSeq* seqs,
+                                const uint32_t* states, const uint32_t* num_seqs, float* mixed,
+                                float* gates, TUTTI_DELTA_SIZE_ARGUMENTS, uint32_t rows,
+                                uint32_t each, uint32_t releases, const uint32_t* live);
 
 /* The recurrence, token by token: S *= kept, u = beta (v - S k), S += u k^T, and o = S q replaces v
- * in `mixed`. And the slot gets the channels of the sequence's last tokens from qkvz, which
- * tutti_delta_mix must have read by then. qkvz, gates and mixed as there. The name's number is the
- * largest key_dim. With B = value_heads * ceil(value_dim / TUTTI_DELTA_COLUMNS):
+ * in `mixed`; in Mamba 2 u = step v, and o = S q + skip v. And the slot gets the channels of the
+ * sequence's last tokens from qkvz, which tutti_delta_mix must have read by then. qkvz, gates and
+ * mixed as there. The name's number is the largest key_dim. With B = value_heads * ceil(value_dim /
+ * TUTTI_DELTA_COLUMNS):
  * grid (B + ceil(channels / TUTTI_DELTA_KEPT), seqs), block 256; `live` counts sequences. A
  * sequence's blocks are neighbours, so that a long one's come to different multiprocessors; there
  * are at most 65535 sequences. */
@@ -572,12 +575,13 @@ __global__ void tutti_delta_update_128(TUTTI_DELTA_UPDATE_ARGUMENTS);
 __global__ void tutti_delta_update_256(TUTTI_DELTA_UPDATE_ARGUMENTS);
 
 /* out = o / rms(o) * norm * silu(z), the root mean square over each value head: o of mixed, z of
- * qkvz. norm f32 [value_dim]; out bf16 [rows, out_stride], rows 16-byte aligned.
+ * qkvz. norm f32 [value_dim]; out bf16 [rows, out_stride], rows 16-byte aligned. Without a norm,
+ * gated = o * silu(z), f32 [rows, value_heads * value_dim].
  * grid (rows, ceil(value_heads / 8)), block 256; `live` counts rows. */
 __global__ void tutti_delta_finish(const float* qkvz, const float* mixed, const float* norm,
-                                   tutti_bf16* out, uint32_t value_heads, uint32_t value_dim,
-                                   uint32_t channels, uint32_t out_stride, float eps,
-                                   const uint32_t* live);
+                                   tutti_bf16* out, float* gated, uint32_t value_heads,
+                                   uint32_t value_dim, uint32_t channels, uint32_t out_stride,
+                                   float eps, const uint32_t* live);
 
 /* x *= sigmoid(gate). gate f32 [rows, width] contiguous; x bf16 [rows, x_stride], rows 16-byte
  * aligned. grid (rows, ceil(width / 1024)), block 256; `live` counts rows. */

@@ -59,7 +59,9 @@ pub use arguments::{
     RopeTable, Routing, Scores, SeqRows, StepInputs,
 };
 pub use attention::AttentionOps;
-pub use delta::{DeltaAt, DeltaInput, DeltaOps, DeltaShape, DeltaWeights, StatesShape};
+pub use delta::{
+    DeltaAt, DeltaInput, DeltaOps, DeltaShape, DeltaWeights, Rule, RuleWeights, StatesShape,
+};
 pub use exchange::ExchangeOps;
 pub use experts::ExpertOps;
 pub use inspect::Inspect;

@@ -52,14 +52,55 @@ pub fn text_model(config: Value) -> Result<Value, String> {
     Ok(text)
 }
 
-/// Whether layers of an architecture can have linear attention: they keep a state of each sequence
-/// instead of K and V of its tokens. It is known only where the sequence ends, so no other sequence
-/// can begin with a part of it, and no token can be taken back.
+/// Whether layers of a text model have linear attention: they keep a state of each sequence instead
+/// of K and V of its tokens. It is known only where the sequence ends, so no other sequence can
+/// begin with a part of it, unless the state there is kept, and no token can be taken back.
 #[must_use]
-pub fn has_linear_attention(architecture: &str) -> bool {
-    const LINEAR: [&str; 3] =
-        ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"];
-    LINEAR.contains(&architecture)
+pub fn has_linear_attention(config: &Value) -> bool {
+    let kinds = config["layer_types"].as_array();
+    let lists = |kind: &str| kinds.is_some_and(|kinds| kinds.iter().any(|said| said == kind));
+    match config["architectures"][0].as_str() {
+        Some("Qwen3NextForCausalLM" | "Qwen3_5ForCausalLM" | "Qwen3_5MoeForCausalLM") => {
+            lists("linear_attention") || kinds.is_none() && config["full_attention_interval"] != 1
+        }
+        Some("GraniteMoeHybridForCausalLM") => {
+            kinds.is_none() || lists("mamba") || lists("linear_attention")
+        }
+        _ => false,
+    }
+}
+
+/// Parses a `config.json`. Python also writes numbers that JSON does not have, such as the bounds
+/// of Mamba's steps: they are read as null, as if the file did not say them.
+///
+/// # Errors
+/// That of the file as it is.
+pub fn parse(text: &str) -> Result<Value, serde_json::Error> {
+    serde_json::from_str(text)
+        .or_else(|error| serde_json::from_str(&without_infinities(text)).map_err(|_| error))
+}
+
+/// Puts null in place of infinities and of what is not a number, outside of strings.
+fn without_infinities(text: &str) -> String {
+    let (mut made, mut rest) = (String::with_capacity(text.len()), text);
+    let (mut is_quoted, mut is_escaped) = (false, false);
+    while let Some(next) = rest.chars().next() {
+        let word = ["-Infinity", "Infinity", "NaN"].into_iter().find(|word| rest.starts_with(word));
+        let taken = match word.filter(|_| !is_quoted) {
+            Some(word) => {
+                made.push_str("null");
+                word.len()
+            }
+            None => {
+                made.push(next);
+                next.len_utf8()
+            }
+        };
+        is_quoted ^= next == '"' && !is_escaped;
+        is_escaped = is_quoted && next == '\\' && !is_escaped;
+        rest = &rest[taken..];
+    }
+    made
 }
 
 /// Whether the output head of an architecture is its embedding if the file does not say.
@@ -190,9 +231,38 @@ mod tests {
         ] {
             assert_eq!(lacks_head(names.iter().copied()), lacks, "{names:?}");
         }
-        let linear = ["Qwen3_5ForCausalLM", "Qwen3ForCausalLM"].map(has_linear_attention);
-        assert_eq!(linear, [true, false]);
         assert!(is_tied_by_default("Gemma2ForCausalLM") && !is_tied_by_default("Qwen3ForCausalLM"));
+    }
+
+    #[test]
+    fn it_is_seen_which_models_have_linear_attention() {
+        for (name, said, has) in [
+            ("Qwen3_5ForCausalLM", json!({}), true),
+            ("Qwen3NextForCausalLM", json!({"full_attention_interval": 1}), false),
+            ("Qwen3NextForCausalLM", json!({"full_attention_interval": 4}), true),
+            ("Qwen3_5ForCausalLM", json!({"layer_types": ["full_attention"]}), false),
+            ("Qwen3_5ForCausalLM", json!({"layer_types": ["linear_attention"]}), true),
+            ("GraniteMoeHybridForCausalLM", json!({}), true),
+            ("GraniteMoeHybridForCausalLM", json!({"layer_types": ["attention"]}), false),
+            ("GraniteMoeHybridForCausalLM", json!({"layer_types": ["attention", "mamba"]}), true),
+            ("Qwen3ForCausalLM", json!({}), false),
+        ] {
+            let mut config = said;
+            config["architectures"] = json!([name]);
+            assert_eq!(has_linear_attention(&config), has, "{config}");
+        }
+    }
+
+    #[test]
+    fn numbers_that_json_does_not_have_are_read_as_null() {
+        let text = r#"{"a": [0.0, Infinity], "b": -Infinity, "c": NaN, "d\\": "\"NaN, é",
+            "Infinity": 1}"#;
+        let want =
+            json!({"a": [0.0, null], "b": null, "c": null, "d\\": "\"NaN, é", "Infinity": 1});
+        assert_eq!(parse(text).unwrap(), want);
+        // Other errors are those of the file itself.
+        let error = parse("{\"a\": Infinity, \"b\": }").unwrap_err().to_string();
+        assert!(error.contains("line 1 column 7"), "{error}");
     }
 
     #[test]

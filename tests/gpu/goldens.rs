@@ -29,7 +29,7 @@ pub(crate) const PLANNING: Duration = Duration::from_secs(10);
 /// Error caused by bf16 inputs of products in small random models; measured in emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
-pub(crate) const VARIANTS: [&str; 58] = [
+pub(crate) const VARIANTS: [&str; 60] = [
     "llama-gqa",
     "llama-gqa-sharded",
     "llama-tied",
@@ -57,6 +57,7 @@ pub(crate) const VARIANTS: [&str; 58] = [
     "stablelm",
     "ministral3",
     "granite-4",
+    "granite-4-h",
     "qwen2_5-vl",
     "qwen3-vl",
     "glm4v",
@@ -65,6 +66,7 @@ pub(crate) const VARIANTS: [&str; 58] = [
     "gemma3",
     "mixtral",
     "granite-moe",
+    "granite-4-h-moe",
     "olmoe",
     "minimax-m2",
     "qwen2-moe",

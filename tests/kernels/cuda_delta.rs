@@ -1,6 +1,6 @@
 //! Emulated kernels of linear attention, with the recurrence in f64 of `delta`, on slots that are
 //! NaN except where a sequence goes on.
-use kernels::backend::DeltaShape;
+use kernels::backend::{DeltaShape, Rule};
 
 use crate::cuda_emulation::{
     Arg, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_f32, rounded_all, u32s,
@@ -27,7 +27,9 @@ fn step(
     each: usize,
 ) -> Vec<f32> {
     let shape = layer.shape;
-    let DeltaShape { key_heads, value_heads, key_dim, value_dim, kernel } = shape;
+    let DeltaShape { rule, key_heads, value_heads, key_dim, value_dim, kernel } = shape;
+    let adds = rule == Rule::Mamba2;
+    let null = Arg::Null;
     let [mut qkvz, ba] = layer.projected(seqs, parts);
     let rows = qkvz.len() / layer.qkvz_width();
     // Rows that are not live must not count.
@@ -43,15 +45,17 @@ fn step(
     named.push(u32::MAX);
     let states = u32s(&named);
     let (live_rows, live_seqs) = (u32s(&[rows as u32]), u32s(&[parts.len() as u32]));
-    let sizes = [key_heads, value_heads, key_dim, value_dim, kernel].map(n);
+    let sizes = [key_heads, value_heads, key_dim, value_dim, kernel, usize::from(adds)].map(n);
     let channels = shape.channels();
 
     let mut args = vec![
         qkvz.clone(),
         f32s(&ba),
         f32s(&layer.conv),
+        layer.conv_bias.as_ref().filter(|_| adds).map_or(null.clone(), |bias| f32s(bias)),
         f32s(&layer.decay),
         f32s(&layer.dt_bias),
+        if adds { f32s(&layer.skip) } else { null.clone() },
         f32s(slots),
         metadata.clone(),
         states.clone(),
@@ -64,7 +68,8 @@ fn step(
     args.extend([n(rows + 1), n(each), releases, live_rows.clone()]);
     let grid = [(rows + 1).div_ceil(each), (key_heads + value_heads).div_ceil(8), 1];
     let made = launch("tutti_delta_mix", grid, 256).run(&args);
-    let [mixed, gates] = [9, 10].map(|at| made[at].clone());
+    // The last ones before the number of rows.
+    let [mixed, gates] = [3, 2].map(|from_end| made[made.len() - from_end].clone());
     let behind = read_f32(&mixed).split_off(rows * channels);
     assert!(behind.iter().all(|x| x.is_nan()), "not live");
 
@@ -79,11 +84,16 @@ fn step(
     *slots = read_f32(&made[5]);
 
     let width = shape.value_width();
+    let [norm, out, gated] = match adds {
+        true => [null.clone(), null, poison_f32((rows + 1) * width)],
+        false => [f32s(&layer.norm), poison_bf16((rows + 1) * (width + 8)), null],
+    };
     let args = [
         qkvz,
         Arg::Buffer(made[4].clone()),
-        f32s(&layer.norm),
-        poison_bf16((rows + 1) * (width + 8)),
+        norm,
+        out,
+        gated,
         n(value_heads),
         n(value_dim),
         n(channels),
@@ -93,6 +103,11 @@ fn step(
     ];
     let grid = [rows + 1, value_heads.div_ceil(8), 1];
     let made = launch("tutti_delta_finish", grid, 256).run(&args);
+    if adds {
+        let mut out = read_f32(&made[2]);
+        assert!(out.split_off(rows * width).iter().all(|x| x.is_nan()), "behind what exists");
+        return out;
+    }
     let out = read_bf16(&made[3]);
     for (row, out) in out.chunks(width + 8).enumerate() {
         let behind = &out[if row == rows { 0 } else { width }..];
@@ -122,14 +137,14 @@ fn run(
 
 /// Runs the sequences in one step, and in `shares` of several. `biases`: instead of random ones.
 fn check(
-    sizes: [usize; 5],
+    (rule, sizes): (Rule, [usize; 5]),
     counts: &[usize],
     shares: &[&[usize]],
     each: usize,
     biases: Option<&[f32]>,
 ) {
     let mut random = Random(75);
-    let mut layer = Layer::random(&mut random, sizes);
+    let mut layer = Layer::random(&mut random, rule, sizes);
     if let Some(biases) = biases {
         layer.dt_bias = biases.to_vec();
     }
@@ -138,8 +153,11 @@ fn check(
     let (whole, slots) = run(&layer, &seqs, &steps(&seqs, places, &[counts]), 1);
     for (seq, got) in whole.iter().enumerate() {
         for (i, (&got, want)) in got.iter().zip(layer.want(&seqs[seq])).enumerate() {
-            let error = want.abs() * (1.01 / 256.0) + 1e-3;
-            assert_close(got, want, error, format!("{sizes:?}, sequence {seq}: {i}"));
+            let error = match rule {
+                Rule::GatedDelta => want.abs() * (1.01 / 256.0) + 1e-3,
+                Rule::Mamba2 => want.abs() * 1e-4 + 1e-3,
+            };
+            assert_close(got, want, error, format!("{rule:?} {sizes:?}, sequence {seq}: {i}"));
         }
     }
     for (slot, state) in slots.chunks(slot_len(&layer.shape)).enumerate() {
@@ -155,19 +173,25 @@ fn check(
 
 #[test]
 fn sequences_go_on_where_their_states_are() {
-    check([2, 4, 16, 16, 4], &[11, 4, 1], &[&[1, 4], &[3, 0, 1], &[7]], 3, None);
-    // Of one head all is kept, of another nothing, where an exponential would overflow.
-    let biases = [-60.0, 0.5, 90.0];
-    check([1, 3, 32, 24, 2], &[3, 2], &[&[2, 1], &[1, 1]], 2, Some(&biases));
+    for rule in [Rule::GatedDelta, Rule::Mamba2] {
+        let sizes = (rule, [2, 4, 16, 16, 4]);
+        check(sizes, &[11, 4, 1], &[&[1, 4], &[3, 0, 1], &[7]], 3, None);
+        // Of one head all is kept, of another nothing, where an exponential would overflow.
+        let biases = [-60.0, 0.5, 90.0];
+        check((rule, [1, 3, 32, 24, 2]), &[3, 2], &[&[2, 1], &[1, 1]], 2, Some(&biases));
+    }
 }
 
 /// More tokens than come to shared memory at a time.
 #[test]
 fn heads_of_every_size_are_updated() {
-    check([1, 1, 128, 128, 4], &[18], &[&[1], &[3], &[14]], 8, None);
-    check([1, 2, 136, 40, 8], &[3], &[&[2], &[1]], 1, None);
+    let delta = Rule::GatedDelta;
+    check((delta, [1, 1, 128, 128, 4]), &[18], &[&[1], &[3], &[14]], 8, None);
+    check((delta, [1, 2, 136, 40, 8]), &[3], &[&[2], &[1]], 1, None);
     // Keys too wide for their weights to be kept.
-    check([1, 1, 136, 40, 4], &[2], &[&[1], &[1]], 1, None);
+    check((delta, [1, 1, 136, 40, 4]), &[2], &[&[1], &[1]], 1, None);
+    check((Rule::Mamba2, [1, 2, 136, 64, 4]), &[2], &[&[1], &[1]], 1, None);
+    check((Rule::Mamba2, [1, 11, 16, 8, 3]), &[3], &[&[1], &[2]], 1, None);
 }
 
 #[test]

@@ -1,8 +1,10 @@
-//! Linear attention by the gated delta rule, against one in f64 that makes each token's whole
-//! transition of the state: `S = kept (I - beta k k^T) S + beta k v^T`.
+//! Linear attention, against one in f64. By the gated delta rule that makes each token's whole
+//! transition of the state: `S = kept (I - beta k k^T) S + beta k v^T`. For Mamba 2 it has no state
+//! at all: each token's result is a sum over all tokens up to it.
 use kernels::backend::prelude::*;
 use kernels::backend::{
-    Backend, Batch, Buffer, DeltaAt, DeltaInput, DeltaShape, DeltaWeights, SeqRows, StatesShape,
+    Backend, Batch, Buffer, DeltaAt, DeltaInput, DeltaShape, DeltaWeights, Rule, RuleWeights,
+    SeqRows, StatesShape,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::CpuBackend;
@@ -23,7 +25,11 @@ pub(crate) struct Layer {
     pub(crate) conv: Vec<f32>,
     pub(crate) decay: Vec<f32>,
     pub(crate) dt_bias: Vec<f32>,
+    /// Of the delta rule.
     pub(crate) norm: Vec<f32>,
+    /// Of Mamba 2, which need not have biases.
+    pub(crate) conv_bias: Option<Vec<f32>>,
+    pub(crate) skip: Vec<f32>,
 }
 
 /// What is projected of a sequence's tokens.
@@ -44,15 +50,17 @@ pub(crate) struct Part {
 
 impl Layer {
     /// `sizes`: `key_heads`, `value_heads`, `key_dim`, `value_dim`, `kernel`.
-    pub(crate) fn random(random: &mut Random, sizes: [usize; 5]) -> Self {
+    pub(crate) fn random(random: &mut Random, rule: Rule, sizes: [usize; 5]) -> Self {
         let [key_heads, value_heads, key_dim, value_dim, kernel] = sizes;
-        let shape = DeltaShape { key_heads, value_heads, key_dim, value_dim, kernel };
+        let shape = DeltaShape { rule, key_heads, value_heads, key_dim, value_dim, kernel };
         let spread = |values: Vec<f32>, by: f32| values.into_iter().map(|x| by * x).collect();
         Self {
             conv: random.vec(shape.channels() * kernel),
             decay: random.vec(value_heads).into_iter().map(|x| 0.55 + 0.5 * x).collect(),
             dt_bias: spread(random.vec(value_heads), 2.0),
             norm: random.vec(value_dim),
+            conv_bias: (kernel != 3).then(|| random.vec(shape.channels())),
+            skip: random.vec(value_heads),
             shape,
         }
     }
@@ -64,11 +72,11 @@ impl Layer {
     pub(crate) fn tokens(&self, random: &mut Random, count: usize) -> Tokens {
         let twice = |values: Vec<f32>| values.into_iter().map(|x| 2.0 * x).collect();
         let qkvz = twice(random.vec(count * self.qkvz_width()));
-        let ba = twice(random.vec(count * 2 * self.shape.value_heads));
+        let ba = twice(random.vec(count * self.shape.gates_width()));
         Tokens { count, qkvz, ba }
     }
 
-    /// What a step projects of its parts: q, k, v and z; b and a.
+    /// What a step projects of its parts: q, k, v and z; b, if there is one, and a.
     pub(crate) fn projected(&self, seqs: &[Tokens], parts: &[Part]) -> [Vec<f32>; 2] {
         let of = |width: usize, all: fn(&Tokens) -> &Vec<f32>| {
             let rows = |part: &Part| {
@@ -77,25 +85,71 @@ impl Layer {
             };
             parts.iter().flat_map(rows).collect()
         };
-        let ba = 2 * self.shape.value_heads;
+        let ba = self.shape.gates_width();
         [of(self.qkvz_width(), |tokens| &tokens.qkvz), of(ba, |tokens| &tokens.ba)]
+    }
+
+    /// A channel of a row, convolved.
+    fn mixed(&self, tokens: &Tokens, row: usize, channel: usize) -> f64 {
+        let (kernel, width) = (self.shape.kernel, self.qkvz_width());
+        let taps = (0..kernel).filter(|back| *back <= row);
+        let term = |back: usize| {
+            let weight = self.conv[channel * kernel + kernel - 1 - back];
+            f64::from(weight) * f64::from(tokens.qkvz[(row - back) * width + channel])
+        };
+        let bias = self.conv_bias.as_ref().filter(|_| self.shape.rule == Rule::Mamba2);
+        let sum: f64 = taps.map(term).sum::<f64>() + bias.map_or(0.0, |it| f64::from(it[channel]));
+        sum * sigmoid(sum)
     }
 
     /// Results of a sequence, `[rows, value_width]`.
     pub(crate) fn want(&self, tokens: &Tokens) -> Vec<f64> {
-        let DeltaShape { key_heads, value_heads, key_dim, value_dim, kernel } = self.shape;
+        match self.shape.rule {
+            Rule::GatedDelta => self.want_by_the_delta_rule(tokens),
+            Rule::Mamba2 => self.want_of_mamba2(tokens),
+        }
+    }
+
+    fn want_of_mamba2(&self, tokens: &Tokens) -> Vec<f64> {
+        let DeltaShape { key_heads, value_heads, key_dim, value_dim, .. } = self.shape;
+        let (width, keys) = (self.qkvz_width(), self.shape.key_width());
+        let mut out = vec![0.0; tokens.count * value_heads * value_dim];
+        for head in 0..value_heads {
+            let key = head * key_heads / value_heads * key_dim;
+            let step = |row: usize| {
+                let a = f64::from(tokens.ba[row * value_heads + head]);
+                (a + f64::from(self.dt_bias[head])).exp().ln_1p()
+            };
+            for row in 0..tokens.count {
+                for j in 0..value_dim {
+                    let v = |row| self.mixed(tokens, row, 2 * keys + head * value_dim + j);
+                    let of = |from: usize| {
+                        let alike: f64 = (0..key_dim)
+                            .map(|i| {
+                                self.mixed(tokens, row, key + i)
+                                    * self.mixed(tokens, from, keys + key + i)
+                            })
+                            .sum();
+                        let since: f64 = (from + 1..=row).map(step).sum();
+                        let kept = (-f64::from(self.decay[head]) * since).exp();
+                        kept * step(from) * alike * v(from)
+                    };
+                    let sum: f64 = (0..=row).map(of).sum();
+                    let z = self.shape.channels() + head * value_dim + j;
+                    let z = f64::from(tokens.qkvz[row * width + z]);
+                    out[(row * value_heads + head) * value_dim + j] =
+                        (sum + f64::from(self.skip[head]) * v(row)) * z * sigmoid(z);
+                }
+            }
+        }
+        out
+    }
+
+    fn want_by_the_delta_rule(&self, tokens: &Tokens) -> Vec<f64> {
+        let DeltaShape { key_heads, value_heads, key_dim, value_dim, .. } = self.shape;
         let (width, channels) = (self.qkvz_width(), self.shape.channels());
         let x = |row: usize, at: usize| f64::from(tokens.qkvz[row * width + at]);
-        let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
-        let mixed = |row: usize, channel: usize| {
-            let taps = (0..kernel).filter(|back| *back <= row);
-            let term = |back: usize| {
-                let weight = self.conv[channel * kernel + kernel - 1 - back];
-                f64::from(weight) * x(row - back, channel)
-            };
-            let sum: f64 = taps.map(term).sum();
-            sum * sigmoid(sum)
-        };
+        let mixed = |row, channel| self.mixed(tokens, row, channel);
         let mut out = vec![0.0; tokens.count * value_heads * value_dim];
         for head in 0..value_heads {
             let key = head * key_heads / value_heads * key_dim;
@@ -136,6 +190,10 @@ impl Layer {
         }
         out
     }
+}
+
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
 }
 
 /// The sequences of a step.
@@ -205,7 +263,18 @@ fn loaded<B: Backend>(backend: &mut B, layer: &Layer) -> DeltaWeights<B::Vector>
         conv: backend.load_vector(&layer.conv).unwrap(),
         decay: backend.load_vector(&layer.decay).unwrap(),
         dt_bias: backend.load_vector(&layer.dt_bias).unwrap(),
-        norm: backend.load_vector(&layer.norm).unwrap(),
+        rule: match layer.shape.rule {
+            Rule::GatedDelta => {
+                RuleWeights::GatedDelta { norm: backend.load_vector(&layer.norm).unwrap() }
+            }
+            Rule::Mamba2 => {
+                let bias = layer.conv_bias.as_ref();
+                RuleWeights::Mamba2 {
+                    conv_bias: bias.map(|bias| backend.load_vector(bias).unwrap()),
+                    skip: backend.load_vector(&layer.skip).unwrap(),
+                }
+            }
+        },
     }
 }
 
@@ -227,7 +296,7 @@ fn run<B: Host>(
     for parts in steps {
         let [qkvz, ba] = layer.projected(seqs, parts);
         let qkvz = filled(backend, &qkvz, layer.qkvz_width());
-        let ba = filled(backend, &ba, 2 * layer.shape.value_heads);
+        let ba = filled(backend, &ba, layer.shape.gates_width());
         let mut out = filled(backend, &vec![f32::NAN; (qkvz.rows() + 2) * width], width);
         let rows = seq_rows(parts);
         let slots: Vec<u32> = parts.iter().map(|part| part.slot).collect();
@@ -246,13 +315,22 @@ fn run<B: Host>(
     results
 }
 
+/// The delta rule's norm divides by what may be small.
+fn tolerance(layer: &Layer, want: f64) -> f64 {
+    match layer.shape.rule {
+        Rule::GatedDelta => 1e-3 * want.abs() + 1e-3,
+        Rule::Mamba2 => 1e-4 * want.abs() + 1e-3,
+    }
+}
+
 fn check<B: Host>(backend: &mut B, layer: &Layer, seqs: &[Tokens], what: &str) -> Vec<Vec<f32>> {
     let mut states = backend.new_states(states_of(layer)).unwrap();
-    let whole = steps(seqs, &[4, 0, 6], &[&[9, 4, 1]]);
+    let counts: Vec<usize> = seqs.iter().map(|tokens| tokens.count).collect();
+    let whole = steps(seqs, &[4, 0, 6], &[&counts]);
     let got = run(backend, layer, &mut states, seqs, &whole);
     for (seq, got) in got.iter().enumerate() {
         for (i, (&got, want)) in got.iter().zip(layer.want(&seqs[seq])).enumerate() {
-            assert_close(got, want, 1e-3 * want.abs() + 1e-3, format!("{what}, {seq}: {i}"));
+            assert_close(got, want, tolerance(layer, want), format!("{what}, {seq}: {i}"));
         }
     }
     // In slots that others have left; alone and together.
@@ -267,19 +345,23 @@ fn check<B: Host>(backend: &mut B, layer: &Layer, seqs: &[Tokens], what: &str) -
 #[test]
 fn linear_attention_is_its_recurrence_however_steps_divide_it() {
     let mut random = Random(71);
-    for sizes in [
+    let all = [
         [2, 4, 16, 16, 4],
         [1, 3, 8, 24, 2],
         [3, 3, 40, 72, 8],
         [1, 1, 16, 8, 3],
         [1, 2, 64, 64, 4],
-    ] {
-        let layer = Layer::random(&mut random, sizes);
+        // So many that several tasks share a key head.
+        [1, 9, 8, 40, 4],
+    ];
+    let rules = [Rule::GatedDelta, Rule::Mamba2];
+    for (sizes, rule) in all.into_iter().flat_map(|sizes| rules.map(|rule| (sizes, rule))) {
+        let layer = Layer::random(&mut random, rule, sizes);
         let seqs = [9, 4, 1].map(|count| layer.tokens(&mut random, count));
         let mut reference = ReferenceBackend::new(single_rank());
-        check(&mut reference, &layer, &seqs, &format!("reference {sizes:?}"));
+        check(&mut reference, &layer, &seqs, &format!("reference {rule:?} {sizes:?}"));
         for isa in isas() {
-            let what = format!("{isa} {sizes:?}");
+            let what = format!("{isa} {rule:?} {sizes:?}");
             let got = check(&mut backend(isa, 1), &layer, &seqs, &what);
             let again = check(&mut backend(isa, 3), &layer, &seqs, &what);
             for (got, again) in got.iter().zip(&again) {
@@ -318,26 +400,33 @@ fn goes_on_from_copies<B: Host>(backend: &mut B, layer: &Layer, seqs: &[Tokens; 
 #[test]
 fn sequences_go_on_from_copies_of_their_states() {
     let mut random = Random(75);
-    let layer = Layer::random(&mut random, [2, 4, 16, 24, 4]);
-    let seqs = [9, 5].map(|count| layer.tokens(&mut random, count));
-    goes_on_from_copies(&mut ReferenceBackend::new(single_rank()), &layer, &seqs, "reference");
-    for isa in isas() {
-        goes_on_from_copies(&mut backend(isa, 3), &layer, &seqs, &isa.to_string());
+    for rule in [Rule::GatedDelta, Rule::Mamba2] {
+        let layer = Layer::random(&mut random, rule, [2, 4, 16, 24, 4]);
+        let seqs = [9, 5].map(|count| layer.tokens(&mut random, count));
+        goes_on_from_copies(&mut ReferenceBackend::new(single_rank()), &layer, &seqs, "reference");
+        for isa in isas() {
+            goes_on_from_copies(&mut backend(isa, 3), &layer, &seqs, &isa.to_string());
+        }
     }
 }
 
 /// Softplus and the decay far from zero, where `exp` would overflow.
 #[test]
 fn extreme_gates_keep_all_or_nothing() {
+    extreme_gates(Rule::GatedDelta);
+    extreme_gates(Rule::Mamba2);
+}
+
+fn extreme_gates(rule: Rule) {
     let mut random = Random(72);
-    let mut layer = Layer::random(&mut random, [1, 2, 8, 8, 2]);
+    let mut layer = Layer::random(&mut random, rule, [1, 2, 8, 8, 2]);
     layer.dt_bias = vec![-60.0, 90.0];
     let seqs = [layer.tokens(&mut random, 6)];
     let steps = steps(&seqs, &[2], &[&[6]]);
     let want = layer.want(&seqs[0]);
     let close = |got: &[Vec<f32>], what: &str| {
         for (i, (&got, want)) in got[0].iter().zip(&want).enumerate() {
-            assert_close(got, *want, 1e-3 * want.abs() + 1e-3, format!("{what} {i}"));
+            assert_close(got, *want, 1e-3 * want.abs() + 1e-3, format!("{rule:?} {what} {i}"));
         }
     };
     let mut reference = ReferenceBackend::new(single_rank());
@@ -391,11 +480,12 @@ fn what_does_not_fit_is_refused() {
         ([1, 1, 8, 8, 9], "kernel is 9, it must be in 2..=8"),
     ] {
         let [key_heads, value_heads, key_dim, value_dim, kernel] = sizes;
-        let layer = DeltaShape { key_heads, value_heads, key_dim, value_dim, kernel };
+        let rule = Rule::GatedDelta;
+        let layer = DeltaShape { rule, key_heads, value_heads, key_dim, value_dim, kernel };
         let shape = StatesShape { num_layers: 1, slots: 1, layer };
         assert_eq!(message(backend.new_states(shape)), format!("new_states: {said}"));
     }
-    let layer = Layer::random(&mut random, [1, 2, 8, 8, 2]);
+    let layer = Layer::random(&mut random, Rule::GatedDelta, [1, 2, 8, 8, 2]);
     let seqs = [2, 3].map(|count| layer.tokens(&mut random, count));
     let [parts] = &steps(&seqs, &[0, 1], &[&[2, 3]])[..] else { panic!("one step") };
     let mut states = backend.new_states(states_of(&layer)).unwrap();

@@ -18,6 +18,8 @@ def initialise_delta(name, p):
         p.copy_(0.5 * torch.randn_like(p))
     elif name.endswith("conv1d.weight"):
         p.copy_(1.5 * torch.randn_like(p))
+    elif name.endswith(("conv1d.bias", "mamba.D")):
+        p.copy_(0.7 * torch.randn_like(p))
     else:
         return False
     return True

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the variants with experts (mixtral, qwen2-moe, qwen3-moe, qwen3-moe-stacked, glm4-moe,
 granite-moe, olmoe, minimax-m2, deepseek-v2, deepseek-v3, glm4-moe-lite, hy-v3, exaone-moe, dots1, solar-open,
-qwen3-vl-moe, glm4v-moe, qwen3-next, qwen3_5-moe) and their golden.json.
+qwen3-vl-moe, glm4v-moe, qwen3-next, qwen3_5-moe, granite-4-h-moe) and their golden.json.
 
 Random weights, but for the routers: an expert is chosen by the direction that it has in the embedding,
 and every token has the directions of as many experts as it is sent to. So no choice hangs on rounding:
@@ -21,7 +21,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, DeepseekV2Config, DeepseekV3Config, Dots1Config, ExaoneMoeConfig,
-    Glm4MoeConfig, Glm4MoeLiteConfig, Glm4vMoeConfig, GraniteMoeConfig, HYV3Config, MiniMaxM2Config, MixtralConfig,
+    Glm4MoeConfig, Glm4MoeLiteConfig, Glm4vMoeConfig, GraniteMoeConfig,
+    GraniteMoeHybridConfig, HYV3Config, MiniMaxM2Config, MixtralConfig,
     OlmoeConfig, Qwen2MoeConfig, Qwen3_5MoeConfig, Qwen3MoeConfig, Qwen3NextConfig, Qwen3VLMoeConfig,
     SolarOpenConfig,
 )
@@ -96,6 +97,18 @@ VARIANTS = {
             num_local_experts=6, num_experts_per_tok=2, embedding_multiplier=1.7,
             attention_multiplier=0.11, residual_multiplier=0.7, logits_scaling=1.3,
             tie_word_embeddings=False, rope_parameters=rope(10000.0),
+        ),
+        {"old": True},
+    ),
+    # The same beside a shared expert twice as wide, with Mamba 2 in two of three layers.
+    "granite-4-h-moe": (
+        GraniteMoeHybridConfig(
+            **BASE, num_hidden_layers=3, intermediate_size=24, shared_intermediate_size=48, rms_norm_eps=1e-6,
+            num_local_experts=6, num_experts_per_tok=2, embedding_multiplier=1.7, attention_multiplier=0.11,
+            residual_multiplier=0.7, logits_scaling=1.3, tie_word_embeddings=False,
+            layer_types=["linear_attention", "linear_attention", "full_attention"],
+            position_embedding_type="nope", mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16,
+            mamba_n_groups=1, mamba_d_conv=3, rope_parameters=rope(10000.0),
         ),
         {"old": True},
     ),
@@ -353,9 +366,8 @@ def initialised(config, seed):
                 p.copy_(0.8 * directions if is_grouped else 0.8 * directions + 0.01 * torch.randn_like(p))
             elif "o_proj" in name or "out_proj" in name or "down_proj" in name:
                 # Little of what layers add to the residual stream lies in the routers' directions.
-                # A norm follows each head of linear attention, which makes much of the rounding of what is
-                # small.
-                scale = 0.4 if "linear_attn" in name else 1.6
+                # A norm follows linear attention, which makes much of the rounding of what is small.
+                scale = 0.4 if "linear_attn" in name or "mamba" in name else 1.6
                 made = scale * torch.randn_like(p) / p.shape[-1] ** 0.5
                 kept = 0 if is_grouped else KEPT
                 p.copy_(made - (1 - kept) * directions.T @ (directions @ made))

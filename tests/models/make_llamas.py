@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Makes the variants phi3, phi4-mini, qwen3-yarn, smollm3, mistral3, granite, seed-oss, glm4, exaone4,
-ernie4_5, olmo2, olmo3, cohere, cohere2, starcoder2, nemotron, stablelm, ministral3, granite-4, qwen2_5-vl,
+ernie4_5, olmo2, olmo3, cohere, cohere2, starcoder2, nemotron, stablelm, ministral3, granite-4, granite-4-h, qwen2_5-vl,
 qwen3-vl, glm4v and qwen3_5 with their golden.json, and tests/parity/rope.json: what transformers makes of scaled rotary embeddings.
 
 Random weights, in bf16; of some seeds the one whose greedy choices are the clearest. Sets of LongRoPE's
@@ -177,6 +177,16 @@ VARIANTS = {
         mamba_d_head=16, embedding_multiplier=0.6, attention_multiplier=0.11,
         residual_multiplier=0.7, logits_scaling=1.3, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0})),
+    # Mamba 2 in two of three layers, no positions in the other; the dialect of published files.
+    "granite-4-h": (GraniteMoeHybridForCausalLM, lambda: GraniteMoeHybridConfig(
+        **{**BASE, "intermediate_size": 8}, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, rms_norm_eps=1e-5, max_position_embeddings=512,
+        shared_intermediate_size=128, num_local_experts=0, num_experts_per_tok=0,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        position_embedding_type="nope", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=24,
+        mamba_n_groups=1, embedding_multiplier=0.6, attention_multiplier=0.11, residual_multiplier=0.7,
+        logits_scaling=1.3, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0})),
     # A text model beside a vision tower; its keys are beside the others in published files.
     "qwen2_5-vl": (Qwen2_5_VLForConditionalGeneration, lambda: Qwen2_5_VLConfig(
         text_config=dict(
@@ -255,9 +265,9 @@ def initialised(name, seed):
             elif "lm_head" in parameter:
                 p.copy_(0.35 * torch.randn_like(p))
             else:
-                # A norm follows each head of linear attention, which makes much of the rounding of what is
-                # small.
-                scale = 0.2 if "linear_attn.out_proj" in parameter else 1.1
+                # A norm follows linear attention, which makes much of the rounding of what is small.
+                is_normed = parameter.endswith(("linear_attn.out_proj.weight", "mamba.out_proj.weight"))
+                scale = 0.2 if is_normed else 1.1
                 p.copy_(scale * torch.randn_like(p) / p.shape[-1] ** 0.5)
             # The frequencies, which are no parameters, are to stay what they are.
             p.copy_(p.to(torch.bfloat16))
@@ -268,7 +278,8 @@ def keep(model, long):
     """One set of divisors for all sequences."""
     rotary = model.get_decoder().rotary_emb
     config = model.config.get_text_config()
-    if rotary.rope_type == "longrope":
+    # Without positions there is none.
+    if rotary is not None and rotary.rope_type == "longrope":
         length = config.max_position_embeddings if long else None
         made, scaling = ROPE_INIT_FUNCTIONS["longrope"](config, None, seq_len=length)
         rotary.register_buffer("inv_freq", made, persistent=False)
@@ -322,6 +333,15 @@ def rename_for_transformers_4(path, version):
         if "dtype" in part:
             part["torch_dtype"] = part.pop("dtype")
     config["transformers_version"] = version
+    path.write_text(json.dumps(config, indent=2, sort_keys=True))
+
+
+def name_as_published(path):
+    """Kinds of layers, and a number that JSON does not have, as in published checkpoints of Granite 4."""
+    config = json.loads(path.read_text())
+    names = {"linear_attention": "mamba", "full_attention": "attention"}
+    config["layer_types"] = [names[kind] for kind in config["layer_types"]]
+    config["time_step_limit"] = [0.0, float("inf")]
     path.write_text(json.dumps(config, indent=2, sort_keys=True))
 
 
@@ -396,8 +416,10 @@ def main():
         if name == "phi3":
             goldens(folder, kind, False, "golden-short.json")
         if name in ("phi4-mini", "mistral3", "granite", "glm4", "ernie4_5", "cohere", "starcoder2", "stablelm",
-                    "qwen2_5-vl", "qwen3-vl"):
+                    "qwen2_5-vl", "qwen3-vl", "granite-4-h"):
             rename_for_transformers_4(folder / "config.json", "4.51.0")
+        if name == "granite-4-h":
+            name_as_published(folder / "config.json")
         if name == "qwen2_5-vl":
             flatten(folder / "config.json")
 

@@ -77,6 +77,8 @@ variants! {
     nemotron: "nemotron", 1;
     ministral3_tp2: "ministral3", 2;
     granite_4_tp2: "granite-4", 2;
+    granite_4_h_tp2: "granite-4-h", 2;
+    granite_4_h_moe: "granite-4-h-moe", 1;
     gemma2_tp2: "gemma2", 2;
     gemma3: "gemma3", 1;
     gemma3_tp2: "gemma3", 2;

@@ -163,6 +163,8 @@ fn every_degree_gives_the_bits_of_the_wanted_one() {
         variant("qwen3-moe"),
         variant("minimax-m2"),
         variant("deepseek-v3"),
+        variant("granite-4-h"),
+        variant("granite-4-h-moe"),
         variant("qwen3-fp8-blocks"),
         variant("qwen3-moe-fp8"),
         variant("llama-int8"),

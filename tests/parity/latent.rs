@@ -13,7 +13,7 @@ fn adapters_are_refused() {
     let places = Lora { places: 2, ..Lora::fixed([], 16) };
     for (model, kind) in [
         ("deepseek-v2", "multi-head latent attention (DeepSeek's)"),
-        ("qwen3_5", "linear attention (Qwen3-Next, Qwen3.5)"),
+        ("qwen3_5", "linear attention (Qwen3-Next, Qwen3.5, Granite 4.0 H)"),
     ] {
         let config = ModelConfig::load(&variant(model)).unwrap();
         for lora in [&fixed, &places] {

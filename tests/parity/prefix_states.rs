@@ -38,6 +38,7 @@ fn load(count: u32, answer: u32) -> Vec<GenerateRequest> {
 
 /// Two at a time, with room for so many kept states.
 fn run<B: Backend>(
+    model: &str,
     load: Vec<GenerateRequest>,
     degree: u32,
     blocks: u32,
@@ -51,35 +52,41 @@ fn run<B: Backend>(
         prefix_states: Some(states),
         speculation: None,
     };
-    run_load(("qwen3_5", load), degree, (blocks, 0), scheduling, KvCacheDtype::Auto, make)
+    run_load((model, load), degree, (blocks, 0), scheduling, KvCacheDtype::Auto, make)
 }
 
-fn agrees<B: Backend>(degree: u32, make: impl Fn(Box<dyn Collective>) -> B + Copy + Send) {
+fn agrees<B: Backend>(
+    model: &str,
+    degree: u32,
+    make: impl Fn(Box<dyn Collective>) -> B + Copy + Send,
+) {
     // Answers reach the next length at which states of sequences that decode are kept, 128.
     let load = || load(8, 48);
-    let whole = run(load(), degree, 100, 0, make);
+    let whole = run(model, load(), degree, 100, 0, make);
     assert_eq!((whole.cached, whole.choices.len()), (0, 8));
-    let kept = run(load(), degree, 100, 12, make);
+    let kept = run(model, load(), degree, 100, 12, make);
     // The first two leave their own states, the third that of what all have in common.
     assert!(kept.cached >= 96 * 2 + 64 * 3, "{} tokens", kept.cached);
     assert_eq!(kept.choices, whole.choices);
     assert!(kept.keeps.0 > 0 && kept.keeps.1 > 0, "{:?}", kept.keeps);
     // Few places, and few blocks.
-    let few = run(load(), degree, 10, 2, make);
+    let few = run(model, load(), degree, 10, 2, make);
     assert!(few.cached > 0, "{} tokens", few.cached);
     assert_eq!(few.choices, whole.choices, "with few places");
 }
 
 #[test]
 fn on_the_cpu_by_one_rank_and_by_two() {
-    for degree in [1, 2] {
-        agrees(degree, |collective| CpuBackend::new(2, Precision::Float32, collective).unwrap());
+    for (model, degree) in [("qwen3_5", 1), ("qwen3_5", 2), ("granite-4-h", 2)] {
+        agrees(model, degree, |collective| {
+            CpuBackend::new(2, Precision::Float32, collective).unwrap()
+        });
     }
 }
 
 #[test]
 fn on_the_reference() {
-    agrees(1, ReferenceBackend::new);
+    agrees("qwen3_5", 1, ReferenceBackend::new);
 }
 
 /// With graphs, and steps begun ahead of those that leave a state.
@@ -88,8 +95,8 @@ fn on_an_emulated_gpu() {
     let options = CudaOptions { graphs: true, batch_invariant: true, ..CudaOptions::default() };
     let make = |collective| fake_cuda_with(options.clone(), collective);
     let load = || load(6, 30);
-    let whole = run(load(), 1, 100, 0, make);
-    let kept = run(load(), 1, 100, 12, make);
+    let whole = run("qwen3_5", load(), 1, 100, 0, make);
+    let kept = run("qwen3_5", load(), 1, 100, 12, make);
     assert!(kept.cached >= 96 * 2, "{} tokens", kept.cached);
     assert!(kept.keeps.0 > 0 && kept.keeps.1 > 0, "{:?}", kept.keeps);
     assert!(kept.ahead[0] > 0 && kept.ahead[1] > 0 && kept.ahead[3] > 0, "{:?}", kept.ahead);

@@ -2,7 +2,7 @@
 use kernels::backend::{
     Activation, AttentionAt, AttentionShape, Batch, Buffer, DType, DeltaAt, DeltaInput, DeltaShape,
     DeltaWeights, ExpertActivation, HostMatrix, KvShape, KvStorage, LayerNorm, PlainActivation,
-    QkNorm, QkvInput, QkvWeights, RopeTable, Routing, SeqRows, StatesShape,
+    QkNorm, QkvInput, QkvWeights, RopeTable, Routing, Rule, RuleWeights, SeqRows, StatesShape,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::Precision;
@@ -159,7 +159,9 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
     }
     says(backend.heads_product(q, &experts, 1.0, &mut out));
 
-    let layer = DeltaShape { key_heads: 1, value_heads: 1, key_dim: 8, value_dim: 8, kernel: 2 };
+    let rule = Rule::GatedDelta;
+    let layer =
+        DeltaShape { rule, key_heads: 1, value_heads: 1, key_dim: 8, value_dim: 8, kernel: 2 };
     let states = StatesShape { num_layers: 1, slots: 2, layer };
     let none = StatesShape { layer: DeltaShape { kernel: 1, ..layer }, ..states };
     says(backend.new_states(none).map(drop));
@@ -172,15 +174,20 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
     let (qkvz, ba, less) = (buffer(32, 2), buffer(2, 2), buffer(2, 1));
     let mut vector = |len| backend.load_vector(&vec![1.0; len]).unwrap();
     let [conv, decay, dt_bias, norm] = [48, 1, 1, 8].map(&mut vector);
-    let weights = DeltaWeights { conv, decay, dt_bias, norm };
-    let [conv, decay, dt_bias, norm] = [32, 1, 1, 8].map(vector);
-    let narrow = DeltaWeights { conv, decay, dt_bias, norm };
+    let rule = RuleWeights::GatedDelta { norm };
+    let weights = DeltaWeights { conv, decay, dt_bias, rule };
+    let [conv, decay, dt_bias, norm] = [32, 1, 1, 8].map(&mut vector);
+    let narrow = DeltaWeights { conv, decay, dt_bias, rule: RuleWeights::GatedDelta { norm } };
+    let [conv, decay, dt_bias, skip] = [48, 1, 1, 1].map(vector);
+    let rule = RuleWeights::Mamba2 { conv_bias: None, skip };
+    let other = DeltaWeights { conv, decay, dt_bias, rule };
     let input = |qkvz, ba, weights| DeltaInput { qkvz, ba, weights, eps: 0.0 };
     let own = |states| DeltaAt { batch: &good, states, layer: 0 };
     for (input, at) in [
         (input(&wide, &ba, &weights), own(&[1])),
         (input(&qkvz, &less, &weights), own(&[1])),
         (input(&qkvz, &ba, &narrow), own(&[1])),
+        (input(&qkvz, &ba, &other), own(&[1])),
         (input(&qkvz, &ba, &weights), own(&[2])),
         (input(&qkvz, &ba, &weights), own(&[0, 1])),
         (input(&qkvz, &ba, &weights), DeltaAt { layer: 1, ..own(&[1]) }),

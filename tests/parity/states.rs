@@ -2,8 +2,8 @@
 //! stand-in for a GPU: launched kernel by kernel, captured and replayed.
 use kernels::backend::prelude::*;
 use kernels::backend::{
-    AttentionShape, Batch, DeltaAt, DeltaInput, DeltaShape, DeltaWeights, SeqRows, StatesShape,
-    StepInputs,
+    AttentionShape, Batch, DeltaAt, DeltaInput, DeltaShape, DeltaWeights, Rule, RuleWeights,
+    SeqRows, StatesShape, StepInputs,
 };
 use kernels::collective::single_rank;
 use kernels::cuda::CudaBackend;
@@ -12,8 +12,14 @@ use kernels::{Backend, KernelError, ReferenceBackend};
 
 use crate::rig::fake_cuda_backend;
 
-const SHAPE: DeltaShape =
-    DeltaShape { key_heads: 1, value_heads: 2, key_dim: 16, value_dim: 16, kernel: 4 };
+const SHAPE: DeltaShape = DeltaShape {
+    rule: Rule::GatedDelta,
+    key_heads: 1,
+    value_heads: 2,
+    key_dim: 16,
+    value_dim: 16,
+    kernel: 4,
+};
 const WIDTH: usize = SHAPE.channels() + SHAPE.value_width();
 const STATES: StatesShape = StatesShape { num_layers: 2, slots: 6, layer: SHAPE };
 const EPS: f32 = 1e-4;
@@ -34,7 +40,7 @@ fn weights<B: Backend>(backend: &mut B) -> DeltaWeights<B::Vector> {
         conv: vector(&numbers(1, SHAPE.channels() * SHAPE.kernel)),
         decay: vector(&[0.5, 0.1]),
         dt_bias: vector(&[-1.0, 1.0]),
-        norm: vector(&numbers(2, SHAPE.value_dim)),
+        rule: RuleWeights::GatedDelta { norm: vector(&numbers(2, SHAPE.value_dim)) },
     }
 }
 

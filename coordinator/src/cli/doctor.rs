@@ -118,6 +118,9 @@ pub(crate) struct DoctorArgs {
     /// takes memory [default: half of --max-num-seqs, at least 2]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=65_536))]
     pub(crate) prefix_states: Option<u32>,
+    /// Compute every prompt from its beginning: no states are kept
+    #[arg(long)]
+    pub(crate) no_enable_prefix_caching: bool,
     /// Host memory per worker for requests that are preempted when the KV cache is full: in GiB, or
     /// bytes with a suffix KiB, MiB or GiB
     #[arg(long, value_name = "GIB", default_value = "0", value_parser = parse_swap_space)]

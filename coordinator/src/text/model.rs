@@ -237,9 +237,7 @@ impl TextModel {
             },
             lacks_head: classifier.is_none() && head::is_missing(folder, &config),
             classifier,
-            has_linear_attention: config["architectures"][0]
-                .as_str()
-                .is_some_and(model_config::has_linear_attention),
+            has_linear_attention: model_config::has_linear_attention(&config),
             lacks_tokens,
             is_template_chosen: chat_template.is_some(),
             dialect,
@@ -476,7 +474,7 @@ fn fingerprint(folder: &Path, options: &TextOptions) -> u64 {
 fn read_json(file: &Path) -> Result<Value, TextModelError> {
     let text = std::fs::read_to_string(file)
         .map_err(|error| TextModelError::new(file, format!("cannot be read: {error}")))?;
-    serde_json::from_str(&text)
+    model_config::parse(&text)
         .map_err(|error| TextModelError::new(file, format!("not JSON: {error}")))
 }
 

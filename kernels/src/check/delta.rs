@@ -1,4 +1,4 @@
-//! Linear attention by the gated delta rule.
+//! Linear attention.
 use super::{Vector, attention, ensure, vector, width};
 use crate::backend::{Buffer, DeltaAt, DeltaInput, DeltaShape, StatesShape};
 use crate::error::KernelError;
@@ -6,7 +6,7 @@ use crate::error::KernelError;
 /// Checks the sizes of states.
 pub(crate) fn states(shape: &StatesShape) -> Result<(), KernelError> {
     let op = "new_states";
-    let DeltaShape { key_heads, value_heads, key_dim, value_dim, kernel } = shape.layer;
+    let DeltaShape { key_heads, value_heads, key_dim, value_dim, kernel, .. } = shape.layer;
     ensure!(
         op,
         key_heads > 0 && value_heads > 0 && value_heads.is_multiple_of(key_heads),
@@ -62,14 +62,19 @@ pub(crate) fn operands<B: Buffer, V: Vector>(
     let DeltaInput { qkvz, ba, weights, .. } = input;
     let shape = &of.layer;
     width(op, "qkvz", *qkvz, shape.channels() + shape.value_width())?;
-    width(op, "ba", *ba, 2 * shape.value_heads)?;
+    width(op, "ba", *ba, shape.gates_width())?;
     width(op, "out", out, shape.value_width())?;
     let (rows, found) = (qkvz.rows(), ba.rows());
     ensure!(op, rows == found, "qkvz has {rows} rows, ba has {found}");
     vector(op, "conv", Some(&weights.conv), shape.channels() * shape.kernel)?;
     vector(op, "decay", Some(&weights.decay), shape.value_heads)?;
     vector(op, "dt_bias", Some(&weights.dt_bias), shape.value_heads)?;
-    vector(op, "norm", Some(&weights.norm), shape.value_dim)?;
+    let (own, rule) = (weights.rule.rule(), shape.rule);
+    ensure!(op, own == rule, "the weights are of {own:?}, the states of {rule:?}");
+    let (conv_bias, skip) = weights.rule.mamba2();
+    vector(op, "norm", weights.rule.norm(), shape.value_dim)?;
+    vector(op, "conv_bias", conv_bias, shape.channels())?;
+    vector(op, "skip", skip, shape.value_heads)?;
     ensure!(op, layer < of.num_layers, "layer is {layer} of {}", of.num_layers);
     Ok(())
 }

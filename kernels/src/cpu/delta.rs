@@ -1,11 +1,13 @@
-//! Linear attention by the gated delta rule: a task has a key head of a sequence, with the value
-//! heads that use it, and takes its tokens one after the other.
+//! Linear attention: a task has a key head of a sequence, with the value heads that use it or some
+//! of them, and takes its tokens one after the other.
+use std::ops::Range;
+
 use super::isa::multiversion;
 use super::math::{exp, sigmoid, silu, softplus, sum_by};
 use super::memory::{AlignedVec, Disjoint};
 use super::{CpuBackend, CpuBuffer, CpuVector, GRAIN};
 use crate::backend::{
-    Buffer as _, DeltaAt, DeltaInput, DeltaOps, DeltaShape, DeltaWeights, SeqRows, StatesShape,
+    Buffer as _, DeltaAt, DeltaInput, DeltaOps, DeltaShape, Rule, RuleWeights, SeqRows, StatesShape,
 };
 use crate::check::delta as check;
 use crate::error::KernelError;
@@ -15,6 +17,8 @@ const HEAD: usize =
     if DeltaShape::MOST.0 > DeltaShape::MOST.1 { DeltaShape::MOST.0 } else { DeltaShape::MOST.1 };
 /// Columns of a state that are updated together: what they sum up stays in registers.
 const COLUMNS: usize = 32;
+/// Most value heads of a task: in Mamba 2 all of a model may use one key head.
+const TASK_HEADS: usize = 4;
 
 /// States of sequences, in host memory: of each layer and slot those of the value heads,
 /// `[value_heads, key_dim, value_dim]`, then the channels of the last tokens, `[kernel - 1,
@@ -70,16 +74,37 @@ impl DeltaOps for CpuBackend {
         check::attend(&input, at, &states.shape, out)?;
         out.set_rows(input.qkvz.rows())?;
         let (isa, shape, len) = (self.isa, states.shape.layer, states.shape.layer.state_len());
-        let heads = shape.key_heads;
+        let (heads, group) = (shape.key_heads, shape.value_heads / shape.key_heads);
+        let shares = group.div_ceil(TASK_HEADS);
         let first = at.layer * states.shape.slots;
         let values = Disjoint::new(&mut states.values);
         let out = Disjoint::new(out.values_mut());
-        self.pool.run_ranges(at.batch.seqs.len() * heads, 1, &|range, _| {
+        let of = |task: usize| {
+            let (index, head) = (task / heads, task % heads);
+            let state = (first + at.states[index] as usize) * len;
+            Head { shape, head, seq: &at.batch.seqs[index], state }
+        };
+        let tasks = at.batch.seqs.len() * heads;
+        self.pool.run_ranges(tasks * shares, 1, &|range, _| {
             for task in range {
-                let seq = &at.batch.seqs[task / heads];
-                let state = (first + at.states[task / heads] as usize) * len;
-                let head = Head { shape, head: task % heads, seq, state };
-                attend(isa, &head, &input, &values, &out);
+                let head = of(task / shares);
+                let share = task % shares * TASK_HEADS;
+                let own = share..(share + TASK_HEADS).min(group);
+                attend(isa, &head, own, &input, &values, &out);
+                if shares == 1 {
+                    // SAFETY: the key head has this task alone.
+                    unsafe { head.keep_last(input.qkvz, &values) };
+                }
+            }
+        })?;
+        if shares == 1 {
+            return Ok(());
+        }
+        // All tasks of a key head read the channels of its last tokens.
+        self.pool.run_ranges(tasks, 1, &|range, _| {
+            for task in range {
+                // SAFETY: none of the tasks above runs, and the key head has this one alone.
+                unsafe { of(task).keep_last(input.qkvz, &values) };
             }
         })
     }
@@ -114,6 +139,47 @@ impl Head<'_> {
         let first = self.head * key_dim;
         [(first, key_dim), (keys + first, key_dim), (2 * keys + self.head * values, values)]
     }
+
+    /// Whether the sequence begins with this step.
+    fn is_new(&self) -> bool {
+        self.seq.context_len == self.seq.num_rows
+    }
+
+    /// Where the state has the channels of the last tokens.
+    fn last(&self) -> usize {
+        let DeltaShape { value_heads, key_dim, value_dim, .. } = self.shape;
+        self.state + value_heads * key_dim * value_dim
+    }
+
+    /// The sequence's tokens. While they are in use, nobody may write the channels of the last ones
+    /// in its state, except as [`Head::keep_last`] does.
+    fn tokens<'a>(&self, qkvz: &'a CpuBuffer, states: &'a Disjoint<'a, f32>) -> Tokens<'a> {
+        let kept = (!self.is_new()).then(|| (states, self.last()));
+        Tokens { qkvz, start: self.seq.row_start as usize, kept, shape: self.shape }
+    }
+
+    /// Keeps the head's channels of the last tokens: those of this step, and of before if it has
+    /// fewer.
+    ///
+    /// # Safety
+    /// Nobody else uses them in the state.
+    unsafe fn keep_last(&self, qkvz: &CpuBuffer, states: &Disjoint<'_, f32>) {
+        let (kernel, channels) = (self.shape.kernel, self.shape.channels());
+        let (tokens, count) = (self.tokens(qkvz, states), self.seq.num_rows as usize);
+        for segment in self.segments() {
+            for place in 0..kernel - 1 {
+                let index = (count + place) as isize + 1 - kernel as isize;
+                let to = self.last() + place * channels + segment.0;
+                // SAFETY: as the caller says; what is copied within the state comes from a later
+                // place, which is another token's.
+                let to = unsafe { states.slice(to, segment.1) };
+                match tokens.get(index, segment) {
+                    Some(from) => to.copy_from_slice(from),
+                    None => to.fill(0.0),
+                }
+            }
+        }
+    }
 }
 
 multiversion! {
@@ -129,9 +195,10 @@ fn times_sigmoid_body<const FMA: bool>(gate: &[f32], x: &mut [f32]) {
 }
 
 multiversion! {
-    /// Computes all rows of a head of a sequence.
+    /// Computes all rows of some value heads of a key head of a sequence, counted within it.
     fn attend(
         head: &Head<'_>,
+        values: Range<usize>,
         input: &DeltaInput<'_, CpuBuffer, CpuVector>,
         states: &Disjoint<'_, f32>,
         out: &Disjoint<'_, f32>,
@@ -141,70 +208,85 @@ multiversion! {
 #[inline(always)]
 fn attend_body<const FMA: bool>(
     head: &Head<'_>,
+    values: Range<usize>,
     input: &DeltaInput<'_, CpuBuffer, CpuVector>,
     states: &Disjoint<'_, f32>,
     out: &Disjoint<'_, f32>,
 ) {
     let DeltaInput { qkvz, ba, weights, eps } = input;
     let shape = head.shape;
-    let DeltaShape { key_heads, value_heads, key_dim, value_dim, kernel } = shape;
+    let DeltaShape { key_heads, value_heads, key_dim, value_dim, .. } = shape;
     let (group, channels, size) = (value_heads / key_heads, shape.channels(), key_dim * value_dim);
-    let first = head.head * group;
-    // SAFETY: the value heads of a key head of a sequence belong to one task.
-    let own = unsafe { states.slice(head.state + first * size, group * size) };
-    let last = head.state + value_heads * size;
+    let first = head.head * group + values.start;
+    // SAFETY: value heads of a sequence belong to one task.
+    let own = unsafe { states.slice(head.state + first * size, values.len() * size) };
     let segments = head.segments();
-    let is_new = head.seq.context_len == head.seq.num_rows;
-    if is_new {
+    if head.is_new() {
         own.fill(0.0);
     }
     let (start, count) = (head.seq.row_start as usize, head.seq.num_rows as usize);
-    let tokens = Tokens { qkvz, start, kept: (!is_new).then_some((states, last)), shape };
+    let tokens = head.tokens(qkvz, states);
+    let (conv_bias, _) = weights.rule.mamba2();
+    let conv = Convolution { weights: &weights.conv, bias: conv_bias.map(|bias| &**bias) };
     let (mut q, mut k, mut v) = ([0.0; HEAD], [0.0; HEAD], [0.0; HEAD]);
     let (q, k, v) = (&mut q[..key_dim], &mut k[..key_dim], &mut v[..value_dim]);
     for index in 0..count {
-        tokens.convolve(index, segments[0], &weights.conv, q);
-        tokens.convolve(index, segments[1], &weights.conv, k);
-        normalise(q, (key_dim as f32).sqrt());
-        normalise(k, 1.0);
+        tokens.convolve(index, segments[0], conv, q);
+        tokens.convolve(index, segments[1], conv, k);
+        if shape.rule == Rule::GatedDelta {
+            normalise(q, (key_dim as f32).sqrt());
+            normalise(k, 1.0);
+        }
         let row = start + index;
         let z = &qkvz.row(row)[channels..];
-        for (which, s) in own.chunks_exact_mut(size).enumerate() {
-            let head = first + which;
-            let segment = (segments[2].0 + which * value_dim, value_dim);
-            tokens.convolve(index, segment, &weights.conv, v);
-            let (kept, beta) = gates(weights, ba.row(row), head);
+        let (b, a) = ba.row(row).split_at(shape.gates_width() - value_heads);
+        for (head, s) in (first..).zip(own.chunks_exact_mut(size)) {
+            tokens.convolve(index, (2 * shape.key_width() + head * value_dim, value_dim), conv, v);
+            let step = softplus(a[head] + weights.dt_bias[head]);
+            let kept = exp(-(weights.decay[head] * step));
             // SAFETY: a value head of a row belongs to one task.
             let out = unsafe { out.slice((row * value_heads + head) * value_dim, value_dim) };
-            let mut column = 0;
-            while column + COLUMNS <= value_dim {
-                update::<COLUMNS, FMA>(s, column, (q, k, v), (kept, beta), out);
-                column += COLUMNS;
-            }
-            while column < value_dim {
-                update::<8, FMA>(s, column, (q, k, v), (kept, beta), out);
-                column += 8;
-            }
             let z = &z[head * value_dim..][..value_dim];
-            let scale = 1.0 / (sum_by(out, |x| x * x) / value_dim as f32 + eps).sqrt();
-            for ((out, &norm), &z) in out.iter_mut().zip(&*weights.norm).zip(z) {
-                *out = *out * scale * norm * silu(z);
+            match &weights.rule {
+                RuleWeights::GatedDelta { norm } => {
+                    let beta = sigmoid(b[head]);
+                    let mut column = 0;
+                    while column + COLUMNS <= value_dim {
+                        replace::<COLUMNS, FMA>(s, column, (q, k, v), (kept, beta), out);
+                        column += COLUMNS;
+                    }
+                    while column < value_dim {
+                        replace::<8, FMA>(s, column, (q, k, v), (kept, beta), out);
+                        column += 8;
+                    }
+                    let scale = 1.0 / (sum_by(out, |x| x * x) / value_dim as f32 + eps).sqrt();
+                    for ((out, &norm), &z) in out.iter_mut().zip(&**norm).zip(z) {
+                        *out = *out * scale * norm * silu(z);
+                    }
+                }
+                RuleWeights::Mamba2 { skip, .. } => {
+                    let gates = (kept, step, skip[head]);
+                    let mut column = 0;
+                    while column + COLUMNS <= value_dim {
+                        add::<COLUMNS, FMA>(s, column, (q, k, v), gates, out);
+                        column += COLUMNS;
+                    }
+                    while column < value_dim {
+                        add::<8, FMA>(s, column, (q, k, v), gates, out);
+                        column += 8;
+                    }
+                    out.iter_mut().zip(z).for_each(|(out, &z)| *out *= silu(z));
+                }
             }
         }
     }
-    // The channels of the last tokens: those of this step, and of before if it has fewer.
-    for segment in segments {
-        for place in 0..kernel - 1 {
-            let index = (count + place) as isize + 1 - kernel as isize;
-            // SAFETY: as above; what is copied within the state comes from a later place, which is
-            // another token's.
-            let to = unsafe { states.slice(last + place * channels + segment.0, segment.1) };
-            match tokens.get(index, segment) {
-                Some(from) => to.copy_from_slice(from),
-                None => to.fill(0.0),
-            }
-        }
-    }
+}
+
+/// Weights of the channels' convolutions, and what is added.
+#[derive(Clone, Copy)]
+struct Convolution<'a> {
+    weights: &'a [f32],
+    bias: Option<&'a [f32]>,
 }
 
 /// The tokens of a sequence, as projected. Not closures: these must be inlined, to be compiled for
@@ -230,17 +312,26 @@ impl<'a> Tokens<'a> {
         let (states, last) = self.kept?;
         let place = (self.shape.kernel - 1).wrapping_add_signed(index);
         let from = last + place * self.shape.channels() + first;
-        // SAFETY: the head's channels belong to one task, which writes a token's place when it has
-        // no more use for it.
-        Some(unsafe { &*states.slice(from, len) })
+        // SAFETY: nobody writes these channels before `keep_last`, where the only task that has
+        // them writes a token's place when it has no more use for it.
+        Some(unsafe { states.read(from, len) })
     }
 
     /// `out` = these channels of a token, convolved, with SiLU.
     #[inline(always)]
-    fn convolve(&self, index: usize, segment: (usize, usize), conv: &[f32], out: &mut [f32]) {
-        let kernel = self.shape.kernel;
-        let conv = &conv[segment.0 * kernel..][..segment.1 * kernel];
-        out.fill(0.0);
+    fn convolve(
+        &self,
+        index: usize,
+        segment: (usize, usize),
+        conv: Convolution<'_>,
+        out: &mut [f32],
+    ) {
+        let (kernel, bias) = (self.shape.kernel, conv.bias);
+        let conv = &conv.weights[segment.0 * kernel..][..segment.1 * kernel];
+        match bias {
+            Some(bias) => out.copy_from_slice(&bias[segment.0..][..segment.1]),
+            None => out.fill(0.0),
+        }
         for tap in 0..kernel {
             let Some(x) = self.get(index as isize + tap as isize + 1 - kernel as isize, segment)
             else {
@@ -254,14 +345,6 @@ impl<'a> Tokens<'a> {
     }
 }
 
-/// How much of a value head's state is kept, and how much of what is wrong is corrected.
-#[inline(always)]
-fn gates(weights: &DeltaWeights<CpuVector>, ba: &[f32], head: usize) -> (f32, f32) {
-    let (b, a) = ba.split_at(ba.len() / 2);
-    let rate = weights.decay[head] * softplus(a[head] + weights.dt_bias[head]);
-    (exp(-rate), sigmoid(b[head]))
-}
-
 /// Divides by the length and by `divisor`.
 #[inline(always)]
 fn normalise(x: &mut [f32], divisor: f32) {
@@ -269,10 +352,10 @@ fn normalise(x: &mut [f32], divisor: f32) {
     x.iter_mut().for_each(|x| *x *= scale);
 }
 
-/// Updates columns `column..column + N` of a state, `s: [k.len(), v.len()]`, and computes those of
-/// `out`.
+/// Updates columns `column..column + N` of a state, `s: [k.len(), v.len()]`, by the delta rule, and
+/// computes those of `out`.
 #[inline(always)]
-fn update<const N: usize, const FMA: bool>(
+fn replace<const N: usize, const FMA: bool>(
     s: &mut [f32],
     column: usize,
     (q, k, v): (&[f32], &[f32], &[f32]),
@@ -295,6 +378,30 @@ fn update<const N: usize, const FMA: bool>(
     for ((row, &k), &q) in s.chunks_exact_mut(stride).zip(k).zip(q) {
         for ((sum, s), &change) in sums.iter_mut().zip(&mut row[column..][..N]).zip(&changes) {
             *s = fused::<FMA>(k, change, *s);
+            *sum = fused::<FMA>(q, *s, *sum);
+        }
+    }
+    out[column..][..N].copy_from_slice(&sums);
+}
+
+/// The same as in Mamba 2.
+#[inline(always)]
+fn add<const N: usize, const FMA: bool>(
+    s: &mut [f32],
+    column: usize,
+    (q, k, v): (&[f32], &[f32], &[f32]),
+    (kept, step, skip): (f32, f32, f32),
+    out: &mut [f32],
+) {
+    let stride = v.len();
+    let (mut changes, mut sums) = ([0.0f32; N], [0.0f32; N]);
+    for ((change, sum), &v) in changes.iter_mut().zip(&mut sums).zip(&v[column..][..N]) {
+        *change = step * v;
+        *sum = skip * v;
+    }
+    for ((row, &k), &q) in s.chunks_exact_mut(stride).zip(k).zip(q) {
+        for ((sum, s), &change) in sums.iter_mut().zip(&mut row[column..][..N]).zip(&changes) {
+            *s = fused::<FMA>(k, change, *s * kept);
             *sum = fused::<FMA>(q, *s, *sum);
         }
     }

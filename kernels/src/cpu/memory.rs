@@ -139,7 +139,7 @@ pub(crate) struct Disjoint<'a, T> {
     borrow: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: hands out elements only through `slice`, whose callers keep ranges disjoint.
+// SAFETY: hands out elements only through `slice` and `read`, whose callers keep ranges disjoint.
 unsafe impl<T: Send> Send for Disjoint<'_, T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for Disjoint<'_, T> {}
@@ -152,6 +152,17 @@ impl<'a, T> Disjoint<'a, T> {
     /// A copy for another user, who must keep the same promise.
     pub(crate) fn again(&self) -> Self {
         Self { data: self.data, len: self.len, borrow: PhantomData }
+    }
+
+    /// The elements `start..start + len`, which several may read.
+    ///
+    /// # Safety
+    /// While the returned slice lives, nobody writes what overlaps it.
+    #[inline(always)]
+    pub(crate) unsafe fn read(&self, start: usize, len: usize) -> &[T] {
+        assert!(start <= self.len && len <= self.len - start, "a task left its slice");
+        // SAFETY: in bounds (just checked); not written (the caller's promise).
+        unsafe { std::slice::from_raw_parts(self.data.wrapping_add(start), len) }
     }
 
     /// The elements `start..start + len`.

@@ -1,4 +1,4 @@
-//! Linear attention by the gated delta rule on the GPU.
+//! Linear attention on the GPU.
 use super::backend::{CudaBackend, ScratchKind};
 use super::batch::{AttentionTiling, live, sizes};
 use super::device::Device;
@@ -6,7 +6,7 @@ use super::launch::{self, DeltaIo};
 use super::memory::{DeviceMemory, DevicePtr};
 use super::step::{LaunchRows, StepLists};
 use super::tensors::{CudaBuffer, CudaVector, Element};
-use crate::backend::{Buffer as _, DeltaAt, DeltaInput, DeltaOps, StatesShape};
+use crate::backend::{Buffer as _, DeltaAt, DeltaInput, DeltaOps, Rule, StatesShape};
 use crate::check::{delta as check, ensure};
 use crate::error::KernelError;
 
@@ -101,7 +101,11 @@ impl DeltaOps for CudaBackend {
         }
         let from = qkvz.of(Element::F32, op, "qkvz")?.ptr;
         let ba_from = ba.of(Element::F32, op, "ba")?.ptr;
-        let to = out.of(Element::Bf16, op, "out")?;
+        let element = match of.layer.rule {
+            Rule::GatedDelta => Element::Bf16,
+            Rule::Mamba2 => Element::F32,
+        };
+        let to = out.of(element, op, "out")?;
         out.set_rows(rows)?;
         self.stage_states(at)?;
         let slots = states.layer(at.layer);
@@ -113,13 +117,17 @@ impl DeltaOps for CudaBackend {
         let (mixed, gates) = DeltaIo::scratch(&of.layer, count);
         let scratch = self.scratch(ScratchKind::Wide, (mixed + gates) * size_of::<f32>())?;
         let layout = *self.step.layout();
+        let (conv_bias, skip) = weights.rule.mamba2();
+        let vector = |vector: Option<&CudaVector>| vector.map(CudaVector::ptr).unwrap_or_default();
         let io = DeltaIo {
             qkvz: from,
             ba: ba_from,
             conv: weights.conv.ptr(),
+            conv_bias: vector(conv_bias),
             decay: weights.decay.ptr(),
             dt_bias: weights.dt_bias.ptr(),
-            norm: weights.norm.ptr(),
+            skip: vector(skip),
+            norm: vector(weights.rule.norm()),
             slots,
             seqs: self.step.at(layout.seqs),
             states: self.step.at(layout.states),

@@ -1,7 +1,9 @@
-//! Linear attention by the gated delta rule, token by token.
+//! Linear attention, token by token.
 use super::tensor::zeroed;
 use super::{ReferenceBackend, rmsnorm};
-use crate::backend::{Buffer as _, DeltaAt, DeltaInput, DeltaOps, DeltaShape, StatesShape};
+use crate::backend::{
+    Buffer as _, DeltaAt, DeltaInput, DeltaOps, DeltaShape, Rule, RuleWeights, StatesShape,
+};
 use crate::check::delta as check;
 use crate::error::KernelError;
 
@@ -48,9 +50,10 @@ impl DeltaOps for ReferenceBackend {
         check::attend(&input, at, &states.shape, out)?;
         let DeltaInput { qkvz, ba, weights, eps } = input;
         let shape = states.shape.layer;
-        let DeltaShape { key_heads, value_heads, key_dim, value_dim, kernel } = shape;
+        let DeltaShape { key_heads, value_heads, key_dim, value_dim, kernel, .. } = shape;
         let (channels, len) = (shape.channels(), shape.state_len());
         out.set_rows(qkvz.rows())?;
+        let (conv_bias, _) = weights.rule.mamba2();
         for (seq, &slot) in at.batch.seqs.iter().zip(at.states) {
             let place = at.layer * states.shape.slots + slot as usize;
             let state = &mut states.values[place * len..][..len];
@@ -60,39 +63,54 @@ impl DeltaOps for ReferenceBackend {
             let (heads, last) = state.split_at_mut(value_heads * key_dim * value_dim);
             for row in (seq.row_start..seq.row_start + seq.num_rows).map(|row| row as usize) {
                 let (x, z) = qkvz.row(row).split_at(channels);
-                let (b, a) = ba.row(row).split_at(value_heads);
+                let (b, a) = ba.row(row).split_at(shape.gates_width() - value_heads);
                 let mut mixed = vec![0.0; channels];
                 for (channel, mixed) in mixed.iter_mut().enumerate() {
                     let conv = &weights.conv[channel * kernel..][..kernel];
                     let before = (0..kernel - 1).map(|j| conv[j] * last[j * channels + channel]);
-                    *mixed = silu(before.sum::<f32>() + conv[kernel - 1] * x[channel]);
+                    let bias = conv_bias.map_or(0.0, |bias| bias[channel]);
+                    *mixed = silu(before.sum::<f32>() + conv[kernel - 1] * x[channel] + bias);
                 }
                 last.copy_within(channels.., 0);
                 let newest = last.len() - channels;
                 last[newest..].copy_from_slice(x);
                 let (q, rest) = mixed.split_at_mut(shape.key_width());
                 let (k, v) = rest.split_at_mut(shape.key_width());
-                for head in 0..key_heads {
-                    normalise(&mut q[head * key_dim..][..key_dim], (key_dim as f32).sqrt());
-                    normalise(&mut k[head * key_dim..][..key_dim], 1.0);
+                if shape.rule == Rule::GatedDelta {
+                    for head in 0..key_heads {
+                        normalise(&mut q[head * key_dim..][..key_dim], (key_dim as f32).sqrt());
+                        normalise(&mut k[head * key_dim..][..key_dim], 1.0);
+                    }
                 }
                 for head in 0..value_heads {
                     let from = head / (value_heads / key_heads) * key_dim;
                     let (q, k) = (&q[from..][..key_dim], &k[from..][..key_dim]);
+                    let v = &v[head * value_dim..][..value_dim];
                     let s = &mut heads[head * key_dim * value_dim..][..key_dim * value_dim];
-                    let decay = weights.decay[head] * softplus(a[head] + weights.dt_bias[head]);
-                    let (kept, beta) = ((-decay).exp(), 1.0 / (1.0 + (-b[head]).exp()));
+                    let step = softplus(a[head] + weights.dt_bias[head]);
+                    let kept = (-weights.decay[head] * step).exp();
                     s.iter_mut().for_each(|s| *s *= kept);
                     let mut o = vec![0.0; value_dim];
                     for column in 0..value_dim {
                         let at = |i: usize| i * value_dim + column;
-                        let recalled: f32 = (0..key_dim).map(|i| k[i] * s[at(i)]).sum();
-                        let u = beta * (v[head * value_dim + column] - recalled);
+                        let (u, added) = match &weights.rule {
+                            RuleWeights::GatedDelta { .. } => {
+                                let beta = 1.0 / (1.0 + (-b[head]).exp());
+                                let recalled: f32 = (0..key_dim).map(|i| k[i] * s[at(i)]).sum();
+                                (beta * (v[column] - recalled), 0.0)
+                            }
+                            RuleWeights::Mamba2 { skip, .. } => {
+                                (step * v[column], skip[head] * v[column])
+                            }
+                        };
                         (0..key_dim).for_each(|i| s[at(i)] += k[i] * u);
-                        o[column] = (0..key_dim).map(|i| q[i] * s[at(i)]).sum();
+                        o[column] = (0..key_dim).map(|i| q[i] * s[at(i)]).sum::<f32>() + added;
                     }
                     let out = &mut out.row_mut(row)[head * value_dim..][..value_dim];
-                    rmsnorm(&o, &weights.norm, eps, out);
+                    match weights.rule.norm() {
+                        Some(norm) => rmsnorm(&o, norm, eps, out),
+                        None => out.copy_from_slice(&o),
+                    }
                     let z = &z[head * value_dim..][..value_dim];
                     out.iter_mut().zip(z).for_each(|(out, &z)| *out *= silu(z));
                 }

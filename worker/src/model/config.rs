@@ -4,8 +4,8 @@
 //! - `architecture`: the differences between architectures
 //! - `rope`, `windows`, `experts`: the keys for rotary embeddings, sliding windows and experts
 //! - `gemma`, `gpt_oss`, `granite`: the keys that only these architectures have; `latent`, `delta`:
-//!   those of models with latent and with linear attention; `layer_norms`: those of architectures
-//!   with LayerNorms
+//!   those of models with latent and with linear attention; `mamba`: those of layers with state;
+//!   `layer_norms`: those of architectures with LayerNorms
 //! - `published`, `layered`: tests with configurations as published; `relatives`: of architectures
 //!   that differ from others by defaults and names
 use std::path::Path;
@@ -18,7 +18,7 @@ use shared::model_config::{self, Classifier, ConfigOverrides};
 
 use self::architecture::{Architecture, Biases};
 pub use self::architecture::{Fused, MlpNames, NormKind, Norms};
-pub use self::delta::Delta;
+pub use self::delta::{Delta, Layout};
 use self::gemma::Gemma;
 use self::granite::Granite;
 pub use self::latent::Latent;
@@ -36,6 +36,7 @@ mod gpt_oss;
 mod granite;
 mod latent;
 mod layer_norms;
+mod mamba;
 mod rope;
 mod windows;
 
@@ -207,7 +208,7 @@ impl ModelConfig {
         let file = folder.join("config.json");
         let text = std::fs::read_to_string(&file)
             .map_err(|error| ModelError::file(&file, format!("cannot be read: {error}")))?;
-        let config = serde_json::from_str(&text).map_err(|error| {
+        let config = model_config::parse(&text).map_err(|error| {
             ModelError::file(&file, format!("not a model configuration: {error}"))
         })?;
         let config = overrides.lay_over(config).and_then(Self::from_value);
@@ -262,12 +263,15 @@ impl ModelConfig {
             return Err(format!("{key} is {norm_eps}, it must be between 0 and 1"));
         }
         let num_layers = size("num_hidden_layers", raw.num_hidden_layers)?;
-        let delta = match architecture.has_linear_attention() {
-            true => Delta::read(&config, &raw, architecture, num_layers)?,
-            false => None,
+        let delta = match architecture {
+            Architecture::GraniteMoeHybrid => mamba::read(&config, norm_eps, num_layers)?,
+            _ if architecture.gates_attention() => {
+                Delta::read(&config, &raw, architecture, norm_eps, num_layers)?
+            }
+            _ => None,
         };
         let gate = &config["attn_output_gate"];
-        if architecture.has_linear_attention() && *gate == Value::Bool(false) {
+        if architecture.gates_attention() && *gate == Value::Bool(false) {
             return Err(format!("attn_output_gate is {gate}, only true is supported"));
         }
         let clip = &config["clip_qkv"];
@@ -296,7 +300,7 @@ impl ModelConfig {
         let is_dense = experts.as_ref().is_none_or(|experts| experts.layers.contains(&false));
         let intermediate_size = match is_dense {
             true if architecture == Architecture::GraniteMoeHybrid => {
-                granite::attention_only(&config, num_layers)?
+                granite::shared_width(&config)?
             }
             true => size("intermediate_size", raw.intermediate_size)?,
             false => 0,
@@ -314,7 +318,7 @@ impl ModelConfig {
             head_dim,
             latent,
             delta,
-            gates_attention: architecture.has_linear_attention(),
+            gates_attention: architecture.gates_attention(),
             vocab_size: size("vocab_size", raw.vocab_size)?,
             max_positions: size("max_position_embeddings", Some(positions.most as usize))?,
             norm_eps: granite.norm_eps(norm_eps) as f32,

@@ -4,7 +4,7 @@
 //!
 //! - `pass`: one batch through the layers
 use kernels::backend::{
-    AttentionShape, Batch, DeltaShape, KvShape, NOT_ASSIGNED, QkNorm, Routing, StatesShape,
+    AttentionShape, Batch, KvShape, NOT_ASSIGNED, QkNorm, Routing, StatesShape,
 };
 use kernels::{Backend, KernelError};
 use shared::protocol::{EngineConfig, Quantization};
@@ -121,20 +121,42 @@ impl<B: Backend> LatentBuffers<B> {
 struct DeltaBuffers<B: Backend> {
     /// q, k, v and z as projected, `[tokens, channels + value_width]`.
     qkvz: B::Buffer,
-    /// b and a, `[tokens, 2 * value_heads]`.
+    /// b, if there is one, and a, `[tokens, gates_width]`.
     ba: B::Buffer,
+    /// What the norm over all heads needs, if there is one.
+    norm: Option<DeltaNormBuffers<B>>,
     /// Output of linear attention, `[tokens, value_width]`.
     attended: B::Buffer,
     states: B::States,
 }
 
+struct DeltaNormBuffers<B: Backend> {
+    norm: QkNorm,
+    /// What is normalised, `[tokens, value_width]`.
+    gated: B::Buffer,
+    /// Sums of its squares, and zeros, `[tokens, 2]`.
+    squares: B::Buffer,
+}
+
 impl<B: Backend> DeltaBuffers<B> {
-    fn new(backend: &mut B, rows_max: usize, shape: StatesShape) -> Result<Self, KernelError> {
-        let DeltaShape { value_heads, .. } = shape.layer;
+    fn new(
+        backend: &mut B,
+        rows_max: usize,
+        shape: StatesShape,
+        norm: Option<QkNorm>,
+    ) -> Result<Self, KernelError> {
         let (channels, values) = (shape.layer.channels(), shape.layer.value_width());
         Ok(Self {
             qkvz: backend.new_buffer(rows_max, channels + values)?,
-            ba: backend.new_buffer(rows_max, 2 * value_heads)?,
+            ba: backend.new_buffer(rows_max, shape.layer.gates_width())?,
+            norm: match norm {
+                None => None,
+                Some(norm) => Some(DeltaNormBuffers {
+                    norm,
+                    gated: backend.new_buffer(rows_max, values)?,
+                    squares: backend.new_buffer(rows_max, 2)?,
+                }),
+            },
             attended: backend.new_input_buffer(rows_max, values)?,
             states: backend.new_states(shape)?,
         })
@@ -207,7 +229,10 @@ impl<B: Backend> Decoder<B> {
             },
             delta: match shard.states(&config, size::num_states(sizes)) {
                 None => None,
-                Some(shape) => Some(DeltaBuffers::new(backend, tokens_max, shape)?),
+                Some(shape) => {
+                    let norm = shard.delta_norm(&config);
+                    Some(DeltaBuffers::new(backend, tokens_max, shape, norm)?)
+                }
             },
             gate: match config.gates_attention {
                 false => None,

@@ -176,13 +176,30 @@ impl<'a> ExpertParts<'a> {
         if let Some(shared) = config.shared {
             let count = config.routing.shared;
             let shared = if matches!(names, Names::HunYuan) { "shared_mlp" } else { shared };
-            let name = |part: &str| format!("{layer}.{block}.{shared}.{part}_proj.weight");
-            let gate = tensors.weight(&name("gate"), &[count * inner, hidden])?;
-            let up = tensors.weight(&name("up"), &[count * inner, hidden])?;
-            let down = tensors.weight(&name("down"), &[hidden, count * inner])?;
+            let all = count * inner;
+            // Beside the block in Granite's, with both in one tensor.
+            let is_granite = matches!(names, Names::Granite);
+            let name = |part: &str| match is_granite {
+                true => format!("{layer}.{shared}.{part}.weight"),
+                false => format!("{layer}.{block}.{shared}.{part}.weight"),
+            };
+            let (gates, down) = match is_granite {
+                true => {
+                    let both = tensors.weight(&name("input_linear"), &[2 * all, hidden])?;
+                    ([(both, 0), (both, all)], "output_linear")
+                }
+                false => {
+                    let gate = tensors.weight(&name("gate_proj"), &[all, hidden])?;
+                    let up = tensors.weight(&name("up_proj"), &[all, hidden])?;
+                    ([(gate, 0), (up, 0)], "down_proj")
+                }
+            };
+            let down = tensors.weight(&name(down), &[hidden, all])?;
             for expert in 0..count {
                 let rows = expert * inner + own.start..expert * inner + own.end;
-                gate_up.extend([gate, up].map(|tensor| tensor.cut(rows.clone(), 0..hidden)));
+                gate_up.extend(gates.map(|(tensor, first)| {
+                    tensor.cut(first + rows.start..first + rows.end, 0..hidden)
+                }));
                 downs.push(Down::Plain { tensor: down, row: 0, column: expert * inner });
             }
             if config.routing.gated {

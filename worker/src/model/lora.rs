@@ -146,9 +146,10 @@ impl LoraFiles {
     /// # Errors
     /// [`ModelError`].
     pub fn open(lora: &Lora, config: &ModelConfig) -> Result<Self, ModelError> {
-        let kind = match (config.latent, config.gates_attention) {
+        let is_linear = config.gates_attention || config.delta.is_some();
+        let kind = match (config.latent, is_linear) {
             (Some(_), _) => Some("multi-head latent attention (DeepSeek's)"),
-            (_, true) => Some("linear attention (Qwen3-Next, Qwen3.5)"),
+            (_, true) => Some("linear attention (Qwen3-Next, Qwen3.5, Granite 4.0 H)"),
             _ => None,
         };
         if let Some(kind) = kind.filter(|_| !(lora.adapters.is_empty() && lora.places == 0)) {

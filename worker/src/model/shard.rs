@@ -5,7 +5,7 @@
 //! partial products are summed. The vocabulary is divided for the embedding and the output head.
 use std::ops::Range;
 
-use kernels::backend::{AttentionShape, DeltaShape, KvShape, KvStorage, QkNorm, StatesShape};
+use kernels::backend::{AttentionShape, DeltaShape, KvShape, KvStorage, QkNorm, Rule, StatesShape};
 use shared::protocol::{EngineConfig, KvCacheDtype};
 
 use super::ModelError;
@@ -25,8 +25,10 @@ pub struct Shard {
     pub heads: Range<usize>,
     /// KV heads on this rank; replicated if there are more ranks than KV heads.
     pub kv_heads: Range<usize>,
-    /// Key heads of linear attention on this rank, with the value heads that use them.
-    pub delta_heads: Range<usize>,
+    /// Key heads of linear attention on this rank; replicated if there are more ranks than that.
+    pub delta_keys: Range<usize>,
+    /// Its value heads on this rank.
+    pub delta_values: Range<usize>,
     /// MLP columns on this rank, in dense layers.
     pub intermediate: Range<usize>,
     /// Columns of each expert on this rank.
@@ -52,8 +54,10 @@ impl Shard {
                 size => format!(", an MLP of {size}"),
             };
             let delta = match delta_heads(config) {
-                0 => String::new(),
-                heads => format!(", {heads} key heads of linear attention"),
+                (0, _) => String::new(),
+                (keys, values) => {
+                    format!(", {keys} key heads and {values} value heads of linear attention")
+                }
             };
             let experts = match expert_size(config) {
                 0 => String::new(),
@@ -69,12 +73,7 @@ impl Shard {
             return Err(ModelError::Degree { degree, message });
         }
         let heads = part(config.num_heads, rank, n);
-        let kv_heads = if config.num_kv_heads >= n {
-            part(config.num_kv_heads, rank, n)
-        } else {
-            let head = rank * config.num_kv_heads / n;
-            head..head + 1
-        };
+        let (delta_keys, delta_values) = delta_heads(config);
         let vocab_width = config.vocab_size.div_ceil(n);
         let first = (rank * vocab_width).min(config.vocab_size);
         let vocab = first..(first + vocab_width).min(config.vocab_size);
@@ -83,8 +82,9 @@ impl Shard {
             degree: n,
             parts: 1,
             heads,
-            kv_heads,
-            delta_heads: part(delta_heads(config), rank, n),
+            kv_heads: part_or_copy(config.num_kv_heads, rank, n),
+            delta_keys: part_or_copy(delta_keys, rank, n),
+            delta_values: part(delta_values, rank, n),
             intermediate: part(config.intermediate_size, rank, n),
             expert: part(expert_size(config), rank, n),
             vocab,
@@ -143,9 +143,22 @@ impl Shard {
     #[must_use]
     pub fn delta(&self, config: &ModelConfig) -> Option<DeltaShape> {
         let whole = config.delta.as_ref()?.shape;
-        let key_heads = self.delta_heads.len();
-        let value_heads = key_heads * (whole.value_heads / whole.key_heads);
+        let (key_heads, value_heads) = (self.delta_keys.len(), self.delta_values.len());
         Some(DeltaShape { key_heads, value_heads, ..whole })
+    }
+
+    /// What this rank has of the results of linear attention, if they are normalised over all
+    /// heads: as q alone.
+    #[must_use]
+    pub fn delta_norm(&self, config: &ModelConfig) -> Option<QkNorm> {
+        let delta = config.delta.as_ref().filter(|delta| delta.shape.rule == Rule::Mamba2)?;
+        Some(QkNorm {
+            columns: [self.delta_values.len() * delta.shape.value_dim, 0],
+            sections: [self.parts, 1],
+            parts: self.parts,
+            counts: [delta.shape.value_width(), 1],
+            eps: delta.norm_eps,
+        })
     }
 
     /// Returns the shape of the states of `slots` sequences, if some layers have linear attention.
@@ -176,20 +189,32 @@ impl Shard {
 }
 
 fn divides(config: &ModelConfig, n: usize) -> bool {
-    let kv_heads = config.num_kv_heads;
+    let (delta_keys, delta_values) = delta_heads(config);
+    let as_copies = |heads: usize| heads.is_multiple_of(n) || n.is_multiple_of(heads);
     config.num_heads.is_multiple_of(n)
         && config.intermediate_size.is_multiple_of(n)
         && expert_size(config).is_multiple_of(n)
-        && delta_heads(config).is_multiple_of(n)
-        && (kv_heads.is_multiple_of(n) || n.is_multiple_of(kv_heads))
+        && delta_values.is_multiple_of(n)
+        && as_copies(config.num_kv_heads)
+        && (delta_keys == 0 || as_copies(delta_keys))
 }
 
 fn expert_size(config: &ModelConfig) -> usize {
     config.experts.as_ref().map_or(0, |experts| experts.intermediate_size)
 }
 
-fn delta_heads(config: &ModelConfig) -> usize {
-    config.delta.as_ref().map_or(0, |delta| delta.shape.key_heads)
+/// Key heads and value heads of linear attention.
+fn delta_heads(config: &ModelConfig) -> (usize, usize) {
+    config.delta.as_ref().map_or((0, 0), |delta| (delta.shape.key_heads, delta.shape.value_heads))
+}
+
+/// A rank's part of some heads, or the one that it shares with other ranks if there are fewer.
+fn part_or_copy(heads: usize, rank: usize, n: usize) -> Range<usize> {
+    if heads >= n || heads == 0 {
+        return part(heads, rank, n);
+    }
+    let head = rank * heads / n;
+    head..head + 1
 }
 
 fn part(size: usize, rank: usize, n: usize) -> Range<usize> {

@@ -63,7 +63,7 @@ pub fn weight_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantizat
     let linear = shard.delta(config).map_or(0, |delta| {
         let values = n(delta.value_width());
         matrix(n(delta.channels()) + values, hidden)
-            + as_is(2 * n(delta.value_heads), hidden)
+            + as_is(n(delta.gates_width()), hidden)
             + row_parallel(values)
     });
     n(config.num_kv_layers()) * attention
@@ -123,7 +123,9 @@ pub fn activation_bytes(
     // As projected, and what is made of it before the state is changed; the result.
     let linear = shard.delta(config).map_or(0, |delta| {
         let (channels, values) = (n(delta.channels()), n(delta.value_width()));
-        (2 * channels + values + 4 * n(delta.value_heads)) * 4 + values * 2
+        // With a norm over all heads, the result in f32 comes before that, and a sum of squares.
+        let gated = shard.delta_norm(config).map_or(0, |_| values + 2);
+        (2 * channels + values + 4 * n(delta.value_heads) + gated) * 4 + values * 2
     });
     // What ranks on GPUs exchange in bf16.
     let narrowed = if shard.degree > 1 { hidden * 2 } else { 0 };
@@ -185,9 +187,11 @@ pub fn buffer_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig) -
     let parts = if shard.degree > 1 && shard.rank == 0 { 1 + shard.degree } else { 1 };
     let logits = n(shard.vocab_width * parts);
     let gate = if config.gates_attention { n(shard.heads.len() * config.head_dim) } else { 0 };
-    let linear = shard
-        .delta(config)
-        .map_or(0, |delta| n(delta.channels() + 2 * delta.value_width() + 2 * delta.value_heads));
+    let linear = shard.delta(config).map_or(0, |delta| {
+        let values = delta.value_width();
+        let gated = shard.delta_norm(config).map_or(0, |_| values + 2);
+        n(delta.channels() + 2 * values + delta.gates_width() + gated)
+    });
     let row = row + gate + linear;
     let buffers = 4
         * (u64::from(sizes.max_num_batched_tokens) * row + u64::from(sizes.max_num_seqs) * logits);

@@ -80,8 +80,10 @@ pub enum Projection<M, S, V> {
 pub struct DeltaProjection<M, V> {
     /// Makes q, k, v and z, `[channels + value_width, hidden]`.
     pub qkvz: M,
-    /// Makes b and a, `[2 * value_heads, hidden]`. Never quantised.
+    /// Makes b, if there is one, and a, `[gates_width, hidden]`. Never quantised.
     pub ba: M,
+    /// Norm over all heads, for this rank's columns (Mamba 2).
+    pub norm: Option<V>,
     /// The others.
     pub own: DeltaWeights<V>,
 }

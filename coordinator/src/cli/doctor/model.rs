@@ -54,10 +54,7 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
             let available = available_memory(Path::new("/"));
             let ranks = u64::from(args.tensor_parallel);
             let weights = needs.weight_bytes / ranks + adapters;
-            let usual = CoordinatorOptions::usual_prefix_states(args.max_num_seqs);
-            let kept = args.prefix_states.unwrap_or(usual);
-            let count = u64::from(args.max_num_seqs) + u64::from(kept);
-            let states = needs.state_bytes.saturating_mul(count) / ranks;
+            let states = needs.state_bytes.saturating_mul(num_states(args)) / ranks;
             findings.push(memory(Taken { weights, states, draft }, args, workers, available));
         }
         Err(error) => findings.push(Finding::fail(MODEL, error.to_string(), remedy(&error, args))),
@@ -250,6 +247,16 @@ fn memory(taken: Taken, args: &DoctorArgs, workers: u32, available: Option<u64>)
     Finding::fail(MEMORY, found, fix)
 }
 
+/// Number of states that a model with linear attention has in memory.
+fn num_states(args: &DoctorArgs) -> u64 {
+    let usual = CoordinatorOptions::usual_prefix_states(args.max_num_seqs);
+    let kept = match args.no_enable_prefix_caching {
+        true => 0,
+        false => args.prefix_states.unwrap_or(usual),
+    };
+    u64::from(args.max_num_seqs) + u64::from(kept)
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::Severity;
@@ -294,6 +301,18 @@ mod tests {
         let found = memory(stateful, &args, 2, Some((((2048 + 512) * 2) << 20) - 1));
         assert_eq!(found.level, Severity::Fail);
         assert!(found.fix.unwrap_or_default().contains("--max-num-seqs"));
+    }
+
+    #[test]
+    fn states_are_those_of_running_sequences_and_those_that_are_kept() {
+        for (said, count) in [
+            (&[][..], 64 + 32),
+            (&["--prefix-states", "5"], 64 + 5),
+            (&["--no-enable-prefix-caching", "--prefix-states", "5"], 64),
+            (&["--max-num-seqs", "1"], 1 + 2),
+        ] {
+            assert_eq!(num_states(&args(said)), count, "{said:?}");
+        }
     }
 
     #[test]

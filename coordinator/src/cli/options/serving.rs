@@ -145,7 +145,8 @@ pub(crate) struct ServingArgs {
     #[arg(long)]
     pub(crate) no_enable_prefix_caching: bool,
     /// Number of states kept for prefix caching by models with linear attention (Qwen3-Next,
-    /// Qwen3.5), each of which takes memory [default: half of --max-num-seqs, at least 2]
+    /// Qwen3.5, Granite 4.0 H), each of which takes memory [default: half of --max-num-seqs, at
+    /// least 2]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=65_536))]
     pub(crate) prefix_states: Option<u32>,
     /// Speculative decoding: draft tokens and verify several in one step; the text stays the same.

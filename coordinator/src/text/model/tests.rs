@@ -14,7 +14,7 @@ fn folders() -> Vec<PathBuf> {
             folders.push(path);
         }
     }
-    assert_eq!(folders.len(), 66);
+    assert_eq!(folders.len(), 68);
     folders
 }
 

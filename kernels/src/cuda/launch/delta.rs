@@ -1,7 +1,7 @@
 //! PURE: calls of the kernels of `kernels/cuda/delta.cu`.
 use super::entries::*;
 use super::{Args, Call, DevicePtr, Rows, call, wide, word, words};
-use crate::backend::DeltaShape;
+use crate::backend::{DeltaShape, Rule};
 
 /// Largest `key_dim` of the variants of `tutti_delta_update_*`.
 const KEY_DIMS: [usize; 3] = [32, 128, 256];
@@ -18,15 +18,19 @@ const ROWS_EACH: usize = 8;
 pub struct DeltaIo {
     /// f32 [rows, channels + value width]
     pub qkvz: DevicePtr,
-    /// f32 [rows, 2 value heads]
+    /// f32 [rows, [`DeltaShape::gates_width`]]
     pub ba: DevicePtr,
     /// f32 [channels, kernel]
     pub conv: DevicePtr,
+    /// f32 `[channels]`, or null.
+    pub conv_bias: DevicePtr,
     /// f32 `[value heads]`
     pub decay: DevicePtr,
     /// f32 `[value heads]`
     pub dt_bias: DevicePtr,
-    /// f32 `[value dim]`
+    /// f32 `[value heads]`, or null.
+    pub skip: DevicePtr,
+    /// f32 `[value dim]`, or null.
     pub norm: DevicePtr,
     /// The layer's states, f32 [slots, elements of one].
     pub slots: DevicePtr,
@@ -40,7 +44,7 @@ pub struct DeltaIo {
     pub mixed: DevicePtr,
     /// Scratch: f32 [rows, value heads, 4]
     pub gates: DevicePtr,
-    /// bf16 [rows, value width]
+    /// bf16 [rows, value width]; in Mamba 2 f32, contiguous.
     pub out: Rows,
 }
 
@@ -62,16 +66,19 @@ pub fn delta_attention(
     (rows, live): (usize, DevicePtr),
     seqs: usize,
 ) -> [Call; 3] {
-    let DeltaShape { key_heads, value_heads, key_dim, value_dim, kernel } = *shape;
-    let sizes = [key_heads, value_heads, key_dim, value_dim, kernel];
+    let DeltaShape { rule, key_heads, value_heads, key_dim, value_dim, kernel } = *shape;
+    let adds = usize::from(rule == Rule::Mamba2);
+    let sizes = [key_heads, value_heads, key_dim, value_dim, kernel, adds];
     let channels = shape.channels();
     let each = if rows < MANY_ROWS { 1 } else { ROWS_EACH };
     let args = Args::new()
         .ptr(io.qkvz)
         .ptr(io.ba)
         .ptr(io.conv)
+        .ptr(io.conv_bias)
         .ptr(io.decay)
         .ptr(io.dt_bias)
+        .ptr(io.skip)
         .ptr(io.slots)
         .ptr(io.seqs)
         .ptr(io.states)
@@ -91,7 +98,9 @@ pub fn delta_attention(
     let entry = Entry(DELTA_UPDATE.0 + which.min(KEY_DIMS.len() - 1));
     let update = call(entry, (blocks, seqs, 1), 256, args);
 
-    let args = Args::new().ptr(io.qkvz).ptr(io.mixed).ptr(io.norm).ptr(io.out.ptr);
+    let (none, to) = (DevicePtr::default(), io.out.ptr);
+    let [out, gated] = if adds == 0 { [to, none] } else { [none, to] };
+    let args = Args::new().ptr(io.qkvz).ptr(io.mixed).ptr(io.norm).ptr(out).ptr(gated);
     let args = words(args, [value_heads, value_dim, channels, io.out.stride]).f32(eps).ptr(live);
     let finish = call(DELTA_FINISH, (rows, value_heads.div_ceil(8), 1), 256, args);
     [mix, update, finish]

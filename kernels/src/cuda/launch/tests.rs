@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::*;
 use crate::backend::{
     Activation, AttentionShape, DeltaShape, ExpertActivation, KvStorage, PlainActivation, QkNorm,
-    Routing,
+    Routing, Rule,
 };
 use crate::cuda::group::FusedNorm;
 
@@ -226,6 +226,7 @@ fn all(sizes: Sizes) -> Vec<Call> {
     }
     for key_dim in [16, 128, 256] {
         let of = DeltaShape {
+            rule: if key_dim == 128 { Rule::Mamba2 } else { Rule::GatedDelta },
             key_heads: kv_heads,
             value_heads: heads,
             key_dim,
@@ -236,8 +237,10 @@ fn all(sizes: Sizes) -> Vec<Call> {
             qkvz: ptr,
             ba: ptr,
             conv: ptr,
+            conv_bias: ptr,
             decay: ptr,
             dt_bias: ptr,
+            skip: ptr,
             norm: ptr,
             slots: ptr,
             seqs: ptr,

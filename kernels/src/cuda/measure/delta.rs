@@ -2,7 +2,7 @@
 use std::time::Duration;
 
 use super::{CudaBackend, TURNS_MOST, fill, random_words};
-use crate::backend::{Batch, DeltaShape, SeqRows};
+use crate::backend::{Batch, DeltaShape, Rule, SeqRows};
 use crate::cuda::batch::{AttentionTiling, Layout, live, sizes};
 use crate::cuda::device::Device;
 use crate::cuda::launch::{self, DeltaIo, Rows};
@@ -54,7 +54,7 @@ impl CudaBackend {
         };
         let slots = memory(layers * state / 4)?;
         let qkvz = memory(all * (shape.channels() + shape.value_width()))?;
-        let ba = memory(all * 2 * shape.value_heads)?;
+        let ba = memory(all * shape.gates_width())?;
         let weights = memory(shape.channels() * shape.kernel)?;
         // Not negative, or states would grow without end.
         let decay = DeviceMemory::new(gpu, shape.value_heads * 4, what)?;
@@ -62,16 +62,23 @@ impl CudaBackend {
         fill(&decay, stream, &signless)?;
         let (mixed, gates) = DeltaIo::scratch(shape, all);
         let (mixed, gates) = (memory(mixed)?, memory(gates)?);
-        let out = memory(all * shape.value_width().div_ceil(2))?;
+        let out = memory(all * shape.value_width())?;
+        let (of_rule, none) = (weights.ptr(), DevicePtr::default());
+        let (of_mamba2, norm) = match shape.rule {
+            Rule::GatedDelta => (none, of_rule),
+            Rule::Mamba2 => (of_rule, none),
+        };
         let at = |words: usize| lists.ptr().offset(words * 4);
         self.measure(layers, |device, turn| {
             let io = DeltaIo {
                 qkvz: qkvz.ptr(),
                 ba: ba.ptr(),
                 conv: weights.ptr(),
+                conv_bias: of_mamba2,
                 decay: decay.ptr(),
                 dt_bias: weights.ptr(),
-                norm: weights.ptr(),
+                skip: of_mamba2,
+                norm,
                 slots: slots.ptr().offset(turn % layers * state),
                 seqs: at(layout.seqs),
                 states: at(layout.states),

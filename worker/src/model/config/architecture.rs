@@ -212,7 +212,7 @@ impl Architecture {
 
     /// Added to the weights of its norms.
     pub(super) fn norm_offset(self) -> f32 {
-        let is_offset = self.is_gemma() || self.has_linear_attention() || self == Self::Nemotron;
+        let is_offset = self.is_gemma() || self.gates_attention() || self == Self::Nemotron;
         if is_offset { 1.0 } else { 0.0 }
     }
 
@@ -292,6 +292,7 @@ impl Architecture {
     pub(super) fn experts(self) -> Option<ExpertKeys> {
         match self {
             Self::GptOss | Self::GraniteMoe | Self::Mixtral => Some(ExpertKeys::EveryLayer),
+            Self::GraniteMoeHybrid => Some(ExpertKeys::EveryLayerOrNone),
             Self::MiniMaxM2 => Some(ExpertKeys::EveryLayerSigmoid),
             Self::Olmoe => Some(ExpertKeys::EveryLayerAsSaid),
             Self::Qwen3Moe => Some(ExpertKeys::SomeLayers),
@@ -310,9 +311,9 @@ impl Architecture {
         matches!(self, Self::DeepseekV2 | Self::DeepseekV3 | Self::Glm4MoeLite)
     }
 
-    /// Whether some of its layers have linear attention, and the others gates.
-    pub(super) fn has_linear_attention(self) -> bool {
-        model_config::has_linear_attention(self.name())
+    /// Whether layers have linear attention by the gated delta rule, or gates of attention.
+    pub(super) fn gates_attention(self) -> bool {
+        matches!(self, Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe)
     }
 
     /// Whether `sliding_window` applies only with `use_sliding_window`: files of these

@@ -1,5 +1,5 @@
 //! The keys of `config.json` for linear attention by the gated delta rule (Qwen3-Next, Qwen3.5).
-use kernels::backend::DeltaShape;
+use kernels::backend::{DeltaShape, Rule};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -7,15 +7,27 @@ use super::architecture::Architecture;
 use super::{Raw as Keys, keys, listed, size};
 
 /// Linear attention, in place of attention over a KV cache, in some layers.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Delta {
     /// Sizes of the whole model.
     pub shape: DeltaShape,
     /// Whether each layer has it.
     pub layers: Vec<bool>,
-    /// Whether files have two projections, in which each key head has its own outputs together
-    /// (Qwen3-Next), instead of four.
-    pub is_grouped: bool,
+    /// How files have its tensors.
+    pub layout: Layout,
+    /// Epsilon of its norm.
+    pub norm_eps: f32,
+}
+
+/// How files have the tensors of linear attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// Two projections, in which each key head has its own outputs together (Qwen3-Next).
+    Grouped,
+    /// Four projections (Qwen3.5).
+    Split,
+    /// One projection: z, v, k, q and a. Convolutions are in the order v, k, q (Mamba 2).
+    Mamba,
 }
 
 #[derive(Deserialize)]
@@ -37,6 +49,7 @@ impl Delta {
         config: &Value,
         all: &Keys,
         architecture: Architecture,
+        norm_eps: f64,
         num_layers: usize,
     ) -> Result<Option<Self>, String> {
         if all.attention_bias == Some(true) {
@@ -84,14 +97,18 @@ impl Delta {
             ));
         }
         let shape = DeltaShape {
+            rule: Rule::GatedDelta,
             key_heads,
             value_heads,
             key_dim: head("linear_key_head_dim", raw.linear_key_head_dim, key_most)?,
             value_dim: head("linear_value_head_dim", raw.linear_value_head_dim, value_most)?,
             kernel,
         };
-        let is_grouped = architecture == Architecture::Qwen3Next;
-        Ok(Some(Self { shape, layers, is_grouped }))
+        let layout = match architecture {
+            Architecture::Qwen3Next => Layout::Grouped,
+            _ => Layout::Split,
+        };
+        Ok(Some(Self { shape, layers, layout, norm_eps: norm_eps as f32 }))
     }
 }
 
@@ -149,9 +166,15 @@ mod tests {
     fn three_of_four_layers_have_it() {
         let config = ModelConfig::from_value(next()).unwrap();
         let delta = config.delta.clone().unwrap();
-        let shape =
-            DeltaShape { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, kernel: 4 };
-        assert_eq!((delta.shape, delta.is_grouped), (shape, true));
+        let shape = DeltaShape {
+            rule: Rule::GatedDelta,
+            key_heads: 16,
+            value_heads: 32,
+            key_dim: 128,
+            value_dim: 128,
+            kernel: 4,
+        };
+        assert_eq!((delta.shape, delta.layout), (shape, Layout::Grouped));
         let quarter = [true, true, true, false];
         assert_eq!(delta.layers, [quarter, quarter].concat());
         assert!(config.gates_attention && config.qk_norm && config.norm_offset == 1.0);
@@ -162,7 +185,7 @@ mod tests {
 
         let config = ModelConfig::from_value(dense()).unwrap();
         let delta = config.delta.clone().unwrap();
-        assert_eq!((delta.layers, delta.is_grouped), (quarter.to_vec(), false));
+        assert_eq!((delta.layers, delta.layout), (quarter.to_vec(), Layout::Split));
         assert_eq!(delta.shape, DeltaShape { value_heads: 48, ..shape });
         assert!(config.gates_attention && config.experts.is_none() && !config.tied);
         assert_eq!(

@@ -3,7 +3,7 @@ use kernels::backend::{ExpertActivation, Routing, Scores};
 use serde_json::Value;
 
 use super::architecture::{Architecture, ExpertKeys};
-use super::{Raw, SIZE_MAX, gpt_oss, listed, size};
+use super::{Raw, SIZE_MAX, gpt_oss, granite, listed, size};
 use crate::model::experts::ExpertsConfig;
 
 /// Reads the mixtures of experts, if the architecture has them.
@@ -18,7 +18,9 @@ pub(super) fn read(
 ) -> Result<Option<ExpertsConfig>, String> {
     let Some(keys) = architecture.experts() else { return Ok(None) };
     let key = match keys {
-        ExpertKeys::EveryLayer | ExpertKeys::EveryLayerSigmoid => "num_local_experts",
+        ExpertKeys::EveryLayer | ExpertKeys::EveryLayerOrNone | ExpertKeys::EveryLayerSigmoid => {
+            "num_local_experts"
+        }
         ExpertKeys::EveryLayerAsSaid | ExpertKeys::SomeLayers | ExpertKeys::GatedShared => {
             "num_experts"
         }
@@ -37,6 +39,9 @@ pub(super) fn read(
         "n_routed_experts" => raw.n_routed_experts.or(raw.num_local_experts),
         _ => raw.num_experts.or(raw.num_local_experts),
     };
+    if keys == ExpertKeys::EveryLayerOrNone && num_experts == Some(0) {
+        return Ok(None);
+    }
     let num_experts = bounded(key, num_experts, experts_most)?;
     let top_k = bounded("num_experts_per_tok", raw.num_experts_per_tok, num_experts.min(top_most))?;
     let mut routing = Routing::softmax(num_experts, top_k, true);
@@ -50,6 +55,17 @@ pub(super) fn read(
                 routing.scores = Scores::Sigmoid;
             }
             (size("intermediate_size", raw.intermediate_size)?, vec![true; num_layers], None)
+        }
+        ExpertKeys::EveryLayerOrNone => {
+            let width = size("intermediate_size", raw.intermediate_size)?;
+            let all = granite::shared_width(config)?;
+            share_width(
+                &mut routing,
+                ("shared_intermediate_size", all),
+                "intermediate_size",
+                width,
+            )?;
+            (width, vec![true; num_layers], Some("shared_mlp"))
         }
         ExpertKeys::SomeLayers => {
             routing.normalise = raw.norm_topk_prob.unwrap_or(false);
@@ -65,12 +81,7 @@ pub(super) fn read(
             routing.gated = true;
             let (key, width) = ("shared_expert_intermediate_size", width()?);
             let all = size(key, raw.shared_expert_intermediate_size)?;
-            if !all.is_multiple_of(width) {
-                return Err(format!(
-                    "{key} is {all}, it must be a multiple of moe_intermediate_size ({width})"
-                ));
-            }
-            share(&mut routing, all / width, key)?;
+            share_width(&mut routing, (key, all), "moe_intermediate_size", width)?;
             (width, some_layers(raw, num_layers)?, Some("shared_expert"))
         }
         ExpertKeys::AfterFirstGrouped | ExpertKeys::AfterFirstGroupedSoftmax => {
@@ -225,6 +236,19 @@ fn grouped(
         routing.kept_groups = raw.topk_group.filter(|_| is_read).unwrap_or(usual.groups.1);
     }
     Ok(usual)
+}
+
+/// Adds a shared expert, `all` wide as `key` says, as several of the others' width.
+fn share_width(
+    routing: &mut Routing,
+    (key, all): (&str, usize),
+    of_others: &str,
+    width: usize,
+) -> Result<(), String> {
+    if !all.is_multiple_of(width) {
+        return Err(format!("{key} is {all}, it must be a multiple of {of_others} ({width})"));
+    }
+    share(routing, all / width, key)
 }
 
 /// Adds shared experts; `key` says how many.

@@ -1,9 +1,9 @@
 //! Granite's keys in `config.json`: factors of embeddings, attention, layer outputs and logits; and
-//! those of Granite 4's models, of which the ones without state (Mamba) and experts are supported.
+//! the width of the MLP that every layer of Granite 4's models has.
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{keys, of_each_layer, size};
+use super::{keys, size};
 
 /// Bounds of every factor: wider than any model's, and safe in f32.
 const BOUNDS: std::ops::RangeInclusive<f64> = 1e-3..=1e4;
@@ -17,36 +17,18 @@ struct Own {
     logits_scaling: Option<f64>,
 }
 
-/// The keys that say what the layers of Granite 4's models are.
-#[derive(Deserialize)]
-struct OwnLayers {
-    layer_types: Option<Vec<String>>,
-    num_local_experts: Option<usize>,
-    shared_intermediate_size: Option<usize>,
-}
-
-/// Checks that each layer of one of Granite 4's models has attention and an MLP, and returns the
-/// width of that.
+/// Returns the width of the MLP in every layer of one of Granite 4's models: beside experts, it is
+/// a shared one.
 ///
 /// # Errors
 /// The key, its value's problem and the bound.
-pub(super) fn attention_only(config: &Value, num_layers: usize) -> Result<usize, String> {
-    let OwnLayers { layer_types, num_local_experts, shared_intermediate_size } = keys(config)?;
-    let Some(types) = layer_types else {
-        return Err("key layer_types is missing, which means layers with state (Mamba); only \
-                    attention is supported"
-            .to_owned());
-    };
-    of_each_layer("layer_types", types.len(), num_layers)?;
-    let is_known = |kind: &str| matches!(kind, "attention" | "full_attention");
-    if let Some(other) = types.iter().find(|kind| !is_known(kind)) {
-        return Err(format!("layer_types has \"{other}\", only \"attention\" is supported"));
+pub(super) fn shared_width(config: &Value) -> Result<usize, String> {
+    #[derive(Deserialize)]
+    struct Own {
+        shared_intermediate_size: Option<usize>,
     }
-    // What transformers has where a file does not say it.
-    match num_local_experts.unwrap_or(8) {
-        0 => size("shared_intermediate_size", shared_intermediate_size),
-        experts => Err(format!("num_local_experts is {experts}, only 0 is supported")),
-    }
+    let Own { shared_intermediate_size } = keys(config)?;
+    size("shared_intermediate_size", shared_intermediate_size)
 }
 
 /// Its factors.

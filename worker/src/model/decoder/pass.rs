@@ -5,7 +5,7 @@ use kernels::backend::{
 };
 use kernels::{Backend, KernelError};
 
-use super::{Buffers, DeltaBuffers, ExpertBuffers, LatentBuffers, QkNormBuffers};
+use super::{Buffers, DeltaBuffers, DeltaNormBuffers, ExpertBuffers, LatentBuffers, QkNormBuffers};
 use crate::model::config::{Latent, MlpActivation, ModelConfig};
 use crate::model::lora::{Adapters, Part, Place, Site};
 use crate::model::shard::Shard;
@@ -199,14 +199,26 @@ impl<B: Backend> Pass<'_, B> {
         place: usize,
         weights: &BackendDelta<B>,
     ) -> Result<(), KernelError> {
-        let Self { backend, batch, states: slots, config, buffers, .. } = self;
+        let Self { backend, batch, states: slots, config, shard, buffers, .. } = self;
         let Buffers { normed, delta, .. } = &mut **buffers;
-        let DeltaBuffers { qkvz, ba, attended, states } = room(delta)?;
+        let DeltaBuffers { qkvz, ba, norm, attended, states } = room(delta)?;
+        let eps = config.delta.as_ref().ok_or_else(missing)?.norm_eps;
         backend.linear(normed, &weights.qkvz, None, qkvz)?;
         backend.linear(normed, &weights.ba, None, ba)?;
-        let input = DeltaInput { qkvz, ba, weights: &weights.own, eps: config.norm_eps };
+        let input = DeltaInput { qkvz, ba, weights: &weights.own, eps };
         let at = DeltaAt { batch, states: slots, layer: place };
-        backend.delta_attention(input, at, states, attended)
+        let Some(weight) = &weights.norm else {
+            return backend.delta_attention(input, at, states, attended);
+        };
+        let DeltaNormBuffers { norm, gated, squares } = room(norm)?;
+        backend.delta_attention(input, at, states, gated)?;
+        backend.qk_squares(gated, norm, squares)?;
+        if shard.degree > 1 {
+            backend.all_reduce(squares)?;
+        }
+        backend.qk_scale(gated, norm, squares, weight)?;
+        // As an input of products.
+        backend.add_normed(gated, None, eps, attended)
     }
 
     /// Multi-head latent attention over `normed`, before its output projection. Adapters are

@@ -2,23 +2,28 @@
 //! loaded of them.
 use std::ops::Range;
 
-use kernels::backend::{Backend, DeltaShape, DeltaWeights, HostMatrix};
+use kernels::backend::{Backend, DeltaShape, DeltaWeights, HostMatrix, Rule, RuleWeights};
 use kernels::error::KernelError;
 
 use super::loader::Loader;
 use super::part::{Kind, Layer, rows_of};
 use super::{BackendDelta, DeltaProjection, Source};
 use crate::model::ModelError;
-use crate::model::config::Delta;
+use crate::model::config::{Delta, Layout};
 
 /// One rank's share of one layer: checked, but not read yet.
 pub(super) struct DeltaPart<'a> {
     qkvz: Vec<HostMatrix<'a>>,
     ba: Vec<HostMatrix<'a>>,
     conv: Vec<f32>,
+    /// Only in Mamba 2, as `skip`.
+    conv_bias: Vec<f32>,
     decay: Vec<f32>,
     dt_bias: Vec<f32>,
+    skip: Vec<f32>,
+    /// Of each head; in Mamba 2, for all of this rank's columns.
     norm: Vec<f32>,
+    rule: Rule,
     /// The output projection: one matrix per part of its sum.
     pub(super) output: Vec<HostMatrix<'a>>,
 }
@@ -31,7 +36,9 @@ impl<'a> DeltaPart<'a> {
 
     /// The vectors.
     pub(super) fn vectors(&self) -> impl Iterator<Item = &[f32]> {
-        [&self.conv, &self.decay, &self.dt_bias, &self.norm].into_iter().map(Vec::as_slice)
+        let of_both = [&self.conv, &self.decay, &self.dt_bias, &self.norm];
+        let of_mamba2 = [&self.conv_bias, &self.skip].into_iter().filter(|it| !it.is_empty());
+        of_both.into_iter().chain(of_mamba2).map(Vec::as_slice)
     }
 }
 
@@ -44,8 +51,11 @@ pub(super) struct GatedQ<'a> {
 impl<'a> Layer<'a> {
     pub(super) fn delta(&self, delta: &Delta) -> Result<DeltaPart<'a>, ModelError> {
         let Source { config, shard, .. } = self.part.0;
-        let DeltaShape { key_heads, value_heads, key_dim, value_dim, kernel } = delta.shape;
-        let (hidden, own) = (config.hidden_size, shard.delta_heads.clone());
+        if delta.layout == Layout::Mamba {
+            return self.mamba(delta);
+        }
+        let DeltaShape { key_heads, value_heads, key_dim, value_dim, kernel, .. } = delta.shape;
+        let (hidden, own) = (config.hidden_size, shard.delta_keys.clone());
         let group = value_heads / key_heads;
         let (keys, values) = (delta.shape.key_width(), delta.shape.value_width());
         let weight = |name: &str, shape| {
@@ -59,8 +69,8 @@ impl<'a> Layer<'a> {
         // This rank's rows of a projection with `each` rows for a key head, from `first` on.
         let span = |first: usize, each: usize| first + own.start * each..first + own.end * each;
         let of_values = group * value_dim;
-        let (qkvz, ba) = match delta.is_grouped {
-            true => {
+        let (qkvz, ba) = match delta.layout {
+            Layout::Grouped => {
                 let each = 2 * key_dim + 2 * of_values;
                 let of = |first: usize, len: usize| {
                     own.clone().map(move |head| head * each + first..head * each + first + len)
@@ -81,7 +91,7 @@ impl<'a> Layer<'a> {
                     cut("in_proj_ba", 2 * value_heads, gates.collect())?,
                 )
             }
-            false => {
+            Layout::Split | Layout::Mamba => {
                 let rows = vec![span(0, key_dim), span(keys, key_dim), span(2 * keys, of_values)];
                 let mut qkvz = cut("in_proj_qkv", 2 * keys + values, rows)?;
                 qkvz.extend(cut("in_proj_z", values, vec![span(0, of_values)])?);
@@ -104,10 +114,57 @@ impl<'a> Layer<'a> {
             qkvz,
             ba,
             conv: conv.copied().collect(),
-            // In f64, so that hosts agree on the rounded value.
-            decay: decay[heads.clone()].iter().map(|log| f64::from(*log).exp() as f32).collect(),
+            conv_bias: Vec::new(),
+            decay: rates(&decay[heads.clone()]),
             dt_bias: numbers("dt_bias", &[value_heads])?[heads].to_vec(),
+            skip: Vec::new(),
             norm: numbers("norm.weight", &[value_dim])?,
+            rule: delta.shape.rule,
+            output: self.parts_of(&output, &columns),
+        })
+    }
+
+    /// Mamba 2, where z, x, B, C and dt come of one projection: z, v, k, q and a.
+    fn mamba(&self, delta: &Delta) -> Result<DeltaPart<'a>, ModelError> {
+        let Source { config, shard, files } = self.part.0;
+        let DeltaShape { value_heads, key_dim, value_dim, kernel, .. } = delta.shape;
+        let (keys, values) = (delta.shape.key_width(), delta.shape.value_width());
+        let of = |heads: &Range<usize>, dim: usize, first: usize| {
+            first + heads.start * dim..first + heads.end * dim
+        };
+        // Of the convolved channels: q, k and v of this rank.
+        let (own_keys, own) = (&shard.delta_keys, &shard.delta_values);
+        let channels = [
+            of(own_keys, key_dim, values + keys),
+            of(own_keys, key_dim, values),
+            of(own, value_dim, 0),
+        ];
+        let name = |name: &str| self.name(&format!("mamba.{name}"));
+        let rows = 2 * values + 2 * keys + value_heads;
+        let projection = self.part.weight(&name("in_proj.weight"), [rows, config.hidden_size])?;
+        // z comes before the channels in the file, and after them here.
+        let convolved = channels.iter().map(|own| own.start + values..own.end + values);
+        let qkvz = convolved.chain([of(own, value_dim, 0)]);
+        let qkvz = qkvz.map(|rows| rows_of(&projection, &rows)).collect();
+        let steps = of(own, 1, rows - value_heads);
+        let numbers = |of: &str, shape: &[usize]| files.numbers(&name(of), shape);
+        let conv = numbers("conv1d.weight", &[delta.shape.channels(), 1, kernel])?;
+        let conv = channels.iter().flat_map(|own| &conv[own.start * kernel..own.end * kernel]);
+        let bias = numbers("conv1d.bias", &[delta.shape.channels()])?;
+        let output = self.part.weight(&name("out_proj.weight"), [config.hidden_size, values])?;
+        let columns = of(own, value_dim, 0);
+        let of_heads =
+            |of: &str| Ok::<_, ModelError>(numbers(of, &[value_heads])?[own.clone()].to_vec());
+        Ok(DeltaPart {
+            qkvz,
+            ba: vec![rows_of(&projection, &steps)],
+            conv: conv.copied().collect(),
+            conv_bias: channels.iter().flat_map(|own| &bias[own.clone()]).copied().collect(),
+            decay: rates(&of_heads("A_log")?),
+            dt_bias: of_heads("dt_bias")?,
+            skip: of_heads("D")?,
+            norm: numbers("norm.weight", &[values])?[columns.clone()].to_vec(),
+            rule: delta.shape.rule,
             output: self.parts_of(&output, &columns),
         })
     }
@@ -131,17 +188,28 @@ impl<'a> Layer<'a> {
     }
 }
 
+/// Of logarithms. In f64, so that hosts agree on the rounded value.
+fn rates(logs: &[f32]) -> Vec<f32> {
+    logs.iter().map(|log| f64::from(*log).exp() as f32).collect()
+}
+
 impl<B: Backend> Loader<'_, '_, B> {
     pub(super) fn delta(&mut self, part: &DeltaPart<'_>) -> Result<BackendDelta<B>, KernelError> {
-        Ok(DeltaProjection {
-            qkvz: self.matrix(&part.qkvz)?,
-            ba: self.small(&part.ba)?,
-            own: DeltaWeights {
-                conv: self.vector(&part.conv)?,
-                decay: self.vector(&part.decay)?,
-                dt_bias: self.vector(&part.dt_bias)?,
-                norm: self.vector(&part.norm)?,
-            },
-        })
+        let (qkvz, ba) = (self.matrix(&part.qkvz)?, self.small(&part.ba)?);
+        let norm = self.vector(&part.norm)?;
+        let (rule, norm) = match part.rule {
+            Rule::GatedDelta => (RuleWeights::GatedDelta { norm }, None),
+            Rule::Mamba2 => {
+                let conv_bias = Some(self.vector(&part.conv_bias)?);
+                (RuleWeights::Mamba2 { conv_bias, skip: self.vector(&part.skip)? }, Some(norm))
+            }
+        };
+        let own = DeltaWeights {
+            conv: self.vector(&part.conv)?,
+            decay: self.vector(&part.decay)?,
+            dt_bias: self.vector(&part.dt_bias)?,
+            rule,
+        };
+        Ok(DeltaProjection { qkvz, ba, norm, own })
     }
 }

@@ -282,6 +282,7 @@ impl<'a> Layer<'a> {
             name.map(|name| self.part.stream_norm(&self.name(name))).transpose()
         };
         let ropes = distinct(&config.ropes);
+        let has_output_bias = config.output_bias && delta.is_none();
         Ok(LayerPart {
             input_norm: stream(config.norms.input)?,
             rope: ropes.iter().position(|kind| *kind == rope).unwrap_or(0),
@@ -304,7 +305,7 @@ impl<'a> Layer<'a> {
                 }
             },
             delta,
-            output_bias: self.row_parallel_bias(config.output_bias, Module::O)?,
+            output_bias: self.row_parallel_bias(has_output_bias, Module::O)?,
             output_norm: norm(config.norms.output)?,
             post_norm: stream(config.norms.post)?,
             mlp: self.mlp()?,

@@ -115,6 +115,9 @@ pub(in crate::model::config) enum ExpertKeys {
     EveryLayer,
     /// The same, normalised only if `norm_topk_prob` says so.
     EveryLayerAsSaid,
+    /// As `EveryLayer`, beside a shared expert of width `shared_intermediate_size`; if there are
+    /// none, that is the MLP.
+    EveryLayerOrNone,
     /// As `EveryLayer`, with sigmoids as scores.
     EveryLayerSigmoid,
     /// Only the layers selected by `decoder_sparse_step` and `mlp_only_layers` have experts, of
