@@ -1,6 +1,6 @@
-// Linear attention by the gated delta rule (Gated DeltaNet) or as in Mamba 2, in three launches: what
-// each row brings, the recurrence of each sequence, and the norm or the gate of each row. And gates of
-// attention's results.
+// Linear attention by the gated delta rule (Gated DeltaNet) or as in Mamba 2, in three launches:
+// what each row brings, the recurrence of each sequence, and the norm or the gate of each row. And
+// gates of attention's results.
 //
 // A column of S changes by itself: it needs k, q and the gates of a token, and its own element of
 // v. So a sequence's tokens are walked by as many independent groups of 8 lanes as there are
@@ -604,7 +604,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #define DELTA_UPDATE(key_dim_most)                                                                 \
     extern "C" __global__ void __launch_bounds__(THREADS)                                          \
         tutti_delta_update_##key_dim_most(TUTTI_DELTA_UPDATE_ARGUMENTS) {                          \
-        const Sizes sizes = {key_heads, value_heads, key_dim, value_dim, kernel, adds != 0};                  \
+        const Sizes sizes = {key_heads, value_heads, key_dim, value_dim, kernel, adds != 0};       \
         update<key_dim_most / 4 / SHARERS>(qkvz, gates, seqs, states, mixed, slots, sizes, live);  \
     }
 DELTA_UPDATE(32)

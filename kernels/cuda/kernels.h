@@ -527,7 +527,7 @@ __global__ void tutti_latent_decode_fp8(const tutti_bf16* q, const tutti_fp8* k_
                                         TUTTI_LATENT_DECODE_ARGUMENTS);
 
 /* ---- delta.cu -------------------------------------------------------------------------------
- * Linear attention by the gated delta rule: see kernels::backend::delta, which has the formulas. A
+ * Linear attention: see kernels::backend::delta, which has the formulas. A
  * layer's state of a sequence is its slot, f32: the value heads' S, transposed,
  * [value_heads, value_dim, key_dim], then the channels of its last tokens, [kernel - 1, channels],
  * the oldest first. A token's channels are q [key_heads, key_dim], k of the same shape, and

@@ -237,7 +237,7 @@ VARIANTS = {
         Qwen3NextConfig(
             **BASE, num_hidden_layers=4, intermediate_size=64, moe_intermediate_size=24, head_dim=32,
             shared_expert_intermediate_size=24, rms_norm_eps=1e-6, num_experts=6, num_experts_per_tok=3,
-            norm_topk_prob=True, tie_word_embeddings=False, linear_num_key_heads=4, linear_num_value_heads=8,
+            norm_topk_prob=True, tie_word_embeddings=False, linear_num_key_heads=2, linear_num_value_heads=8,
             linear_key_head_dim=16, linear_value_head_dim=16, mlp_only_layers=[1],
             rope_parameters={**rope(10000000.0), "partial_rotary_factor": 0.25},
         ),
@@ -249,7 +249,7 @@ VARIANTS = {
             text_config=dict(
                 **BASE, num_hidden_layers=4, moe_intermediate_size=24, head_dim=32,
                 shared_expert_intermediate_size=24, rms_norm_eps=1e-6, num_experts=6, num_experts_per_tok=3,
-                linear_num_key_heads=4, linear_num_value_heads=12, linear_key_head_dim=16,
+                linear_num_key_heads=2, linear_num_value_heads=12, linear_key_head_dim=16,
                 linear_value_head_dim=16, linear_conv_kernel_dim=3, layer_types=["linear_attention",
                 "full_attention", "linear_attention", "linear_attention"],
                 rope_parameters={**rope(10000000.0), "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],

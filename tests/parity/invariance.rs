@@ -165,6 +165,7 @@ fn every_degree_gives_the_bits_of_the_wanted_one() {
         variant("deepseek-v3"),
         variant("granite-4-h"),
         variant("granite-4-h-moe"),
+        variant("qwen3-next"),
         variant("qwen3-fp8-blocks"),
         variant("qwen3-moe-fp8"),
         variant("llama-int8"),

@@ -6,7 +6,8 @@ use super::AttentionOps;
 use super::{AttentionAt, RopeTable, Tensors};
 use crate::error::KernelError;
 
-/// What a rank has of the q and k that are normalised together.
+/// What a rank has of the q and k that are normalised together. Mamba 2 has its results so, as q
+/// without a k, whose columns are none.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QkNorm {
     /// Columns of q on this rank, and those of k, which follow them.

@@ -61,8 +61,8 @@ pub trait RowOps: Tensors {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
-    /// `residual += delta / rms(delta) * weight` (if given), then `out = residual`. All
-    /// `[rows, hidden]`.
+    /// `residual += delta / rms(delta) * weight` (if given), then `out = residual`. All of one
+    /// shape, `[rows, hidden]` or another.
     ///
     /// # Errors
     /// [`KernelError::Shape`].

@@ -139,10 +139,11 @@ pub(crate) struct Disjoint<'a, T> {
     borrow: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: hands out elements only through `slice` and `read`, whose callers keep ranges disjoint.
-unsafe impl<T: Send> Send for Disjoint<'_, T> {}
+// SAFETY: hands out elements only through `slice`, whose callers keep ranges disjoint from all
+// others, and `read`, whose callers keep them disjoint from those that are written.
+unsafe impl<T: Send + Sync> Send for Disjoint<'_, T> {}
 // SAFETY: as above.
-unsafe impl<T: Send> Sync for Disjoint<'_, T> {}
+unsafe impl<T: Send + Sync> Sync for Disjoint<'_, T> {}
 
 impl<'a, T> Disjoint<'a, T> {
     pub(crate) fn new(slice: &'a mut [T]) -> Self {
@@ -169,7 +170,7 @@ impl<'a, T> Disjoint<'a, T> {
     ///
     /// # Safety
     /// While the returned slice lives, no other slice obtained from `self`, or from its copies
-    /// ([`Disjoint::again`]), may overlap it.
+    /// ([`Disjoint::again`]), may overlap it, whether to be written or read.
     #[allow(clippy::mut_from_ref, reason = "the caller keeps the ranges disjoint")]
     pub(crate) unsafe fn slice(&self, start: usize, len: usize) -> &mut [T] {
         assert!(start <= self.len && len <= self.len - start, "a task left its slice");

@@ -8,7 +8,7 @@
 //! - `norms`: norms that few models have
 //! - `attention`: QKV and attention
 //! - `latent`: multi-head latent attention
-//! - `delta`: linear attention by the gated delta rule
+//! - `delta`: linear attention
 //! - `experts`: mixtures of experts
 //! - `sample`: sampling
 //! - `ranks`: exchanges between GPUs

@@ -227,6 +227,7 @@ mod tests {
     use kernels::backend::{ExpertActivation, Routing};
     use serde_json::json;
 
+    use super::super::config::{Delta, Layout};
     use super::super::experts::ExpertsConfig;
     use super::*;
 
@@ -257,6 +258,40 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn value_heads_of_linear_attention_are_held_once_beside_their_key_heads() {
+        for (keys, values, rule) in
+            [(2, 8, Rule::GatedDelta), (4, 4, Rule::GatedDelta), (1, 12, Rule::Mamba2)]
+        {
+            let shape = DeltaShape {
+                rule,
+                key_heads: keys,
+                value_heads: values,
+                key_dim: 16,
+                value_dim: 8,
+                kernel: 4,
+            };
+            let delta = Delta { shape, layers: vec![true], layout: Layout::Split, norm_eps: 1e-6 };
+            let config = ModelConfig { delta: Some(delta), ..config(8, 8, 100) };
+            for n in [1u32, 2, 4] {
+                let shards: Vec<Shard> =
+                    (0..n).map(|rank| Shard::new(&config, rank, n).unwrap()).collect();
+                let all: Vec<usize> = shards.iter().flat_map(|s| s.delta_values.clone()).collect();
+                assert_eq!(all, (0..values).collect::<Vec<_>>());
+                for shard in shards {
+                    let own = shard.delta(&config).unwrap();
+                    let group = own.value_heads / own.key_heads;
+                    assert_eq!(own.value_heads, group * own.key_heads);
+                    for (i, head) in shard.delta_values.clone().enumerate() {
+                        assert_eq!(shard.delta_keys.start + i / group, head * keys / values);
+                    }
+                }
+            }
+            let error = Shard::new(&config, 0, 8).map(drop);
+            assert_eq!(error.is_ok(), values == 8, "{keys}, {values}");
         }
     }
 

@@ -125,7 +125,8 @@ pub fn activation_bytes(
         let (channels, values) = (n(delta.channels()), n(delta.value_width()));
         // With a norm over all heads, the result in f32 comes before that, and a sum of squares.
         let gated = shard.delta_norm(config).map_or(0, |_| values + 2);
-        (2 * channels + values + 4 * n(delta.value_heads) + gated) * 4 + values * 2
+        let gates = n(delta.gates_width()) + 4 * n(delta.value_heads);
+        (2 * channels + values + gates + gated) * 4 + values * 2
     });
     // What ranks on GPUs exchange in bf16.
     let narrowed = if shard.degree > 1 { hidden * 2 } else { 0 };

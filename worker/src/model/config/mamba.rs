@@ -1,7 +1,7 @@
 //! The keys of `config.json` for layers with state (Mamba 2), as Granite 4's models have them.
 use kernels::backend::{DeltaShape, Rule};
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::delta::{Delta, Layout};
 use super::{keys, of_each_layer, size};
@@ -104,24 +104,23 @@ pub(super) fn read(
 
 /// Checks that steps are not bounded: they are above 0 in any case.
 fn check_steps(limits: Option<&[Option<Value>]>) -> Result<(), String> {
-    let unbounded = |limit: &Option<Value>| match limit {
-        // Infinity, as `model_config::parse` reads it.
-        None => true,
-        Some(limit) => *limit == 0.0 || *limit == serde_json::json!({"__float__": "Infinity"}),
+    // Infinity is null, as `model_config::parse` reads it.
+    let is_infinite = |limit: &Option<Value>| {
+        limit.as_ref().is_none_or(|limit| *limit == json!({"__float__": "Infinity"}))
     };
-    match limits.filter(|limits| !(limits.len() == 2 && limits.iter().all(unbounded))) {
+    match limits {
         None => Ok(()),
-        Some(limits) => Err(format!(
-            "time_step_limit is {}, only 0 and infinity are supported",
-            serde_json::json!(limits)
-        )),
+        Some([Some(least), most]) if *least == 0.0 && is_infinite(most) => Ok(()),
+        Some(limits) => {
+            let said = json!(limits).to_string().replace("null", "Infinity");
+            Err(format!("time_step_limit is {said}, only [0,Infinity] is supported"))
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use kernels::backend::Routing;
-    use serde_json::json;
 
     use super::super::ModelConfig;
     use super::*;
@@ -190,7 +189,10 @@ mod tests {
             ("mamba_d_conv", json!(9), "mamba_d_conv is 9, it must be in 2..=8"),
             ("mamba_proj_bias", json!(true), "mamba_proj_bias is true, only false"),
             ("mamba_conv_bias", json!(false), "mamba_conv_bias is false, only true"),
-            ("time_step_limit", json!([0.0, 0.1]), "time_step_limit is [0.0,0.1], only 0 and"),
+            ("time_step_limit", json!([0.0, 0.1]), "is [0.0,0.1], only [0,Infinity] is supported"),
+            ("time_step_limit", json!([0.1, null]), "is [0.1,Infinity], only [0,Infinity] is"),
+            ("time_step_limit", json!([0.0, 0.0]), "time_step_limit is [0.0,0.0], only"),
+            ("time_step_limit", json!([null, null]), "time_step_limit is [Infinity,Infinity]"),
             ("shared_intermediate_size", json!(1000), "it must be a multiple of intermediate_size"),
         ] {
             let error = with(key, value).unwrap_err();

@@ -55,7 +55,7 @@ impl<'a> Layer<'a> {
             return self.mamba(delta);
         }
         let DeltaShape { key_heads, value_heads, key_dim, value_dim, kernel, .. } = delta.shape;
-        let (hidden, own) = (config.hidden_size, shard.delta_keys.clone());
+        let (hidden, own) = (config.hidden_size, shard.delta_values.clone());
         let group = value_heads / key_heads;
         let (keys, values) = (delta.shape.key_width(), delta.shape.value_width());
         let weight = |name: &str, shape| {
@@ -66,37 +66,48 @@ impl<'a> Layer<'a> {
             let cut = ranges.iter().map(|rows| rows_of(&tensor, rows));
             Ok::<_, ModelError>(cut.collect::<Vec<_>>())
         };
-        // This rank's rows of a projection with `each` rows for a key head, from `first` on.
-        let span = |first: usize, each: usize| first + own.start * each..first + own.end * each;
-        let of_values = group * value_dim;
+        // This rank's rows of a projection from `first` on: those of its key heads, and those of
+        // its value heads, with `each` rows for one.
+        let of_keys = |first: usize| {
+            first + shard.delta_keys.start * key_dim..first + shard.delta_keys.end * key_dim
+        };
+        let of_values =
+            |first: usize, each: usize| first + own.start * each..first + own.end * each;
         let (qkvz, ba) = match delta.layout {
             Layout::Grouped => {
-                let each = 2 * key_dim + 2 * of_values;
-                let of = |first: usize, len: usize| {
-                    own.clone().map(move |head| head * each + first..head * each + first + len)
+                // What a key head has together: q, k, v and z, or b and a.
+                let each = 2 * key_dim + 2 * group * value_dim;
+                let of_key = |first: usize| {
+                    let keys = shard.delta_keys.clone();
+                    keys.map(move |head| head * each + first..head * each + first + key_dim)
                 };
-                let rows = of(0, key_dim)
-                    .chain(of(key_dim, key_dim))
-                    .chain(of(2 * key_dim, of_values))
-                    .chain(of(2 * key_dim + of_values, of_values));
-                let gates = |first: usize| {
-                    own.clone().map(move |head| {
-                        let first = 2 * head * group + first;
-                        first..first + group
+                // Those of its value heads that this rank has, `size` rows each.
+                let of_group = |each: usize, first: usize, size: usize| {
+                    let own = own.clone();
+                    shard.delta_keys.clone().map(move |head| {
+                        let start = own.start.max(head * group) - head * group;
+                        let end = own.end.min((head + 1) * group) - head * group;
+                        let first = head * each + first;
+                        first + start * size..first + end * size
                     })
                 };
-                let gates = gates(0).chain(gates(group));
+                let (v, z) = (2 * key_dim, 2 * key_dim + group * value_dim);
+                let rows = of_key(0)
+                    .chain(of_key(key_dim))
+                    .chain(of_group(each, v, value_dim))
+                    .chain(of_group(each, z, value_dim));
+                let gates = of_group(2 * group, 0, 1).chain(of_group(2 * group, group, 1));
                 (
                     cut("in_proj_qkvz", 2 * (keys + values), rows.collect())?,
                     cut("in_proj_ba", 2 * value_heads, gates.collect())?,
                 )
             }
             Layout::Split | Layout::Mamba => {
-                let rows = vec![span(0, key_dim), span(keys, key_dim), span(2 * keys, of_values)];
+                let rows = vec![of_keys(0), of_keys(keys), of_values(2 * keys, value_dim)];
                 let mut qkvz = cut("in_proj_qkv", 2 * keys + values, rows)?;
-                qkvz.extend(cut("in_proj_z", values, vec![span(0, of_values)])?);
-                let mut ba = cut("in_proj_b", value_heads, vec![span(0, group)])?;
-                ba.extend(cut("in_proj_a", value_heads, vec![span(0, group)])?);
+                qkvz.extend(cut("in_proj_z", values, vec![of_values(0, value_dim)])?);
+                let mut ba = cut("in_proj_b", value_heads, vec![own.clone()])?;
+                ba.extend(cut("in_proj_a", value_heads, vec![own.clone()])?);
                 (qkvz, ba)
             }
         };
@@ -104,19 +115,18 @@ impl<'a> Layer<'a> {
             self.part.0.files.numbers(&self.name(&format!("linear_attn.{name}")), shape)
         };
         let all = numbers("conv1d.weight", &[delta.shape.channels(), 1, kernel])?;
-        let channels = [span(0, key_dim), span(keys, key_dim), span(2 * keys, of_values)];
+        let channels = [of_keys(0), of_keys(keys), of_values(2 * keys, value_dim)];
         let conv = channels.iter().flat_map(|own| &all[own.start * kernel..own.end * kernel]);
-        let heads = span(0, group);
         let decay = numbers("A_log", &[value_heads])?;
         let output = weight("out_proj", [hidden, values])?;
-        let columns = span(0, of_values);
+        let columns = of_values(0, value_dim);
         Ok(DeltaPart {
             qkvz,
             ba,
             conv: conv.copied().collect(),
             conv_bias: Vec::new(),
-            decay: rates(&decay[heads.clone()]),
-            dt_bias: numbers("dt_bias", &[value_heads])?[heads].to_vec(),
+            decay: rates(&decay[own.clone()]),
+            dt_bias: numbers("dt_bias", &[value_heads])?[own.clone()].to_vec(),
             skip: Vec::new(),
             norm: numbers("norm.weight", &[value_dim])?,
             rule: delta.shape.rule,
