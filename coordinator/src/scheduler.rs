@@ -144,9 +144,11 @@ pub struct Scheduler {
     in_flight: VecDeque<InFlight>,
     /// Cached blocks of the sequence about to be admitted; a field so that its memory is reused.
     found: Vec<CachedBlock>,
-    /// The state behind these, and the number of blocks that were found whatever states are kept.
+    /// The state behind these, the number of blocks that were found whatever states are kept, and
+    /// of those that the next step finds a state behind.
     found_state: Option<StateId>,
     found_blocks: u32,
+    found_soon: u32,
     /// Prompts for which a longer one leaves some of the step; a field for the same reason.
     shorter: Vec<shorter::Prompt>,
     /// The sequence last found to be short of blocks.
@@ -222,6 +224,7 @@ impl Scheduler {
             found: Vec::new(),
             found_state: None,
             found_blocks: 0,
+            found_soon: 0,
             shorter: Vec::new(),
             waits_for: None,
             spare: Vec::new(),

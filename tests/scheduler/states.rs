@@ -115,16 +115,36 @@ fn a_long_answer_takes_one_place() {
 }
 
 #[test]
-fn requests_that_come_together_do_not_begin_with_what_is_being_computed() {
+fn choices_of_a_request_wait_for_the_state_that_the_first_leaves() {
     let mut rig = rig(8);
     let prompt: Vec<u32> = text(1, 100).collect();
     let ask = ClientRequest { prompt, n: 3, max_tokens: 3, ..Default::default() };
     rig.submit(ask.clone()).unwrap();
     rig.drain();
-    assert_eq!(rig.totals.found, 0);
+    assert_eq!(rig.totals.found, 2 * 96);
     rig.submit(ask).unwrap();
     rig.drain();
-    assert_eq!(rig.totals.found, 3 * 96);
+    assert_eq!(rig.totals.found, (2 + 3) * 96);
+    // Not for one that is not worth a step: behind 48 tokens of 60.
+    let short = text(2, 60).collect();
+    rig.submit(ClientRequest { prompt: short, n: 3, max_tokens: 3, ..Default::default() }).unwrap();
+    rig.drain();
+    assert_eq!(rig.totals.found, (2 + 3) * 96);
+}
+
+#[test]
+fn requests_that_come_together_compute_what_they_have_in_common_twice() {
+    let mut rig = rig(8);
+    let steps = rig.scheduler.last_step().0;
+    // The first knows of no other; the second leaves the state that the others wait a step for.
+    for name in 2..8 {
+        let prompt = text(1, 150).chain(text(name, 40)).collect();
+        rig.submit(ClientRequest { prompt, max_tokens: 1, ..Default::default() }).unwrap();
+    }
+    rig.drain();
+    assert_eq!(rig.totals.found, 4 * 144);
+    // In the third, all are computed to their ends.
+    assert!(rig.scheduler.last_step().0 - steps <= 4, "{} steps", rig.scheduler.last_step().0);
 }
 
 /// A template for a model that reasons ends a prompt with a mark that the next one does not have.

@@ -104,7 +104,7 @@ impl Scheduler {
     /// Admits the sequence at place `at` of the queue and plans its first share. Returns false when
     /// others behind it have to wait.
     pub(super) fn admit(&mut self, at: usize, slot: usize, builder: &mut PlanBuilder<'_>) -> bool {
-        if self.must_wait(slot) {
+        if self.must_wait(slot) || self.finds_more_soon() {
             return false;
         }
         self.waiting.remove(at);

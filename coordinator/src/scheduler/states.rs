@@ -299,6 +299,7 @@ impl Scheduler {
     pub(super) fn cut_to_state(&mut self) {
         self.found_state = None;
         self.found_blocks = self.found.len() as u32;
+        self.found_soon = 0;
         if !self.keeps_states() {
             return;
         }
@@ -307,8 +308,19 @@ impl Scheduler {
             if self.found_state.is_some() {
                 return;
             }
+            if self.states.has(last.prefix) {
+                self.found_soon = self.found_soon.max(self.found.len() as u32);
+            }
             self.found.pop();
         }
+    }
+
+    /// Whether a sequence that was looked up finds enough more in the next step: the step being
+    /// planned leaves a state behind some of its blocks. So it is with the choices of a request,
+    /// and with requests that come together and begin alike.
+    pub(super) fn finds_more_soon(&self) -> bool {
+        let more = self.found_soon.saturating_sub(self.found.len() as u32);
+        more.saturating_mul(self.config.block_size) >= TOKENS_MIN
     }
 
     /// Decides where shares of a sequence that is admitted end so that its state can be kept, which
