@@ -6,12 +6,13 @@
 //! every order, never hashing.
 //!
 //! - `queue order`: requests are admitted by priority (lower is earlier), then in order of arrival;
-//!   where a step has no room for more masks, unguided requests pass guided ones, and beside a
-//!   prompt longer than a step the shortest come first (`shorter`). When blocks run
-//!   out, the least urgent sequence (of equal priority, the last admitted) is preempted and returns
-//!   to the front of its priority, so the oldest of the most urgent always makes progress. Less
-//!   urgent requests can starve: priorities are set on purpose. What was computed for a preempted
-//!   sequence goes to host memory if that has room (`swap`); otherwise it is recomputed.
+//!   where a step has no room for more masks, unguided requests pass guided ones, those that begin
+//!   with a state that is kept in this step wait for the next and are passed (`states`), and beside
+//!   a prompt longer than a step the shortest come first (`shorter`). When blocks run out, the
+//!   least urgent sequence (of equal priority, the last admitted) is preempted and returns to the
+//!   front of its priority, so the oldest of the most urgent always makes progress. Less urgent
+//!   requests can starve: priorities are set on purpose. What was computed for a preempted sequence
+//!   goes to host memory if that has room (`swap`); otherwise it is recomputed.
 //! - `room to grow`: a sequence is admitted if those that run would still find the blocks that they
 //!   may need until its prompt is computed. Who comes later is preempted first, so it would be the
 //!   one to lose what was computed of it.

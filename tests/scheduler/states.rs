@@ -132,6 +132,35 @@ fn choices_of_a_request_wait_for_the_state_that_the_first_leaves() {
     assert_eq!(rig.totals.found, (2 + 3) * 96);
 }
 
+/// Nobody else waits for that: not those behind, and not beside a prompt longer than a step.
+#[test]
+fn others_pass_who_waits_for_a_state() {
+    for long in [0, 900] {
+        let mut rig = Rig::new(SchedulerConfig { max_num_seqs: 16, ..config(30) });
+        rig.ready(400);
+        let mut ask = |prompt: Vec<u32>, n| {
+            rig.submit(ClientRequest { prompt, n, max_tokens: 1, ..Default::default() }).unwrap()
+        };
+        if long > 0 {
+            ask(text(1, long).collect(), 1);
+        }
+        for name in 2..5 {
+            ask(text(name, 70).collect(), 2);
+        }
+        let last = ask(text(9, 75).collect(), 1);
+        let before = rig.scheduler.last_step().0;
+        while rig.requests[&last].1.tokens[0].is_empty() {
+            while rig.plan() {}
+            rig.deliver();
+        }
+        let steps = rig.scheduler.last_step().0 - before;
+        // Planned ahead, too.
+        assert!(steps <= 3, "{steps} steps beside {long} tokens");
+        rig.drain();
+        assert_eq!(rig.totals.found, 3 * 64);
+    }
+}
+
 #[test]
 fn requests_that_come_together_compute_what_they_have_in_common_twice() {
     let mut rig = rig(8);

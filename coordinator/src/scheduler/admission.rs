@@ -6,6 +6,10 @@ use super::plan::PlanBuilder;
 use super::sequence::Sequence;
 use super::{BlockWait, Scheduler, weight};
 
+/// Most sequences of a plan that others pass since they find more in the next step: each is looked
+/// up in every plan.
+const PASSED_MAX: u32 = 8;
+
 /// Bytes of a plan's frame taken by admitted sequences, and bytes taken by masks.
 #[derive(Clone, Copy, Default)]
 pub(super) struct FrameUse {
@@ -20,6 +24,15 @@ impl FrameUse {
     }
 }
 
+/// Sequences that others pass, since they find more in the next step.
+#[derive(Clone, Copy, Default)]
+struct Passed {
+    first: Option<usize>,
+    count: u32,
+    /// The request of the last one.
+    last: Option<RequestId>,
+}
+
 /// What happens to the next waiting sequence.
 pub(super) enum AdmissionDecision {
     Admit,
@@ -31,15 +44,19 @@ pub(super) enum AdmissionDecision {
 impl Scheduler {
     /// Admits from the queue while sequences, budget, blocks and the plan's frame last. Tokens
     /// found in the KV cache cost no budget, but their sequence is in the plan all the same. Here
-    /// no sequence is overtaken, except guided ones that wait for room for masks: by those that
-    /// need none.
+    /// no sequence is overtaken, with two exceptions: guided ones that wait for room for masks, by
+    /// those that need none; and those that find more in the next step, by those that leave the
+    /// first of them its place and its blocks.
     pub(super) fn plan_waiting(&mut self, builder: &mut PlanBuilder<'_>) {
         if self.waiting.is_empty() {
             return;
         }
         builder.frame.masks = self.masks_of_running();
         let mut masks_are_full = false;
-        while let Some((at, slot)) = self.next_waiting(masks_are_full) {
+        // Those before this place stay in the queue.
+        let mut from = 0;
+        let mut passed = Passed::default();
+        while let Some((at, slot)) = self.next_waiting(from, masks_are_full) {
             if builder.budget == 0 || self.running.len() >= self.config.max_num_seqs as usize {
                 return;
             }
@@ -55,16 +72,47 @@ impl Scheduler {
                 }
                 AdmissionDecision::Wait => return,
             }
-            let (is_swapped, takes) = (seq.swapped.is_some(), self.frame_use(seq));
+            let (request, is_swapped) = (seq.request, seq.swapped.is_some());
+            let takes = self.frame_use(seq);
+            if !is_swapped {
+                // Another choice of the one before waits for the same.
+                if passed.last == Some(request) {
+                    from = at + 1;
+                    continue;
+                }
+                if self.must_wait(slot) {
+                    return;
+                }
+                if self.finds_more_soon() {
+                    if passed.count == PASSED_MAX {
+                        return;
+                    }
+                    passed.count += 1;
+                    passed.last = Some(request);
+                    passed.first = passed.first.or(Some(slot));
+                    from = at + 1;
+                    continue;
+                }
+            }
+            if passed.first.is_some_and(|first| is_swapped || !self.may_pass(first, slot)) {
+                return;
+            }
             builder.frame.add(takes);
             let comes = match is_swapped {
                 true => self.swap_in(at, slot, builder),
-                false => self.admit(at, slot, builder),
+                false => self.admit_found(at, slot, builder),
             };
             if !comes {
                 return;
             }
         }
+    }
+
+    /// Whether a sequence that passes another one leaves it a place in the batch, and its blocks.
+    pub(super) fn may_pass(&self, passed: usize, slot: usize) -> bool {
+        let Some(seq) = &self.sequences[slot] else { return true };
+        let places = self.config.max_num_seqs as usize - 1;
+        self.running.len() < places && self.leaves_blocks(passed, seq)
     }
 
     /// Decides whether a waiting sequence may be in this step, as far as bytes, reports and blame
@@ -101,12 +149,14 @@ impl Scheduler {
         }
     }
 
-    /// Admits the sequence at place `at` of the queue and plans its first share. Returns false when
-    /// others behind it have to wait.
-    pub(super) fn admit(&mut self, at: usize, slot: usize, builder: &mut PlanBuilder<'_>) -> bool {
-        if self.must_wait(slot) || self.finds_more_soon() {
-            return false;
-        }
+    /// Admits the sequence at place `at` of the queue, which was looked up, and plans its first
+    /// share. Returns false when others behind it have to wait.
+    pub(super) fn admit_found(
+        &mut self,
+        at: usize,
+        slot: usize,
+        builder: &mut PlanBuilder<'_>,
+    ) -> bool {
         self.waiting.remove(at);
         self.share_found(slot);
         builder.plan.begin_with.extend(self.decide_ends(slot));
@@ -146,14 +196,14 @@ impl Scheduler {
         }
     }
 
-    /// Returns the queue position and slot of the next sequence to admit; where masks have no room,
-    /// the first that is not guided.
-    fn next_waiting(&self, masks_are_full: bool) -> Option<(usize, usize)> {
+    /// Returns the queue position, `from` or behind, and slot of the next sequence to admit; where
+    /// masks have no room, the first that is not guided.
+    fn next_waiting(&self, from: usize, masks_are_full: bool) -> Option<(usize, usize)> {
         let waits = |slot: usize| {
             let seq = self.sequences[slot].as_ref();
             seq.is_none_or(|seq| seq.guide.is_none() || !masks_are_full)
         };
-        let mut queue = self.waiting.iter().copied().enumerate();
+        let mut queue = self.waiting.iter().copied().enumerate().skip(from);
         queue.find(|(_, slot)| waits(*slot))
     }
 
@@ -209,7 +259,7 @@ impl Scheduler {
     }
 
     /// Free blocks for a prompt that comes now: one that needs no more, its first output included,
-    /// is admitted, whatever its priority. Some that need more may be, too.
+    /// does not wait for blocks, whatever its priority. Some that need more may be, too.
     #[must_use]
     pub fn free_to_admit(&self) -> u64 {
         let free = u64::from(self.blocks.num_free());

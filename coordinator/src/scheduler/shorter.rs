@@ -143,7 +143,7 @@ impl Scheduler {
 
     /// Whether a sequence that passes the queue's head leaves it the blocks that it needs, also if
     /// it decodes while the head's prompt is computed.
-    fn leaves_blocks(&self, head: usize, seq: &Sequence) -> bool {
+    pub(super) fn leaves_blocks(&self, head: usize, seq: &Sequence) -> bool {
         let Some(head) = &self.sequences[head] else { return true };
         let tokens = (head.tokens.len() as u32).saturating_add(seq.tokens.len() as u32);
         let steps = self.steps_for(head.priority, tokens);
@@ -165,19 +165,22 @@ impl Scheduler {
     fn admit_shorter(&mut self, slot: usize, builder: &mut PlanBuilder<'_>) -> bool {
         let Some(head) = self.waiting.front().copied() else { return false };
         let Some(seq) = &self.sequences[slot] else { return true };
-        let passes = slot != head;
-        let places = self.config.max_num_seqs as usize - usize::from(passes);
-        let has_place = self.running.len() < places;
-        let has_blocks = !passes || self.leaves_blocks(head, seq);
         let may_come = matches!(self.decide_admission(seq, builder), AdmissionDecision::Admit);
-        if !has_place || !has_blocks || !may_come {
+        let is_first = slot == head && self.running.len() < self.config.max_num_seqs as usize;
+        if !may_come || !(is_first || slot != head && self.may_pass(head, slot)) {
             return false;
         }
         let takes = self.frame_use(seq);
-        builder.frame.add(takes);
         let Some(at) = self.waiting.iter().position(|waiting| *waiting == slot) else {
             return true;
         };
-        self.admit(at, slot, builder)
+        if self.must_wait(slot) {
+            return false;
+        }
+        if self.finds_more_soon() {
+            return true;
+        }
+        builder.frame.add(takes);
+        self.admit_found(at, slot, builder)
     }
 }
