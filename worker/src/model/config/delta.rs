@@ -76,11 +76,7 @@ impl Delta {
             };
             return Err(format!("{key} leaves no layer with full_attention"));
         }
-        let (key_most, value_most, kernel_most) = DeltaShape::MOST;
-        let head = |key: &str, said: Option<usize>, most: usize| match said.unwrap_or(128) {
-            size if (1..=most).contains(&size) && size.is_multiple_of(8) => Ok(size),
-            size => Err(format!("{key} is {size}, it must be a multiple of 8, at most {most}")),
-        };
+        let (key_most, value_most, _) = DeltaShape::MOST;
         let heads = |key: &str, said: Option<usize>, usual| size(key, said.or(Some(usual)));
         let key_heads = heads("linear_num_key_heads", raw.linear_num_key_heads, 16)?;
         let value_heads = heads("linear_num_value_heads", raw.linear_num_value_heads, 32)?;
@@ -90,25 +86,43 @@ impl Delta {
                  ({key_heads})"
             ));
         }
-        let kernel = raw.linear_conv_kernel_dim.unwrap_or(4);
-        if !(2..=kernel_most).contains(&kernel) {
-            return Err(format!(
-                "linear_conv_kernel_dim is {kernel}, it must be in 2..={kernel_most}"
-            ));
-        }
+        let head = |key: &str, said: Option<usize>, most| head_dim(key, said.unwrap_or(128), most);
         let shape = DeltaShape {
             rule: Rule::GatedDelta,
             key_heads,
             value_heads,
             key_dim: head("linear_key_head_dim", raw.linear_key_head_dim, key_most)?,
             value_dim: head("linear_value_head_dim", raw.linear_value_head_dim, value_most)?,
-            kernel,
+            kernel: kernel("linear_conv_kernel_dim", raw.linear_conv_kernel_dim)?,
         };
         let layout = match architecture {
             Architecture::Qwen3Next => Layout::Grouped,
             _ => Layout::Split,
         };
         Ok(Some(Self { shape, layers, layout, norm_eps: norm_eps as f32 }))
+    }
+}
+
+/// Checks the number of elements of a head.
+///
+/// # Errors
+/// The key, its value's problem and the bound.
+pub(super) fn head_dim(key: &str, size: usize, most: usize) -> Result<usize, String> {
+    match size {
+        size if (1..=most).contains(&size) && size.is_multiple_of(8) => Ok(size),
+        size => Err(format!("{key} is {size}, it must be a multiple of 8, at most {most}")),
+    }
+}
+
+/// Checks how many tokens a convolution sees: 4 if the file does not say it.
+///
+/// # Errors
+/// The key, its value's problem and the bound.
+pub(super) fn kernel(key: &str, said: Option<usize>) -> Result<usize, String> {
+    let (_, _, most) = DeltaShape::MOST;
+    match said.unwrap_or(4) {
+        kernel if (2..=most).contains(&kernel) => Ok(kernel),
+        kernel => Err(format!("{key} is {kernel}, it must be in 2..={most}")),
     }
 }
 

@@ -3,7 +3,7 @@ use kernels::backend::{DeltaShape, Rule};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::delta::{Delta, Layout};
+use super::delta::{Delta, Layout, head_dim, kernel};
 use super::{keys, of_each_layer, size};
 
 /// The keys, whose defaults are those of transformers.
@@ -67,11 +67,7 @@ pub(super) fn read(
     check_steps(raw.time_step_limit.as_deref())?;
     let hidden_size = size("hidden_size", raw.hidden_size)?;
     let all = size("mamba_expand", raw.mamba_expand.or(Some(2)))?.saturating_mul(hidden_size);
-    let (key_most, value_most, kernel_most) = DeltaShape::MOST;
-    let dim = |key: &str, said: usize, most: usize| match said {
-        said if (1..=most).contains(&said) && said.is_multiple_of(8) => Ok(said),
-        said => Err(format!("{key} is {said}, it must be a multiple of 8, at most {most}")),
-    };
+    let (key_most, value_most, _) = DeltaShape::MOST;
     let value_dim = match &raw.mamba_d_head {
         None => all / value_heads,
         Some(said) if *said == "auto" => all / value_heads,
@@ -80,24 +76,20 @@ pub(super) fn read(
             .and_then(|said| usize::try_from(said).ok())
             .ok_or_else(|| format!("mamba_d_head is {said}, it must be a number or \"auto\""))?,
     };
-    let value_dim = dim("mamba_d_head", value_dim, value_most)?;
+    let value_dim = head_dim("mamba_d_head", value_dim, value_most)?;
     if value_dim * value_heads != all {
         return Err(format!(
             "mamba_n_heads ({value_heads}) times mamba_d_head ({value_dim}) is not mamba_expand \
              times hidden_size ({all})"
         ));
     }
-    let kernel = raw.mamba_d_conv.unwrap_or(4);
-    if !(2..=kernel_most).contains(&kernel) {
-        return Err(format!("mamba_d_conv is {kernel}, it must be in 2..={kernel_most}"));
-    }
     let shape = DeltaShape {
         rule: Rule::Mamba2,
         key_heads: 1,
         value_heads,
-        key_dim: dim("mamba_d_state", raw.mamba_d_state.unwrap_or(256), key_most)?,
+        key_dim: head_dim("mamba_d_state", raw.mamba_d_state.unwrap_or(256), key_most)?,
         value_dim,
-        kernel,
+        kernel: kernel("mamba_d_conv", raw.mamba_d_conv)?,
     };
     Ok(Some(Delta { shape, layers, layout: Layout::Mamba, norm_eps: norm_eps as f32 }))
 }

@@ -51,9 +51,6 @@ pub(super) struct GatedQ<'a> {
 impl<'a> Layer<'a> {
     pub(super) fn delta(&self, delta: &Delta) -> Result<DeltaPart<'a>, ModelError> {
         let Source { config, shard, .. } = self.part.0;
-        if delta.layout == Layout::Mamba {
-            return self.mamba(delta);
-        }
         let DeltaShape { key_heads, value_heads, key_dim, value_dim, kernel, .. } = delta.shape;
         let (hidden, own) = (config.hidden_size, shard.delta_values.clone());
         let group = value_heads / key_heads;
@@ -102,7 +99,8 @@ impl<'a> Layer<'a> {
                     cut("in_proj_ba", 2 * value_heads, gates.collect())?,
                 )
             }
-            Layout::Split | Layout::Mamba => {
+            Layout::Mamba => return self.mamba(delta),
+            Layout::Split => {
                 let rows = vec![of_keys(0), of_keys(keys), of_values(2 * keys, value_dim)];
                 let mut qkvz = cut("in_proj_qkv", 2 * keys + values, rows)?;
                 qkvz.extend(cut("in_proj_z", values, vec![of_values(0, value_dim)])?);
